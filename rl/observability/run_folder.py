@@ -31,9 +31,7 @@ from rl.utils.files import (
     atomic_write,
     folder_errors,
     lock_folder,
-    make_folder,
     previous_file,
-    remove_empty,
 )
 
 STATUS = "status.json"
@@ -65,8 +63,8 @@ class RunFolder:
     Closing does not mark the run as finished.
     """
 
-    def __init__(self, path: Path, *, checkpoints: Path | None = None, created: Path | None = None) -> None:
-        """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
+    def __init__(self, path: Path, *, checkpoints: Path | None = None, is_new: bool = False) -> None:
+        """Use `RunFolder.create`. `is_new` is True if the folder did not exist before."""
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = checkpoints or path / "checkpoints"
@@ -78,7 +76,7 @@ class RunFolder:
         self.learning_curve = path / "learning_curve.png"
         self.timeline = path / TIMELINE
         self._lock: FileLock | None = None
-        self._created = created
+        self._is_new = is_new
 
     @classmethod
     def create(
@@ -111,9 +109,11 @@ class RunFolder:
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
-        created = make_folder(path, AS_WHAT)
+        is_new = not os.path.lexists(path)
+        with folder_errors(path, AS_WHAT):
+            path.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(path)
-        folder = cls(path, checkpoints=checkpoints, created=created)
+        folder = cls(path, checkpoints=checkpoints, is_new=is_new)
         try:
             folder._lock = lock_folder(path, as_what=AS_WHAT, otherwise="choose another name")
             check_free(path, overwrite=overwrite)
@@ -122,7 +122,7 @@ class RunFolder:
                 _clear(path)
                 folder._start()
         except BaseException:
-            folder._remove_created()
+            folder._remove_if_new()
             folder.close()
             raise
         return folder
@@ -180,16 +180,15 @@ class RunFolder:
 
     def discard(self) -> None:
         """Undo `create`, for a run that was refused before it began."""
-        self._remove_created()
-        if self._created is None:
+        self._remove_if_new()
+        if not self._is_new:
             _clear(self.path)
             (self.path / LOCK).unlink()
         self.close()
 
-    def _remove_created(self) -> None:
-        if self._created is not None:
+    def _remove_if_new(self) -> None:
+        if self._is_new:
             shutil.rmtree(self.path)
-            remove_empty(self.path.parent, topmost=self._created)
 
     def close(self) -> None:
         """Release the lock. Idempotent."""

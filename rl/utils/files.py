@@ -15,6 +15,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -137,42 +138,17 @@ def folder_errors(path: Path, as_what: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be {as_what}: {error.strerror}") from error
 
 
-def make_folder(path: Path, as_what: str) -> Path | None:
-    """Make `path` and return the topmost folder that had to be made, or None.
-
-    Raises:
-        ValueError: `path` cannot be made or written, or is not a folder.
-    """
-    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
-    existing = missing[-1].parent if missing else path
-    if not existing.is_dir():
-        raise ValueError(f"{path} cannot be {as_what}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{path} cannot be {as_what}: {existing} is not writable")
-    with folder_errors(path, as_what):
-        path.mkdir(parents=True, exist_ok=True)
-    return missing[-1] if missing else None
-
-
-def remove_empty(path: Path, *, topmost: Path | None) -> None:
-    """Remove the folder and its parents up to `topmost` while they are empty."""
-    with suppress(OSError):  # not empty
-        for folder in (path, *path.parents):
-            if topmost is None or not folder.is_relative_to(topmost):
-                break
-            folder.rmdir()
-
-
-def lock_folder(path: Path, *, as_what: str, otherwise: str, name: str = LOCK) -> FileLock:
-    """Lock a folder for this process; the lock file names the process for other processes to read.
+def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
+    """Make a folder and lock it for this process; the lock file names the process for other processes to read.
 
     Raises:
         ValueError: another process holds the lock, in which case the message ends with `otherwise`, or the
-            lock file cannot be made.
+            folder or its lock file cannot be made.
     """
-    file = path / name
+    file = path / LOCK
     lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
     with folder_errors(path, as_what):
+        path.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except Timeout as error:
@@ -181,6 +157,16 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str, name: str = LOCK) -
     with suppress(OSError):  # a full disk is reported when something that matters is written
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     return lock
+
+
+@contextmanager
+def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if it does not exist; see `lock_folder`."""
+    lock = lock_folder(path, as_what=as_what, otherwise=otherwise)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_unlocked(file: Path) -> bool:
@@ -192,29 +178,6 @@ def is_unlocked(file: Path) -> bool:
             return True
     except Timeout:
         return False
-
-
-@contextmanager
-def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
-    """Hold the lock of a folder, which is made first, and removed again if nothing was written into it.
-
-    Raises:
-        ValueError: the folder cannot be made, or another process holds the lock.
-    """
-    created = make_folder(path, as_what)
-    try:
-        lock = lock_folder(path, as_what=as_what, otherwise=otherwise)
-    except ValueError:
-        remove_empty(path, topmost=created)
-        raise
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # the folder was removed meanwhile
-            if created is not None and [entry.name for entry in path.iterdir()] == [LOCK]:
-                (path / LOCK).unlink()
-                remove_empty(path, topmost=created)
-        lock.release()
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -236,15 +199,16 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor: int | None = None
+        self._file: FileIO | None = None
 
-    def open(self) -> None:
-        """Create or continue the file, and end a line that a killed process left unfinished; raises OSError."""
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._descriptor).st_size
-            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-                os.write(self._descriptor, b"\n")
+    def open(self) -> FileIO:
+        """Return the file: new, or continued after a line that a killed process left unfinished; raises OSError."""
+        if self._file is None:
+            self._file = FileIO(self.path, "a+")
+            size = os.fstat(self._file.fileno()).st_size
+            if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+                self._file.write(b"\n")
+        return self._file
 
     def append(self, text: str) -> None:
         """Hand the text to the kernel, which writes it even if this process is killed.
@@ -252,28 +216,27 @@ class AppendFile:
         Raises:
             OSError: the text cannot be written; the file is unchanged.
         """
-        self.open()
-        assert self._descriptor is not None
-        size = os.fstat(self._descriptor).st_size
+        file = self.open()
+        size = os.fstat(file.fileno()).st_size
         rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[file.write(rest) :]
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
+                file.truncate(size)
             raise
 
     def sync(self) -> None:
         """Wait until the text is on the disk; raises OSError."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class BoundedFile:

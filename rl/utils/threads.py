@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from rl.utils.errors import RunError
@@ -57,40 +57,18 @@ class WorkerThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of `function(*args)`, or raise what it raised.
 
-        Cancelling the call does not interrupt a function that is already running.
+        Cancelling the call does not interrupt a function that is already running; one that waits is dropped.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def succeed(result: T) -> None:
-            if not future.cancelled():
-                future.set_result(result)
-
-        def fail(error: BaseException) -> None:
-            if not future.cancelled():
-                future.set_exception(error)
-
-        def settle(callback: Callable[[Any], None], value: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, the caller is gone
-                loop.call_soon_threadsafe(callback, value)
-
-        def job() -> None:
-            try:
-                result = function(*args)
-            except BaseException as error:  # noqa: BLE001  (raised in the caller)
-                settle(fail, error)
-            else:
-                settle(succeed, result)
-
-        self._jobs.put(job)
-        return await future
+        future: Future[T] = Future()
+        self._jobs.put((future, partial(function, *args)))
+        return await asyncio.wrap_future(future)
 
     def stop(self, *, timeout_s: float) -> bool:
         """End the thread after its current job; return True if it ended in time."""
@@ -100,7 +78,13 @@ class WorkerThread:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            future, function = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  (raised in the caller)
+                future.set_exception(error)
 
 
 class WriteTimeoutError(RunError, TimeoutError):

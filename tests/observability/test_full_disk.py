@@ -138,7 +138,7 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     )
     assert_matches(rf"ValueError: .*/outputs/run cannot be a run's folder: {FULL}", refused)
     assert status == "running"
-    assert entries == ["run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
+    assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
 
 
 def test_records_that_cannot_be_truncated_are_unchanged(tmp_path):
@@ -198,7 +198,7 @@ def test_read_only_dump_folder_is_refused(folder):
     (folder / "outputs").chmod(0o555)
     answer = run_unprivileged(lambda: said(lambda: RunFolder.create(folder / "outputs" / "today", "run")))
     path = folder / "outputs"
-    assert answer == f"ValueError: {path}/today/run cannot be a run's folder: {path} is not writable"
+    assert answer == f"ValueError: {path}/today/run cannot be a run's folder: Permission denied"
     assert list(path.iterdir()) == []
 
 

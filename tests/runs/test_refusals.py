@@ -164,7 +164,7 @@ def test_run_does_not_clear_the_folder_it_loads_from(checkpoints, tmp_path, caps
 
 def test_dump_folder_that_is_a_file_is_refused(refused, tmp_path):
     (tmp_path / "outputs").write_text("")
-    assert "is not a folder" in refused()
+    assert "cannot be a run's folder: Not a directory" in refused()
 
 
 def test_run_that_would_replace_its_starting_point_is_refused(tmp_path, capsys):
