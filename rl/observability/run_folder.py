@@ -31,6 +31,7 @@ from rl.utils.files import (
     atomic_write,
     folder_errors,
     lock_folder,
+    make_folder,
     previous_file,
 )
 
@@ -110,8 +111,7 @@ class RunFolder:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
         is_new = not os.path.lexists(path)
-        with folder_errors(path, AS_WHAT):
-            path.mkdir(parents=True, exist_ok=True)
+        make_folder(path, AS_WHAT)
         _refuse_foreign(path)
         folder = cls(path, checkpoints=checkpoints, is_new=is_new)
         try:

@@ -138,6 +138,16 @@ def folder_errors(path: Path, as_what: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be {as_what}: {error.strerror}") from error
 
 
+def make_folder(path: Path, as_what: str) -> None:
+    """Make a folder and its parents.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+    with folder_errors(path, as_what):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
     """Make a folder and lock it for this process; the lock file names the process for other processes to read.
 
@@ -147,8 +157,8 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
     """
     file = path / LOCK
     lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
+    make_folder(path, as_what)
     with folder_errors(path, as_what):
-        path.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except Timeout as error:
