@@ -7,6 +7,7 @@ Shape legend: P prompts of a step, G samples of each, T tokens of a sample, C of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,16 +25,13 @@ from rl.rollouts.samples import cut, policy_sample
 from rl.types import Rollout, TrainingSample
 from rl.utils.errors import RunError
 
-_IdentifiedSample = tuple[RolloutId, TrainingSample]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingBatch:
     """The samples that a step trains on."""
 
-    minibatches: list[list[TrainingSample]]
-    rollout_ids: list[list[RolloutId]]
-    """Group and number in the group of each sample's rollout, in the shape of `minibatches`."""
+    minibatches: list[dict[RolloutId, TrainingSample]]
+    """Samples of each optimizer step, in order, by the rollout that they come from."""
     has_gradient: bool
     """True if any trained token has an advantage other than 0."""
     advantages_PG: list[list[np.ndarray]]
@@ -60,25 +58,24 @@ async def make_training_batch(
             rewards_PG, members_PG, config=config, trainer=trainer
         )
     advantages_PG = config.advantage(rewards_PG)
-    samples_PG = [
-        [_sample(member, advantages_C, config=config) for member, advantages_C in zip(*of_group, strict=True)]
-        for of_group in zip(members_PG, advantages_PG, strict=True)
-    ]
+    samples = {
+        (p, g): _sample(member, advantages_C, config=config)
+        for p, members in enumerate(members_PG)
+        for g, (member, advantages_C) in enumerate(zip(members, advantages_PG[p], strict=True))
+    }
     if references is not None:
-        known = iter(references)
-        samples_PG = [[replace(s, reference_logprobs=next(known)) for s in of] for of in samples_PG]
-    width = config.groups_per_batch // config.num_minibatches
-    identified_PG = [[((p, g), s) for g, s in enumerate(of)] for p, of in enumerate(samples_PG)]
-    parts = [list(chain(*identified_PG[i : i + width])) for i in range(0, len(identified_PG), width)]
-    parts, counts = _limit_lengths(parts, config=config)
-    minibatches = [[sample for _, sample in part] for part in parts]
+        samples = _with(samples, "reference_logprobs", references)
+    samples, counts = _limit_lengths(samples, config=config)
     if adds_proximal_logprobs:
-        logprobs = iter(await trainer.compute_logprobs(list(chain(*minibatches))))
-        minibatches = [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in minibatches]
+        proximal = await trainer.compute_logprobs([*samples.values()])
+        samples = _with(samples, "proximal_logprobs", proximal)
+    width = config.groups_per_batch // config.num_minibatches
+    minibatches: dict[int, dict[RolloutId, TrainingSample]] = defaultdict(dict)
+    for (p, g), sample in samples.items():
+        minibatches[p // width][p, g] = sample
     return TrainingBatch(
-        minibatches=minibatches,
-        rollout_ids=[[rollout_id for rollout_id, _ in part] for part in parts],
-        has_gradient=any(s.advantages[s.mask].any() for part in minibatches for s in part),
+        minibatches=[*minibatches.values()],
+        has_gradient=any(s.advantages[s.mask].any() for s in samples.values()),
         advantages_PG=advantages_PG,
         metrics=metrics | counts,
     )
@@ -86,6 +83,14 @@ async def make_training_batch(
 
 def _sample(member: ScoredRollout, advantages_C: np.ndarray, *, config: LoopConfig) -> TrainingSample:
     return policy_sample(member.rollout, advantages_C=advantages_C, temperature=config.sampling.temperature)
+
+
+def _with(
+    samples: Mapping[RolloutId, TrainingSample], name: str, values: Sequence[np.ndarray]
+) -> dict[RolloutId, TrainingSample]:
+    """Return the samples with one more array each."""
+    pairs = zip(samples.items(), values, strict=True)
+    return {rollout_id: replace(sample, **{name: value}) for (rollout_id, sample), value in pairs}
 
 
 async def _subtract_kl(
@@ -120,32 +125,26 @@ async def _subtract_kl(
 
 
 def _limit_lengths(
-    parts: list[list[_IdentifiedSample]], *, config: LoopConfig
-) -> tuple[list[list[_IdentifiedSample]], dict[str, Metric]]:
-    """Drop or truncate samples above `loop.max_sample_tokens`; leave out minibatches that become empty.
-
-    Raises:
-        RunError: no sample is left.
-    """
+    samples: dict[RolloutId, TrainingSample], *, config: LoopConfig
+) -> tuple[dict[RolloutId, TrainingSample], dict[str, Metric]]:
+    """Drop or truncate samples above `loop.max_sample_tokens`; raise RunError if no sample is left."""
     limit, policy = config.max_sample_tokens, config.long_samples
     if limit is None or policy == "drop_group":
-        return parts, {}
-    samples = [s for part in parts for _, s in part]
-    num_long = sum(len(s.token_ids) > limit for s in samples)
+        return samples, {}
+    num_long = sum(len(s.token_ids) > limit for s in samples.values())
     if policy == "truncate":
+        shortened = {rollout_id: cut(s, max_tokens=limit) for rollout_id, s in samples.items()}
         # A prompt that fills the limit leaves nothing to train on.
-        shortened = [[(rollout_id, cut(s, max_tokens=limit)) for rollout_id, s in part] for part in parts]
-        kept = [[(rollout_id, s) for rollout_id, s in part if s.mask.any()] for part in shortened]
+        kept = {rollout_id: s for rollout_id, s in shortened.items() if s.mask.any()}
     else:
-        kept = [[(rollout_id, s) for rollout_id, s in part if len(s.token_ids) <= limit] for part in parts]
-    kept = [part for part in kept if part]
-    num_dropped = len(samples) - sum(map(len, kept))
+        kept = {rollout_id: s for rollout_id, s in samples.items() if len(s.token_ids) <= limit}
     if not kept:
         raise RunError(
             f"none of the step's {len(samples)} samples can be trained on: the shortest has "
-            f"{min(len(s.token_ids) for s in samples)} tokens, loop.max_sample_tokens={limit} with "
+            f"{min(len(s.token_ids) for s in samples.values())} tokens, loop.max_sample_tokens={limit} with "
             f"loop.long_samples={policy}; raise max_sample_tokens or set it to None"
         )
+    num_dropped = len(samples) - len(kept)
     counts: dict[str, Metric] = {"samples/dropped": Sum(num_dropped)}
     if policy == "truncate":
         counts["samples/truncated"] = Sum(num_long - num_dropped)
@@ -165,21 +164,16 @@ def trained_rollouts(
         logprobs: the trainer's, from the gradient's own forward pass. Where samples carry proximal logprobs, of
             the weights before the step, those are used instead.
     """
-    samples = {
-        rollout_id: sample
-        for ids, part in zip(training.rollout_ids, training.minibatches, strict=True)
-        for rollout_id, sample in zip(ids, part, strict=True)
-        if rollout_id in recorded
-    }
-    trained_PG: list[list[TrainedRollout]] = []
-    for p, (group, advantages_G) in enumerate(zip(batch.groups, training.advantages_PG, strict=True)):
-        trained_PG.append([])
-        for g, (member, advantages_C) in enumerate(zip(group.scored, advantages_G, strict=True)):
-            trained = TrainedRollout(advantages=advantages_C)
-            if (p, g) in recorded:
-                trained = _trained(member.rollout, advantages_C, samples.get((p, g)), logprobs.get((p, g)))
-            trained_PG[-1].append(trained)
-    return trained_PG
+    samples = dict(chain.from_iterable(part.items() for part in training.minibatches))
+    return [
+        [
+            _trained(member.rollout, advantages_C, samples.get((p, g)), logprobs.get((p, g)))
+            if (p, g) in recorded
+            else TrainedRollout(advantages=advantages_C)
+            for g, (member, advantages_C) in enumerate(zip(group.scored, advantages_G, strict=True))
+        ]
+        for p, (group, advantages_G) in enumerate(zip(batch.groups, training.advantages_PG, strict=True))
+    ]
 
 
 def _trained(

@@ -286,12 +286,13 @@ class Loop(Configurable):
             recorder.step(step, batch, rollouts)
 
         try:
-            for number, samples in enumerate(training.minibatches):
-                ids = training.rollout_ids[number]
-                indices = [i for i, rollout_id in enumerate(ids) if rollout_id in recorded]
-                gradient = await self.trainer.forward_backward(samples, return_logprobs=indices or False)
-                logprobs |= zip([ids[i] for i in indices], gradient.logprobs or (), strict=False)
-                if number == 0 and on_policy:
+            for samples in training.minibatches:
+                indices = [i for i, rollout_id in enumerate(samples) if rollout_id in recorded]
+                gradient = await self.trainer.forward_backward(
+                    [*samples.values()], return_logprobs=indices or False
+                )
+                logprobs |= zip((i for i in samples if i in recorded), gradient.logprobs or (), strict=False)
+                if on_policy and not trained:
                     self._check_logprobs(gradient)
                 self._clock.lap("train")
                 await self._sync.pushed()

@@ -68,8 +68,12 @@ def make(
     )
 
 
+def samples(made: TrainingBatch) -> list[list[TrainingSample]]:
+    return [[*part.values()] for part in made.minibatches]
+
+
 def lengths(made: TrainingBatch) -> list[list[int]]:
-    return [[len(s.token_ids) for s in part] for part in made.minibatches]
+    return [[len(s.token_ids) for s in part] for part in samples(made)]
 
 
 def counted(made: TrainingBatch) -> dict[str, float | None]:
@@ -82,9 +86,9 @@ def test_minibatches_are_divided_by_prompts_without_failed_rollouts():
     assert lengths(made) == [[4, 14, 5, 15], [16, 7, 17]]
     assert made.metrics == {}
     assert made.has_gradient
-    assert [s.advantages[-1] for s in made.minibatches[0]] == [0.5, -0.5, 0.5, -0.5]
-    assert made.minibatches[1][0].advantages[-1] == 0.0  # alone in its group
-    assert {s.temperature for part in made.minibatches for s in part} == {1.0}
+    assert [s.advantages[-1] for s in samples(made)[0]] == [0.5, -0.5, 0.5, -0.5]
+    assert samples(made)[1][0].advantages[-1] == 0.0  # alone in its group
+    assert {s.temperature for part in samples(made) for s in part} == {1.0}
 
 
 # Long samples
@@ -93,17 +97,17 @@ def test_minibatches_are_divided_by_prompts_without_failed_rollouts():
 def test_dropped_samples_count_for_their_groups_advantages():
     made = make(group(0, 4, 2), group(1, 5, 6), num_minibatches=1, max_sample_tokens=7, long_samples="drop")
     assert lengths(made) == [[7, 5]]
-    assert [s.advantages[-1] for s in made.minibatches[0]] == [0.5, -0.5]
+    assert [s.advantages[-1] for s in samples(made)[0]] == [0.5, -0.5]
     made = make(group(0, 5, 2), group(1, 5, 2), max_sample_tokens=7, long_samples="drop")
-    assert [s.advantages[-1] for s in made.minibatches[0]] == [-0.5, -0.5]
+    assert [s.advantages[-1] for s in samples(made)[0]] == [-0.5, -0.5]
     assert counted(made) == {"samples/dropped": 2}
 
 
 def test_truncated_samples_keep_their_first_tokens():
     made = make(group(0, 4, 5), group(1, 9, 2), max_sample_tokens=7, long_samples="truncate")
     assert lengths(made) == [[7, 7, 7, 5]]
-    assert made.minibatches[0][1].token_ids.tolist() == [1, 1, 1, 10, 11, 12, 13]
-    assert [int(s.mask.sum()) for s in made.minibatches[0]] == [4, 4, 4, 2]
+    assert samples(made)[0][1].token_ids.tolist() == [1, 1, 1, 10, 11, 12, 13]
+    assert [int(s.mask.sum()) for s in samples(made)[0]] == [4, 4, 4, 2]
     assert counted(made) == {"samples/dropped": 0, "samples/truncated": 2}
 
 
@@ -181,10 +185,10 @@ def test_proximal_logprobs_belong_to_the_truncated_samples():
     )
     assert policy.calls == ["compute_logprobs"]
     assert lengths(made) == [[7, 5], [6, 4]]
-    for sample in (s for part in made.minibatches for s in part):
+    for sample in (s for part in samples(made) for s in part):
         assert sample.proximal_logprobs is not None
         assert sample.proximal_logprobs.tolist() == (sample.token_ids + 1).tolist()
-    assert all(s.proximal_logprobs is None for part in make(*groups).minibatches for s in part)
+    assert all(s.proximal_logprobs is None for part in samples(make(*groups)) for s in part)
 
 
 # Recorded tokens
@@ -195,7 +199,7 @@ def trained(
 ) -> list[list[TrainedRollout]]:
     """Return the training data if the trainer's logprob of a token is minus its id."""
     made = make(*groups, adds_proximal=adds_proximal, **config)
-    of_sample = zip(chain(*made.rollout_ids), chain(*made.minibatches), strict=True)
+    of_sample = chain(*(part.items() for part in made.minibatches))
     logprobs = {i: -s.token_ids.astype(np.float32) for i, s in of_sample if i in wanted}
     batch = Batch(groups=list(groups), dropped=[])
     return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
