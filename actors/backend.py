@@ -47,28 +47,28 @@ class TrainerClient:
         return_logprobs: bool | Sequence[int] = False,
         model_id: str = RUN,
     ) -> ForwardBackwardResult:
-        return await self._call("forward_backward", samples, loss, return_logprobs, **_model(model_id))
+        return await self._call("forward_backward", samples, loss, return_logprobs, model_id=model_id)
 
     async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
         """Return what `forward_backward` with logprobs would; the gradient stays as it is."""
-        return await self._call("forward", samples, loss, **_model(model_id))
+        return await self._call("forward", samples, loss, model_id=model_id)
 
     async def drop_gradient(self, *, model_id: str = RUN) -> None:
         """Discard the gradient accumulated since the last step."""
-        await self._call("drop_gradient", **_model(model_id))
+        await self._call("drop_gradient", model_id=model_id)
 
     async def optim_step(
         self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
     ) -> OptimStepResult:
         """See `Trainer.optim_step`; with `allow_empty` the gradient is zero if nothing was accumulated."""
-        return await self._call("optim_step", params, allow_empty, **_model(model_id))
+        return await self._call("optim_step", params, allow_empty, model_id=model_id)
 
     async def compute_logprobs(
         self, samples: Sequence[TrainingSample], *, model_id: str = RUN
     ) -> list[np.ndarray]:
-        return await self._call("compute_logprobs", samples, **_model(model_id))
+        return await self._call("compute_logprobs", samples, model_id=model_id)
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return await self._call("compute_reference_logprobs", samples)
@@ -127,13 +127,10 @@ class TrainerClient:
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         await self._call("load_model", model_id, folder, optimizer)
 
-    async def _call(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        return (await self.trainer.call(endpoint, *args, **kwargs))[0]
-
-
-def _model(model_id: str) -> dict[str, str]:
-    """Return the argument that names a model; a run's trainer may be a class without it."""
-    return {} if model_id == RUN else {"model_id": model_id}
+    async def _call(self, endpoint: str, *args: Any, model_id: str = RUN) -> Any:
+        # A run's trainer may be a class without models by id.
+        named = {} if model_id == RUN else {"model_id": model_id}
+        return (await self.trainer.call(endpoint, *args, **named))[0]
 
 
 class GeneratorClient:

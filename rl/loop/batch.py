@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -89,8 +90,9 @@ def _with(
     samples: Mapping[RolloutId, TrainingSample], name: str, values: Sequence[np.ndarray]
 ) -> dict[RolloutId, TrainingSample]:
     """Return the samples with one more array each."""
-    pairs = zip(samples.items(), values, strict=True)
-    return {rollout_id: replace(sample, **{name: value}) for (rollout_id, sample), value in pairs}
+    added: list[dict[str, Any]] = [{name: value} for value in values]
+    pairs = zip(samples.items(), added, strict=True)
+    return {rollout_id: replace(sample, **arrays) for (rollout_id, sample), arrays in pairs}
 
 
 async def _subtract_kl(

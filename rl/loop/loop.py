@@ -53,7 +53,7 @@ from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, R
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.staleness import StalenessBound, off_policy_steps
 from rl.tasks.task import Task
-from rl.types import ForwardBackwardResult, OptimStepResult, SamplingParams
+from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
 from rl.utils.clock import BusyClock, now_s
 from rl.utils.errors import RunError, error_context
 from rl.utils.threads import BackgroundWriter
@@ -156,15 +156,14 @@ class Loop(Configurable):
         self._continued = state
         self._writer = BackgroundWriter("rollouts.jsonl")
         worker, self._evaluator = rollouts.parts(config)
-        problems = NumberedProblems(
-            rollouts.task.train_problems(seed=rollouts.seed), None if state is None else state.to_draw
-        )
+        start = state or LoopState(position=LoopPosition(step=0, num_problems=0))
+        problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start.to_draw)
         self._producer = RolloutProducer(
             bound=StalenessBound(
                 max_off_policy_steps=config.max_off_policy_steps,
                 groups_per_batch=config.groups_per_batch,
                 num_steps=config.num_steps,
-                step=0 if state is None else state.position.step,
+                step=start.position.step,
             ),
             worker=worker.run,
             problems=problems,
@@ -177,7 +176,7 @@ class Loop(Configurable):
         )
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
-        self._progress = Progress(config=config, problems=problems, producer=self._producer, state=state)
+        self._progress = Progress(config=config, problems=problems, producer=self._producer, start=start)
 
     async def run(self) -> None:
         """Publish the first weights, then evaluate, train and save until the last step is done.

@@ -105,18 +105,18 @@ class Progress:
         config: LoopConfig,
         problems: NumberedProblems,
         producer: RolloutProducer,
-        state: LoopState | None,
+        start: LoopState,
     ) -> None:
-        """Start at the beginning, or from the state of an earlier loop."""
+        """`start` is the state of an earlier loop, or that of a loop without steps."""
         self._config = config
         self._problems = problems
         self._producer = producer
-        self.done = 0 if state is None else state.position.step
+        self.done = start.position.step
         """Completed steps."""
-        self.evaluated = not config.eval_every or (state is not None and state.position.evaluated)
+        self.evaluated = not config.eval_every or start.position.evaluated
         """True if no evaluation is due before the next step."""
-        self.num_empty_steps = 0 if state is None else state.num_empty_steps
-        self.step_of_version = {} if state is None else dict(state.step_of_version)
+        self.num_empty_steps = start.num_empty_steps
+        self.step_of_version = dict(start.step_of_version)
         """The step after which each policy version was published."""
         self.has_batch = False
         """True while a step trains on its batch."""
