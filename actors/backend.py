@@ -129,7 +129,7 @@ class TrainerClient:
 
     async def _call(self, endpoint: str, *args: Any, model_id: str = RUN) -> Any:
         # A run's trainer may be a class without models by id.
-        named = {} if model_id == RUN else {"model_id": model_id}
+        named: dict[str, Any] = {} if model_id == RUN else {"model_id": model_id}
         return (await self.trainer.call(endpoint, *args, **named))[0]
 
 
@@ -179,15 +179,13 @@ class GeneratorClient:
 
 
 class RewardClient:
-    """A `Rewarder` over the processes of a `RewardActor`; calls overlap.
+    """A `Rewarder` over the processes of a `RewardActor`: each group goes to the process with the fewest rollouts.
 
-    Each process is sent its share alone, so that a slow one delays only the calls that need it. The run stops if
-    an answer takes longer than `timeouts.score_s` and the time limits of the reward functions together.
+    Calls overlap. The run stops if an answer takes longer than `timeouts.score_s` and the time limits of the reward
+    functions together.
 
     Args:
         num_procs: processes of the actor's mesh.
-        keep_groups: send the rollouts of a problem to one process, as functions of a group need it; without
-            such functions divided groups balance better (`Rubric.has_group_functions`).
         longest_s: longest time that the reward functions of a number of rollouts may take in one process
             (`rl.rollouts.rewards.longest_s`). None: `timeouts.score_s` includes them.
     """
@@ -197,63 +195,41 @@ class RewardClient:
         reward: ActorGroup | Role,
         *,
         num_procs: int,
-        keep_groups: bool = True,
         longest_s: Callable[[int], float] | None = None,
     ) -> None:
-        self.keep_groups = keep_groups
         self._longest_s = longest_s
         self._reward = reward if isinstance(reward, Role) else Role(reward)
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
 
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        shares = self._divide([len(group) for group in groups])
-        asked = {
-            rank: [[groups[number][i] for i in members] for number, members in share.items()]
-            for rank, share in shares.items()
-        }
+        return await all_or_cancel(self._score(group, alone=alone) for group in groups)
+
+    async def _score(self, group: Sequence[Rollout], *, alone: bool) -> list[Score]:
+        """Return the scores of one group; ask again after a restart if a process of the role is lost."""
+        rank = self._num_asked.index(min(self._num_asked))
+        self._num_asked[rank] += len(group)
         try:
-            answers = await all_or_cancel(self._ask(rank, asked[rank], alone=alone) for rank in shares)
+            while True:
+                actors = await self._current(group)
+                # The process first scores what it was sent before, so all of its rollouts count.
+                work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
+                try:
+                    ((scores,),) = await actors.at_rank(rank).call("score", [group], alone, extra_s=work_s)
+                    return list(scores)
+                except ActorLostError as error:
+                    self._reward.lose(actors, error)
         finally:
-            for rank, sent in asked.items():
-                self._num_asked[rank] -= sum(map(len, sent))
-        scores: dict[tuple[int, int], Score] = {}
-        for share, (answer,) in zip(shares.values(), answers, strict=True):
-            for (number, members), given in zip(share.items(), answer, strict=True):
-                scores |= {(number, i): score for i, score in zip(members, given, strict=True)}
-        return [[scores[number, i] for i in range(len(group))] for number, group in enumerate(groups)]
+            self._num_asked[rank] -= len(group)
 
-    async def _ask(self, rank: int, asked: list[list[Rollout]], *, alone: bool) -> list[Any]:
-        """Return the rank's answer; ask again after a restart if a process of the role is lost."""
-        while True:
-            try:
-                group = await self._reward.current()
-            except ActorLostError:
-                raise
-            except RunError as error:
-                ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for of in asked for rollout in of))
-                raise RunError(f"{error}; rollouts of these problems were being scored: {ids}") from error
-            # The process first scores what it was sent before, so all of its rollouts count.
-            work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
-            try:
-                return await group.at_rank(rank).call("score", asked, self.keep_groups, alone, extra_s=work_s)
-            except ActorLostError as error:
-                self._reward.lose(group, error)
-
-    def _divide(self, sizes: Sequence[int]) -> dict[int, _Share]:
-        """Assign each group, or each rollout, to the process with the fewest rollouts to score."""
-        shares: dict[int, _Share] = {}
-        for number, size in enumerate(sizes):
-            members = list(range(size))
-            for piece in [members] if self.keep_groups else [[i] for i in members]:
-                rank = self._num_asked.index(min(self._num_asked))
-                self._num_asked[rank] += len(piece)
-                shares.setdefault(rank, {}).setdefault(number, []).extend(piece)
-        return shares
-
-
-_Share = dict[int, list[int]]
-"""Rollouts of one process: their indices within their groups, by the group's number."""
+    async def _current(self, group: Sequence[Rollout]) -> ActorGroup:
+        try:
+            return await self._reward.current()
+        except ActorLostError:
+            raise
+        except RunError as error:
+            ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
+            raise RunError(f"{error}; rollouts of {ids} were being scored") from error
 
 
 class ActorRandomStates:

@@ -15,7 +15,6 @@ from rl.observability.spans import span
 from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.types import Rollout, Score
-from rl.utils.errors import RunError
 from rl.utils.processes import process_states, restore_process_states
 
 MAX_TIME_LIMIT_S = 86_400.0
@@ -30,7 +29,7 @@ class RewardActor(Actor, Configurable):
         """Longest time in seconds for all sync reward functions of one rollout together, and for each async
         one; a score that takes longer has failed. A function of a group has it for each rollout."""
         num_procs: int = 1
-        """Number of reward processes; a rollout goes to the one with the fewest rollouts. 0: no actors, the
+        """Number of reward processes; a group goes to the one with the fewest rollouts. 0: no actors, the
         rewards are computed by a process of the controller."""
         max_concurrency: int = MAX_CONCURRENCY
         """Number of async reward functions that run at once in each process; the wait for one to finish is not
@@ -64,15 +63,8 @@ class RewardActor(Actor, Configurable):
 
     @concurrent_endpoint
     @span("score")
-    async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool, alone: bool) -> list[list[Score]]:
-        """Return a score for each rollout, in order; calls overlap.
-
-        Args:
-            whole: each group has all rollouts of its problem.
-            alone: rollouts are scored without a comparison.
-        """
-        if not whole and self._process.rubric.has_group_functions:
-            raise RunError("the rubric has functions of a group, and groups were divided: keep them together")
+    async def score(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> list[list[Score]]:
+        """Return a score for each rollout, in order; calls overlap. With `alone` rollouts are not compared."""
         return await self._process.score(groups, alone=alone)
 
     @concurrent_endpoint

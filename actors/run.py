@@ -297,12 +297,7 @@ async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) 
     reward = config.reward
     if cluster.reward is not None:
         limit = partial(longest_s, rubric, time_limit_s=reward.time_limit_s)
-        yield RewardClient(
-            cluster.reward,
-            num_procs=reward.num_procs,
-            keep_groups=rubric.has_group_functions,
-            longest_s=limit,
-        )
+        yield RewardClient(cluster.reward, num_procs=reward.num_procs, longest_s=limit)
         return
     process = RewardProcess(
         rubric=rubric, time_limit_s=reward.time_limit_s, max_concurrency=reward.max_concurrency

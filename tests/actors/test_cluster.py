@@ -202,13 +202,13 @@ def test_generator_killed_while_generating_loses_no_token(running):
 
 def test_unanswered_rollouts_of_a_killed_reward_process_are_scored_again(running, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    rewarder = RewardClient(running.cluster.reward, num_procs=2, keep_groups=False)
+    rewarder = RewardClient(running.cluster.reward, num_procs=2)
     hanging = [replied("x", sample=0), replied(f"hang {tmp_path}", sample=1), replied("x", sample=2)]
     plain = [replied("x", sample=i) for i in range(3)]
 
     async def steps():
-        # Rollouts alternate between the two processes, so the only one that hangs is in the second process.
-        scoring = asyncio.ensure_future(rewarder.score([hanging, plain]))
+        # The first group goes to the first process, the second one, which hangs, to the second.
+        scoring = asyncio.ensure_future(rewarder.score([plain, hanging]))
         assert await asyncio.to_thread(Path(tmp_path / "fifo").read_text) == "began"
         before = await running.cluster.reward.current()
         kill(before.processes[1])

@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 
@@ -14,7 +15,6 @@ from actors.config import Timeouts
 from actors.reward import RewardActor
 from rl.rollouts.rewards import longest_s
 from rl.types import Score
-from rl.utils.errors import RunError
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.reward_functions import alone, together
 from tests.support.scored import replied
@@ -43,9 +43,9 @@ class Rewards:
     async def _set_up(self):
         await asyncio.gather(*(g.call("setup") for g in (self.alone, self.together)))
 
-    def score(self, reward, *groups, keep_groups=False):
+    def score(self, reward, *groups):
         """Score groups in one call; each is given by the replies of its rollouts."""
-        rewarder = RewardClient(reward, num_procs=2, keep_groups=keep_groups)
+        rewarder = RewardClient(reward, num_procs=2)
         return self.run(rewarder.score([rollouts(*texts) for texts in groups]))
 
 
@@ -67,21 +67,21 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("sizes", [[], [5], [3, 0, 2]])
-def test_scores_come_in_order_from_alternating_processes(rewards, sizes):
-    scores = rewards.score(rewards.alone, *(["x"] * size for size in sizes))
-    assert [[s.reward for s in group] for group in scores] == [list(range(size)) for size in sizes]
+def test_groups_go_to_the_process_with_the_fewest_rollouts_and_come_back_in_order(rewards):
+    scores = rewards.score(rewards.together, *(["x"] * size for size in (3, 0, 2, 1)))
+    assert [[s.reward for s in group] for group in scores] == [[0, 1, 2], [], [0, 1], [0]]
     assert all(s.correct == (s.reward % 2 == 0) for group in scores for s in group)
-    asked = [process for group in scores for process in processes(group)]
-    assert len(set(asked[::2])) <= 1
-    assert len(set(asked[1::2])) <= 1
-    assert len(set(asked)) == min(len(asked), 2)
+    assert [[s.parts["count"] for s in group] for group in scores] == [[3.0] * 3, [], [2.0] * 2, [1.0]]
+    first, _, second, third = (set(processes(group)) for group in scores)
+    assert len(first) == len(second) == 1
+    assert first != second == third
+    assert rewards.score(rewards.alone) == []
 
 
 @pytest.mark.medium
 def test_restored_random_states_repeat_the_draws_of_reward_functions(rewards):
     def drawn():
-        (scores,) = rewards.score(rewards.alone, ["x"] * 4)
+        scores = chain(*rewards.score(rewards.alone, ["x"] * 2, ["x"] * 2))
         return sorted((s.parts["process"], s.parts["chance"]) for s in scores)
 
     processes = ActorRandomStates([rewards.alone])
@@ -91,17 +91,6 @@ def test_restored_random_states_repeat_the_draws_of_reward_functions(rewards):
     assert drawn() != first
     rewards.run(processes.restore_random_states(states))
     assert drawn() == first
-
-
-@pytest.mark.medium
-def test_kept_groups_alternate_between_processes(rewards):
-    scores = rewards.score(rewards.together, ["x"] * 3, ["x"] * 2, ["x"], keep_groups=True)
-    assert [[s.parts["count"] for s in group] for group in scores] == [[3.0] * 3, [2.0] * 2, [1.0]]
-    first, second, third = (set(processes(group)) for group in scores)
-    assert len(first) == len(second) == 1
-    assert first != second == third
-    with pytest.raises(RunError, match="functions of a group, and groups were divided"):
-        rewards.score(rewards.together, ["x"] * 3)
 
 
 class OneByOne:
@@ -119,7 +108,7 @@ class OneByOne:
     def slice(self, **place):
         return self
 
-    async def call(self, groups, whole, alone):
+    async def call(self, groups, alone):
         async with self.main_thread:
             await asyncio.sleep(self.takes_s * sum(map(len, groups)))
         return {"procs": [[Score(reward=1.0, correct=True) for _ in group] for group in groups]}
@@ -171,8 +160,12 @@ def test_cancelled_call_no_longer_counts_as_load(rewards):
 @pytest.mark.medium
 def test_ranks_are_numbered_across_the_processes_of_several_hosts(rewards):
     mesh = rewards.alone.mesh.split(procs=("hosts", "procs"), hosts=2)
-    scores = rewards.score(replace(rewards.alone, mesh=mesh), ["x"] * 2)
-    assert processes(scores[0]) == processes(rewards.score(rewards.alone, ["x"] * 2)[0])
+    found = [
+        [processes(scores) for scores in rewards.score(actors, ["x"], ["x"])]
+        for actors in (replace(rewards.alone, mesh=mesh), rewards.alone)
+    ]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 @pytest.mark.medium
@@ -180,4 +173,4 @@ def test_dead_process_is_named_by_its_rank(rewards):
     """Run this test last: one process is gone afterwards."""
     os.kill(rewards.alone.processes[1].pid, signal.SIGKILL)
     with pytest.raises(ActorCallError, match=r"^alone\.score failed: rank 1 of 2 is dead: "):
-        rewards.score(rewards.alone, ["x"] * 2)
+        rewards.score(rewards.alone, ["x"], ["x"])

@@ -110,7 +110,7 @@ class FakeReward:
 
     async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         if endpoint == "score":
-            groups, _, alone = args
+            groups, alone = args
             return [await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)]
         return [b"states" if endpoint == "random_states" else None]
 
