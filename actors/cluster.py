@@ -31,13 +31,14 @@ from actors.generator import generator_env
 from actors.hosts import Hosts
 from actors.launch import Launcher, deadline, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
-from actors.parity import ParityCheck
+from actors.parity import ParityText
 from actors.placement import Placement, place_actors
 from actors.pool import GeneratorPool
 from actors.recovery import AddEvent, Role, Supervisor, no_event
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
+from rl.types import ServeResult
 from rl.utils.errors import RunError
 from rl.utils.threads import run_aside
 from rl.weights.store import WeightStore
@@ -73,7 +74,8 @@ class Cluster:
         hf_assets_path: str,
         store: WeightStore,
         logs: LogSettings,
-        check: ParityCheck,
+        parity: ParityText | None = None,
+        drains: bool = False,
         rubric: Rubric | None = None,
         trainer_arguments: Mapping[str, Any] | None = None,
         events: AddEvent = no_event,
@@ -82,7 +84,8 @@ class Cluster:
         Args:
             launcher: starts the processes; nothing was started by it yet.
             hf_assets_path: folder that trainer and generators are set up from.
-            check: check of every pull.
+            parity: text of the logprob parity.
+            drains: a pull first waits for running completions.
             rubric: needed if there are reward processes.
             trainer_arguments: arguments of the trainer actor besides its config and the store.
             events: records losses and replacements of actors.
@@ -90,7 +93,8 @@ class Cluster:
         assert rubric is not None or not config.reward.num_procs, "reward processes need a rubric"
         self.config = config
         self.store = store
-        self.check = check
+        self._parity = parity
+        self._drains = drains
         self.placements = place_actors(config, num_gpus=num_gpus())
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path
@@ -128,9 +132,11 @@ class Cluster:
         ]
         if config.launch.share_gpus:
             await self._set_up_in_turns(trainer, started)
-            lock = DeviceLock(trainer=trainer, generators=started, check=self.check)
+            lock = DeviceLock(trainer=trainer, generators=started, pull=self._pull_again)
             self.trainer, members = lock.trainer, lock.generators
-        self.pool = GeneratorPool(members, trainer=self.trainer, store=self.store, check=self.check)
+        self.pool = GeneratorPool(
+            members, trainer=self.trainer, store=self.store, parity=self._parity, drains=self._drains
+        )
         if self._restarts:
             self.launcher.in_background(self.pool.watch(), name="watch over the generators")
 
@@ -197,9 +203,13 @@ class Cluster:
             raise RunError(
                 f"the versions that the lost trainer has pushed cannot be removed: {slow}"
             ) from slow
-        self.check.forget()
         self.trainer.replace(await self._start_trainer())
         await self.pool.use_store()
+
+    async def _pull_again(
+        self, version: int, generators: Sequence[ActorGroup]
+    ) -> tuple[ServeResult, Sequence[ActorLostError]]:
+        return await self.pool.pull(version, generators=generators)
 
     async def _restart_generator(self, number: int) -> ActorGroup:
         await self._end_lost(self.placements.generators[number])

@@ -1,7 +1,7 @@
 """Lock for devices that trainer and generators share: one side computes while the other sleeps.
 
-    lock = DeviceLock(trainer=trainer, generators=generators, check=check)
-    pool = GeneratorPool(lock.generators, trainer=lock.trainer, store=store, check=check)
+    lock = DeviceLock(trainer=trainer, generators=generators, pull=pull)
+    pool = GeneratorPool(lock.generators, trainer=lock.trainer, store=store)
 
 Calls of one side overlap; a call of the other side waits until they have ended, and then takes the devices.
 """
@@ -9,15 +9,18 @@ Calls of one side overlap; a call of the other side waits until they have ended,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from actors.calls import ActorGroup
-from actors.parity import ParityCheck
+from actors.calls import ActorGroup, ActorLostError
 from actors.recovery import Role
+from rl.types import ServeResult
 
 Side = Literal["trainer", "generators"]
+
+Pull = Callable[[int, Sequence[ActorGroup]], Awaitable[tuple[ServeResult, Sequence[ActorLostError]]]]
+"""`GeneratorPool.pull`."""
 
 _NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving", "random_states", "restore_random_states"})
 _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
@@ -26,9 +29,10 @@ _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 class DeviceLock:
     """Owner of the shared devices; at first the trainer holds them and the generators sleep."""
 
-    def __init__(self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], check: ParityCheck) -> None:
+    def __init__(self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], pull: Pull) -> None:
+        """`pull` lets generators pull a version again."""
         self._groups: dict[Side, Sequence[ActorGroup]] = {"trainer": [trainer], "generators": generators}
-        self._check = check
+        self._pull = pull
         self._holder: Side = "trainer"
         self._num_calls = 0
         self._changed = asyncio.Condition()
@@ -51,7 +55,7 @@ class DeviceLock:
         try:
             yield
             if endpoint == "pull_model_state_dict":
-                self._served, self._have_weights = args[0], True
+                self._served, self._have_weights = args[0].version, True
         finally:
             async with self._changed:
                 self._num_calls -= 1
@@ -66,7 +70,7 @@ class DeviceLock:
     async def _pull_again(self) -> None:
         """Pull and check the version that was served before the sleep; before the first pull do nothing."""
         if self._served is not None:
-            _, lost = await self._check.pull(self._served, generators=self._groups["generators"])
+            _, lost = await self._pull(self._served, self._groups["generators"])
             if lost:
                 raise lost[0]
             self._have_weights = True

@@ -6,7 +6,6 @@ Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Con
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,8 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
-from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
+from actors.vllm.config import ENVIRONMENT, GeneratorConfig
+from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
@@ -24,22 +24,22 @@ from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
 from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
 from rl.observability.spans import span
-from rl.types import BoxSum, Completion, PullResult, SamplingParams
-from rl.weights.store import WeightStore
+from rl.types import BoxSum, Completion, SamplingParams
+from rl.weights.store import Snapshot, WeightStore
 
 
 class VLLMGenerator(Actor, Configurable):
     """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0 answers."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GeneratorEngine.Config):
+    class Config(GeneratorConfig):
         """Settings of the engine, and the number of engines."""
 
         num_replicas: int = 1
         """Number of generators, each with its own processes, devices and copy of the weights."""
 
         def __post_init__(self) -> None:
-            GeneratorEngine.Config.__post_init__(self)
+            GeneratorConfig.__post_init__(self)
             if self.num_replicas < 1:
                 raise ValueError(f"generator.num_replicas={self.num_replicas}: must be at least 1")
 
@@ -101,17 +101,14 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().compute_logprobs(sequences)
 
     @concurrent_endpoint
-    async def pull_model_state_dict(self, version: int) -> PullResult:
-        """Pull this version's weights from the store, in place, between two engine steps.
+    async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
+        """Pull a version's weights in place between two engine steps; return checksums of what is then there.
 
-        `on_update` decides what happens to running requests; under "drain" the time includes waiting for
-        them.
+        `on_update` decides what happens to running requests.
         """
-        started = time.perf_counter()
-        pull = partial(self._pull, version)
-        with span("pull", version=version):
-            sums = await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=sums)
+        pull = partial(self._pull, snapshot)
+        with span("pull", version=snapshot.version):
+            return await self._running().update_weights(pull, version=snapshot.version)
 
     @concurrent_endpoint
     @span("use_store")
@@ -157,13 +154,13 @@ class VLLMGenerator(Actor, Configurable):
         measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
         return await self._running().aside(measure)
 
-    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
-        pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
+    async def _pull(self, snapshot: Snapshot, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
+        pulling = asyncio.ensure_future(self.store.pull(snapshot, state_dict=state_dict))
         self._pulling.add(pulling)
         try:
             await asyncio.wait({pulling})
             if pulling.cancelled():
-                raise GeneratorError(f"the weight store was lost while version {version} was being pulled")
+                raise GeneratorError(f"the weight store was lost while version {snapshot.version} was pulled")
             return pulling.result()
         finally:
             pulling.cancel()

@@ -1,8 +1,11 @@
 """The generators of a run: the way of weights to them, and their replacement when they are lost.
 
-    pool = GeneratorPool([Role(group, start=...), ...], trainer=trainer, store=store, check=check)
+    pool = GeneratorPool([Role(group, start=...), ...], trainer=trainer, store=store, parity=text)
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
     await pool.serve(await pool.push())
+
+After every pull the generators' checksums of all tensors must equal the trainer's, and so must, within a bound,
+their logprobs of a fixed text.
 
 A generator is lost when one of its processes ends or its engine fails, which shows in a call or in a look at
 the processes twice a second. It is restarted in the background, pulls the version that is served, is checked
@@ -13,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.calls import (
@@ -26,13 +29,14 @@ from actors.calls import (
     Group,
     first_line,
 )
-from actors.parity import ParityCheck, give_up
+from actors.parity import ParityText
 from actors.recovery import PARITY_ERRORS, Role
 from rl.training.models import RUN
 from rl.types import ServeResult
+from rl.utils.clock import now_s
 from rl.utils.errors import RunError
+from rl.weights.checksum import check_sums
 from rl.weights.store import WeightStore
-from rl.weights.types import VersionNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +48,28 @@ class GeneratorPool:
     """
 
     def __init__(
-        self, members: Sequence[Role], *, trainer: Role, store: WeightStore, check: ParityCheck
+        self,
+        members: Sequence[Role],
+        *,
+        trainer: Role,
+        store: WeightStore,
+        parity: ParityText | None = None,
+        drains: bool = False,
     ) -> None:
         """
         Args:
             members: the generators. Their restarts end with `join`.
-            trainer: the pushing side, whose processes hold the store's volumes.
+            trainer: the pushing side, whose processes hold the store's memory.
+            parity: text of the logprob parity; None compares checksums only.
+            drains: a pull first waits for running completions.
         """
         self.members = tuple(members)
         self.trainer = trainer
         self.store = store
-        self.check = check
+        self.parity = parity
+        self._drains = drains
+        self._expected: dict[int, asyncio.Future[list[Any]]] = {}
+        """The trainer's logprobs of the text, by version, requested with the push."""
         self._pulling = asyncio.Lock()
         """Held during every pull: by `serve` or by a generator that joins."""
         self._version: int | None = None
@@ -94,23 +109,21 @@ class GeneratorPool:
 
     async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given."""
-        # Both calls are sent here and now, before anything else that the trainer is asked for. `serve` awaits
-        # the logprobs, while the generators pull.
+        # Both calls are sent here and now, before anything else that the trainer is asked for. The logprobs are
+        # awaited while the generators pull.
         named: dict[str, Any] = {} if model_id == RUN else {"model_id": model_id, "version": version}
         push = asyncio.ensure_future(self.trainer.call("push_model_state_dict", **named))
         expected = None
-        if (text := self.check.text) is not None:
-            expected = asyncio.ensure_future(self.trainer.call("compute_logprobs", [text.sample]))
+        if self.parity is not None:
+            expected = asyncio.ensure_future(self.trainer.call("compute_logprobs", [self.parity.sample]))
         try:
-            pushes = await push
-            pushed: int = pushes[0].policy_version
-            trainer = self.trainer.group
-            await trainer.while_alive(self.store.announce(pushed), f"announcing version {pushed}")
+            pushed = self.store.announce(await push).version
         except BaseException:
             if expected is not None:
-                await give_up(expected)
+                await _give_up(expected)
             raise
-        self.check.expect(pushed, sums=[s for push in pushes for s in push.sums], expected=expected)
+        if expected is not None:
+            self._expected[pushed] = expected
         return pushed
 
     async def serve(self, policy_version: int) -> ServeResult:
@@ -123,18 +136,15 @@ class GeneratorPool:
         async with self._pulling:
             up = [self.members[number] for number in self.up()]
             self._version = policy_version
-            self._served, _ = await self._pull(policy_version, up)
+            self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
-        if not self.check.keeps:
-            await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
+        await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
     async def forget(self, version: int) -> None:
         """Drop a version that is kept; without effect on one that was not pushed."""
-        self.check.drop(version)
-        with suppress(VersionNotFoundError):
-            await self.store.delete(version)
+        await self.store.delete(version)
 
     async def join(self, group: ActorGroup) -> ActorGroup:
         """Give a restarted generator the weights that the other generators hold, and return it."""
@@ -144,7 +154,7 @@ class GeneratorPool:
             lost: Sequence[ActorLostError] = ()
             if self._version is not None:
                 try:
-                    self._served, lost = await self._pull(self._version, [joining])
+                    self._served, lost = await self._pull_from_living(self._version, [joining])
                 except ActorLostError as error:
                     # The trainer is lost: all generators wait for the next version.
                     logger.info("%s joins without weights: %s", joining.name, error)
@@ -155,9 +165,11 @@ class GeneratorPool:
 
     @asynccontextmanager
     async def without_weights(self) -> AsyncIterator[None]:
-        """Prevent pulls while the store is replaced, and forget the version that was served."""
+        """Prevent pulls while the store is replaced, and forget all versions of the trainer that was lost."""
         async with self._pulling:
             self._version = None
+            for version in list(self._expected):
+                await _give_up(self._expected.pop(version))
             yield
 
     async def use_store(self) -> None:
@@ -175,15 +187,14 @@ class GeneratorPool:
             # The generator hangs: restart it instead of the trainer.
             member.lose(group, ActorLostError(str(error), role=member.name))
 
-    async def _pull(
+    async def _pull_from_living(
         self, version: int, generators: Sequence[Group]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
-        """Return the result and the errors of generators that were lost; raise if the trainer is lost."""
-        pull, what = self.check.pull(version, generators=generators), f"pull of version {version}"
-        trainer = self.trainer.group
+        """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
+        what, trainer = f"pull of version {version}", self.trainer.group
         try:
             # A dead trainer's memory gives nothing, which a generator would only notice at its deadline.
-            return await trainer.while_alive(pull, what)
+            return await trainer.while_alive(self.pull(version, generators=generators), what)
         except (ActorLostError, *PARITY_ERRORS):
             raise
         except RunError as error:
@@ -192,3 +203,72 @@ class GeneratorPool:
                 message = f"{trainer.name}.{what} failed: {first_line(error)}"
                 raise ActorLostError(message, role=trainer.name, ranks=dead) from error
             raise
+
+    async def pull(
+        self, version: int, *, generators: Sequence[Group]
+    ) -> tuple[ServeResult, Sequence[ActorLostError]]:
+        """Let every generator pull the version, and check each; also return the errors of lost generators.
+
+        Raises:
+            WeightParityError: names generator, tensor and version.
+            LogprobParityError: names generator and version.
+        """
+        snapshot = self.store.snapshot(version)
+        try:
+            calls = []
+            for generator in generators:
+                extra_s = generator.timeouts.generate_s if self._drains else 0.0
+                calls.append(generator.call("pull_model_state_dict", snapshot, extra_s=extra_s))
+            answers, lost = await _answers(generators, calls)
+            pulled = {g.name: [box for of_rank in ranks for box in of_rank] for g, ranks in answers}
+            check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
+            started = now_s()
+            diff, lost_later = await self._compare(version, [g for g, _ in answers])
+            result = ServeResult(canary_diff=diff, canary_s=now_s() - started)
+        except BaseException:
+            if version in self._expected:
+                await _give_up(self._expected.pop(version))
+            raise
+        self._expected = {v: expected for v, expected in self._expected.items() if v >= version}
+        return result, [*lost, *lost_later]
+
+    async def _compare(
+        self, version: int, generators: Sequence[Group]
+    ) -> tuple[float | None, list[ActorLostError]]:
+        """Return the largest difference of a generator's logprobs from the trainer's, in nats a token."""
+        if self.parity is None:
+            return None, []
+        # The trainer's logprobs first, as trainer and generators may have to take turns on a device.
+        logprobs_T = (await self._expected[version])[0][0]
+        calls = [g.call("compute_logprobs", [self.parity.token_ids]) for g in generators]
+        answers, lost = await _answers(generators, calls)
+        found = {g.name: ranks[0][0] for g, ranks in answers}
+        if not found:
+            return None, lost
+        return self.parity.check(policy_version=version, expected_T=logprobs_T, found=found), lost
+
+
+async def _answers(
+    groups: Sequence[Group], calls: Sequence[Coroutine[Any, Any, list[Any]]]
+) -> tuple[list[tuple[Group, list[Any]]], list[ActorLostError]]:
+    """Await a call to each group; return the answers with their groups, and the errors of lost groups."""
+
+    async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:
+        try:
+            return await call
+        except ActorLostError as error:
+            return error
+
+    results = await asyncio.gather(*map(answer_of, calls))
+    answers = [
+        (group, result)
+        for group, result in zip(groups, results, strict=True)
+        if not isinstance(result, ActorLostError)
+    ]
+    return answers, [result for result in results if isinstance(result, ActorLostError)]
+
+
+async def _give_up(answer: asyncio.Future[list[Any]]) -> None:
+    """Cancel an answer that is no longer needed, and ignore its error."""
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)

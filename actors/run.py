@@ -26,7 +26,6 @@ from actors.config import ClusterConfig, RunConfig, Strategy
 from actors.launch import Launcher, supervised
 from actors.limits import run_limits
 from actors.members import LogSettings, record_process
-from actors.parity import ParityCheck
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
 from actors.router import Router
@@ -255,7 +254,8 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                     logs=LogSettings(
                         folder=folder.logs, console_level=config.console_level, timeline=config.timeline
                     ),
-                    check=ParityCheck(plan.parity, drains=drains),
+                    parity=plan.parity,
+                    drains=drains,
                     rubric=rubric,
                     trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
                     events=checked.events.add,

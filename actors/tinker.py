@@ -25,7 +25,6 @@ from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.launch import Launcher
 from actors.members import LogSettings
-from actors.parity import ParityCheck
 from actors.placement import place_actors
 from actors.reward import RewardActor
 from actors.run import make_router
@@ -123,7 +122,6 @@ class ActorBackend(TinkerBackend):
             hf_assets_path=str(base.folder),
             store=store,
             logs=LogSettings(folder=logs, console_level=config.console_level),
-            check=ParityCheck(None, keeps=True),
             trainer_arguments={"model_spec": base.spec, "models": True},
         )
         try:

@@ -11,10 +11,9 @@ run spawns when its root config holds one.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +42,10 @@ from rl.types import (
     LoopPosition,
     OptimParams,
     OptimStepResult,
-    PushResult,
     TrainingSample,
 )
 from rl.utils.threads import WorkerThread
-from rl.weights.store import WeightStore
+from rl.weights.store import Shard, WeightStore
 from rl.weights.types import WeightTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -55,44 +53,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
-
-
-class PushGate:
-    """Keeps the weights from changing while pushes read them. Used from several threads."""
-
-    def __init__(self, *, timeout_s: float, margin_s: float = 10.0) -> None:
-        """`timeout_s` is how long one push may take: its own deadline, before that of who waits for it."""
-        self._timeout_s = timeout_s
-        self._margin_s = margin_s
-        self._num_pushes = 0
-        self._changed = threading.Condition()
-
-    def begin(self) -> None:
-        with self._changed:
-            self._num_pushes += 1
-
-    def end(self) -> None:
-        with self._changed:
-            self._num_pushes -= 1
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until no push is under way.
-
-        Raises:
-            WeightTimeoutError: the push takes longer than its deadline.
-        """
-        with self._changed:
-            if self._num_pushes == 0:
-                return
-            with span("waits for a push"):
-                ended = self._changed.wait_for(
-                    lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
-                )
-            if not ended:
-                raise WeightTimeoutError(
-                    f"the weights cannot change: a push of them did not end within {self._timeout_s:g} s"
-                )
+PUSH_MARGIN_S = 10.0
+"""Time for a push that has reached its deadline to end."""
 
 
 class PolicyTrainer(Actor, Configurable):
@@ -129,7 +91,8 @@ class PolicyTrainer(Actor, Configurable):
         self.failure_folder = failure_folder
         self._has_models = models
         self._thread = WorkerThread("training-engine")
-        self._gate = PushGate(timeout_s=store.config.timeout_s)
+        self._pushes: set[concurrent.futures.Future[None]] = set()
+        """Pushes that are going on: the weights must not change until they are done."""
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
@@ -270,24 +233,28 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("push")
-    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> PushResult:
+    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
         """Put this rank's shards into the store under the current or the given version; not yet announced.
 
         The engine computes on meanwhile. Calls that change weights, made later, wait.
         """
-        started = time.perf_counter()
         engine = self._engine(model_id)
-        number, state_dict, buffer_names = await self._compute(self._begin_push, engine, version)
+        pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def begin() -> tuple[int, dict[str, Tensor]]:
+            # The weights as they are between two calls of the engine; collective where adapters are merged.
+            state_dict = engine.model_state_dict()
+            self._pushes.add(pushed)
+            return engine.policy_version if version is None else version, state_dict
+
+        number, state_dict = await self._compute(begin)
         try:
-            sent = await self.store.push(version=number, state_dict=state_dict, buffer_names=buffer_names)
+            return await self.store.push(
+                version=number, state_dict=state_dict, buffer_names=engine.buffer_names()
+            )
         finally:
-            self._gate.end()
-        return PushResult(
-            policy_version=number,
-            num_bytes=sent.num_bytes,
-            time_s=time.perf_counter() - started,
-            sums=sent.sums,
-        )
+            self._pushes.discard(pushed)
+            pushed.set_result(None)
 
     # Models by id
 
@@ -359,7 +326,7 @@ class PolicyTrainer(Actor, Configurable):
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.
         def change() -> T:
-            self._gate.wait()
+            wait_for_pushes(self._pushes, limit_s=self.store.config.timeout_s)
             return function(*args)
 
         return await self._compute(change)
@@ -380,14 +347,20 @@ class PolicyTrainer(Actor, Configurable):
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
         logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
 
-    def _begin_push(
-        self, engine: TrainingEngine, version: int | None
-    ) -> tuple[int, dict[str, Tensor], set[str]]:
-        """The weights as they are between two calls of the engine; collective where they are merged."""
-        state_dict = engine.model_state_dict()
-        self._gate.begin()
-        number = engine.policy_version if version is None else version
-        return number, state_dict, engine.buffer_names()
+
+def wait_for_pushes(pushes: Collection[concurrent.futures.Future[None]], *, limit_s: float) -> None:
+    """Wait until the pushes are done, each of which has a deadline of `limit_s`.
+
+    Raises:
+        WeightTimeoutError: a push takes longer.
+    """
+    if pushes:
+        with span("waits for a push"):
+            late = concurrent.futures.wait(list(pushes), timeout=limit_s + PUSH_MARGIN_S).not_done
+        if late:
+            raise WeightTimeoutError(
+                f"the weights cannot change: a push of them did not end within {limit_s:g} s"
+            )
 
 
 def _told_by(rank: int, result: ForwardBackwardResult) -> ForwardBackwardResult:

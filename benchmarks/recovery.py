@@ -28,7 +28,7 @@ from actors.backend import RewardClient, TrainerClient
 from actors.cluster import Cluster
 from actors.config import LaunchConfig, RecoveryConfig
 from actors.members import LogSettings
-from actors.parity import ParityCheck, ParityText
+from actors.parity import ParityText
 from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
 from rl.utils.errors import RunError
@@ -62,7 +62,7 @@ class Room:
         assert score.failure is None
 
     async def trainer(self) -> None:
-        sample = self.fleet.check.text
+        sample = self.fleet.pool.parity
         assert sample is not None
         try:
             await TrainerClient(self.fleet.trainer).compute_logprobs([sample.sample])
@@ -95,7 +95,7 @@ async def measure(case: str, repeats: int, folder: Path, launcher: launch.Launch
         fleet_config,
         launcher=launcher,
         store=config.weights.build(dtype="float32"),
-        check=ParityCheck(ParityText(token_ids=TOKENS, max_diff=0.0)),
+        parity=ParityText(token_ids=TOKENS, max_diff=0.0),
         model_spec=spec,
         hf_assets_path=str(assets),
         rubric=config.task.build().rubric(seed=0),

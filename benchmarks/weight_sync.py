@@ -34,9 +34,8 @@ from monarch.actor import ProcMesh
 
 from actors.launch import Launcher, setup_process_group_env
 from benchmarks.weight_sync_actors import Plan, SyncRank
-from rl.types import BoxSum
 from rl.weights.checksum import check_sums
-from rl.weights.store import WeightStore
+from rl.weights.store import Snapshot, WeightStore
 
 T = TypeVar("T")
 
@@ -142,10 +141,10 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
         await store.start(ranks.meshes[0])
         push_s, pull_s = [], []
         for version in range(NUM_WARM_UP + repeats):
-            pushed, took_push = await timed(push(ranks, store, version))
-            pulled, took_pull = await timed(ranks.readers.pull.call(store, version))
+            snapshot, took_push = await timed(push(ranks, store, version))
+            pulled, took_pull = await timed(ranks.readers.pull.call(store, snapshot))
             sums = [box for _, of_rank in pulled.items() for box in of_rank]
-            check_sums(version=version, pushed=pushed, pulled={"readers": sums})
+            check_sums(version=version, pushed=snapshot.sums, pulled={"readers": sums})
             await store.prune()
             push_s.append(took_push)
             pull_s.append(took_pull)
@@ -165,11 +164,10 @@ def speeds(name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float
     return figures
 
 
-async def push(ranks: Ranks, store: WeightStore, version: int) -> list[BoxSum]:
+async def push(ranks: Ranks, store: WeightStore, version: int) -> Snapshot:
     """Push from all ranks and announce the version."""
     answers = await ranks.writers.push.call(store, version)
-    await store.announce(version)
-    return [box for _, sums in answers.items() for box in sums]
+    return store.announce([shard for _, shard in answers.items()])
 
 
 async def timed(answer: Awaitable[T]) -> tuple[T, float]:

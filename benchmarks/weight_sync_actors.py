@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from rl.types import BoxSum
-from rl.weights.store import WeightStore
+from rl.weights import store as weights
+from rl.weights.store import Snapshot, WeightStore
 
 Plan = Literal["whole", "fsdp", "tp"]
 
@@ -104,12 +105,12 @@ class SyncRank(Actor):
         return sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
 
     @endpoint
-    async def push(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
-        return (await store.push(version=version, state_dict=self._tensors)).sums
+    async def push(self, store: WeightStore, version: int) -> weights.Shard:
+        return await store.push(version=version, state_dict=self._tensors)
 
     @endpoint
-    async def pull(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
-        return await store.pull(version=version, state_dict=self._tensors)
+    async def pull(self, store: WeightStore, snapshot: Snapshot) -> tuple[BoxSum, ...]:
+        return await store.pull(snapshot, state_dict=self._tensors)
 
     @endpoint
     async def put_by_torchstore(self, store_name: str, version: int) -> None:

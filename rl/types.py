@@ -334,23 +334,6 @@ class BoxSum:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PushResult:
-    policy_version: int
-    num_bytes: int
-    time_s: float
-    sums: tuple[BoxSum, ...] = ()
-    """Checksums of the boxes that this rank sent."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PullResult:
-    policy_version: int
-    time_s: float
-    sums: tuple[BoxSum, ...] = ()
-    """Checksums of the boxes that this rank holds after the pull, in its own dtype."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ServeResult:
     """All generators have pulled a version and passed the parity check."""
 

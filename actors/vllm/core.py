@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 
 from actors.vllm.compat import adapt_vllm, make_client, model_runner, set_rank_timeout
+from actors.vllm.config import GeneratorConfig
 from actors.vllm.model import register_policy
 from actors.vllm.requests import Drawn, Request
 from actors.vllm.sampler import PolicySampler
@@ -32,9 +33,6 @@ from rl.models.hf import read_json_object
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 
-if TYPE_CHECKING:
-    from actors.vllm.engine import GeneratorEngine
-
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 START_TIMEOUT_S = 300
 """Longest time for all ranks to appear and load the model."""
@@ -44,7 +42,7 @@ class VLLMCore:
     """One rank's engine, built in the calling thread, which must be the only thread that uses it."""
 
     def __init__(
-        self, *, config: GeneratorEngine.Config, model_spec: ModelSpec, hf_assets_path: str, world: World
+        self, *, config: GeneratorConfig, model_spec: ModelSpec, hf_assets_path: str, world: World
     ) -> None:
         adapt_vllm()
         use_threads(config.num_threads)
@@ -221,7 +219,7 @@ class VLLMCore:
         self._sampler.remove(str(request_id))
 
 
-def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_path: str) -> EngineArgs:
+def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: str) -> EngineArgs:
     """Translate the config into vLLM's settings."""
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,

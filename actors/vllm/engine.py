@@ -9,8 +9,10 @@ decides what happens to running requests. In every mode no request is dropped, e
 version of the weights that drew it, and a request that comes after an update reads no keys or values from
 before it.
 
-With tensor parallelism each rank has an engine in its own process. Requests are given to rank 0 only,
-weight updates to all ranks; `actors.vllm.driver` keeps the ranks in step.
+One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's thread, and
+during a pause for the caller that writes the weights. With tensor parallelism each rank has an engine in its
+own process. Requests are given to rank 0 only, weight updates to all ranks; `actors.vllm.lockstep` keeps the
+ranks in step.
 
 vllm is imported when the engine starts, so that a controller can read the config without it.
 """
@@ -18,25 +20,31 @@ vllm is imported when the engine starts, so that a controller can read the confi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.vllm.driver import Driver, Lockstep, Pause
+from actors.vllm.config import ENVIRONMENT, GeneratorConfig, check_assets
+from actors.vllm.lockstep import Lockstep, Pause, PauseRequest, Turn
 from actors.vllm.requests import (
     Begun,
+    Drawn,
+    EngineFailedError,
+    EngineTimeoutError,
+    GeneratorError,
+    Queue,
     Request,
-    Sample,
     check_call,
     check_sequences,
     completion_samples,
@@ -44,12 +52,10 @@ from actors.vllm.requests import (
 )
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.distributed.runtime import check_seed
-from rl.models.hf import HFFolder, read_json_object
-from rl.models.parallelize import check_tensor_parallel
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
+from rl.observability.spans import span
 from rl.types import Completion, SamplingParams
 from rl.utils.processes import process_states, restore_process_states
 from rl.utils.threads import WorkerThread
@@ -60,142 +66,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ENVIRONMENT = {
-    # The engine runs in this process, which owns its weights.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The model runner whose batch our sampler reads; the newer one needs triton.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    # On a CPU it binds memory to NUMA nodes, and warns that it did.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-"""Environment variables that vllm reads when it is imported."""
 CLOSE_TIMEOUT_S = 10.0
-CPU_BLOCK = 32
-"""Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would then share
-nothing."""
-SMALLEST_CPU_HEAD_DIM = 32
-"""Smaller heads take as much cache as heads of this size."""
-OnUpdate = Literal["drain", "keep", "recompute"]
-_POSITIVE = (
-    "tensor_parallel_degree",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cpu_kv_cache_gib",
-    "num_threads",
-    "rank_timeout_s",
-)
 
 
 class GeneratorEngine(Configurable):
-    """One rank's vLLM engine, with concurrent calls and weight updates."""
+    """One rank's vLLM engine, with concurrent calls and weight updates.
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        tensor_parallel_degree: int = 1
-        """Processes that share one copy of the model; must divide the key-value heads and the vocabulary."""
-        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-        """Dtype of weights, activations and cache; the trainer's weights are cast to it."""
-        max_model_len: int = 4096
-        """Most tokens of a prompt and its completion together."""
-        max_num_seqs: int = 256
-        """Most requests in one step; further requests wait."""
-        max_num_batched_tokens: int = 8192
-        """Most tokens in one step, prompts included; a longer prompt is read in parts."""
-        gpu_memory_utilization: float = 0.85
-        """Share of a GPU's memory for weights, activations and cache. Not used on a CPU."""
-        cpu_kv_cache_gib: float = 1.0
-        """GiB of each rank's key-value cache on a CPU. Not used on a GPU."""
-        block_size: int | None = None
-        """Tokens of a cache block, on a CPU a multiple of 32; prompts share whole blocks.
-        None: 32 on a CPU, vLLM's choice on a GPU."""
-        enable_prefix_caching: bool = True
-        """Let the samples of a prompt share its cache blocks."""
-        enforce_eager: bool = True
-        """Run without CUDA graphs. Not used on a CPU."""
-        on_update: OnUpdate = "drain"
-        """Treatment of running requests when weights are updated.
+    Only `_build`, `_take` and `_settle` run in the engine's thread.
+    """
 
-        "drain": running requests finish first, and new ones wait meanwhile. A completion is of one version, and
-        so are its logprobs. Costs the wait for the longest completion, while the batch empties.
-        "keep": running requests go on under the new weights with the keys and values they have. Costs nothing.
-        A completion may be of several versions; a token's logprob is of the distribution it was drawn from,
-        which after an update belongs to no single version: new weights attend to old keys and values.
-        "recompute": like "keep", but keys and values are computed again under the new weights. Costs one
-        prefill of all running prompts and completions. A token's logprob is what its version gives for the
-        whole sequence before it."""
-        can_sleep: bool = False
-        """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
-        initial_weights: Literal["store", "folder"] = "store"
-        """Source of the first weights: the first pull, or the Hugging Face folder."""
-        seed: int = 0
-        """Seed of calls whose sampling settings have none."""
-        num_threads: int = 1
-        """CPU threads of each rank."""
-        rank_timeout_s: float = 300.0
-        """Longest wait in seconds of a tensor-parallel rank for the others, in a step or an update."""
-
-        def __post_init__(self) -> None:
-            check_seed(self.seed, field="generator.seed", below=2**32)
-            for name in _POSITIVE:
-                if not getattr(self, name) > 0:
-                    raise ValueError(f"generator.{name}={getattr(self, name)}: must be above 0")
-            if self.max_model_len < 2:
-                raise ValueError(f"generator.max_model_len={self.max_model_len}: must be at least 2")
-            if self.max_num_batched_tokens < self.max_num_seqs:
-                raise ValueError(
-                    f"generator.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
-                    f"max_num_seqs={self.max_num_seqs}, as each running request takes a token a step"
-                )
-            if not 0 < self.gpu_memory_utilization <= 1:
-                raise ValueError(
-                    f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0, at most 1"
-                )
-
-        def check_model(self, model: Any, *, on_gpu: bool | None = None) -> None:
-            """Raise ValueError, naming the fields, unless an engine of this config can run the model.
-
-            `on_gpu` None means: if this machine has a GPU.
-            """
-            check_tensor_parallel(model, self.tensor_parallel_degree)
-            if self.max_model_len > model.rope.max_positions:
-                raise ValueError(
-                    f"generator.max_model_len={self.max_model_len} is more than the model's "
-                    f"max_positions={model.rope.max_positions}"
-                )
-            if torch.cuda.is_available() if on_gpu is None else on_gpu:
-                return
-            if self.block_size is not None and self.block_size % CPU_BLOCK:
-                raise ValueError(
-                    f"generator.block_size={self.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
-                )
-            if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
-                raise ValueError(
-                    f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
-                    f"{num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
-                )
-
-        def cpu_cache_tokens(self, model: Any) -> int:
-            """Return the tokens whose keys and values fit into one rank's cache on a CPU, in whole blocks."""
-            attention = model.block.attention
-            num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree
-            itemsize: int = getattr(torch, self.dtype).itemsize
-            token_bytes = num_rows * max(attention.head_dim, SMALLEST_CPU_HEAD_DIM) * itemsize
-            # vLLM keeps one block empty and points unused entries at it.
-            num_blocks = self.cpu_cache_bytes // (token_bytes * self.cpu_block_tokens) - 1
-            return max(0, num_blocks) * self.cpu_block_tokens
-
-        @property
-        def cpu_cache_bytes(self) -> int:
-            return int(self.cpu_kv_cache_gib * 2**30)
-
-        @property
-        def cpu_block_tokens(self) -> int:
-            return self.block_size or CPU_BLOCK
+    Config: TypeAlias = GeneratorConfig
 
     def __init__(
-        self, *, config: Config, model_spec: ModelSpec, hf_assets_path: str, world: World | None = None
+        self,
+        *,
+        config: GeneratorConfig,
+        model_spec: ModelSpec,
+        hf_assets_path: str,
+        world: World | None = None,
     ) -> None:
         """Check the number of processes; `start` starts the engine.
 
@@ -213,6 +101,8 @@ class GeneratorEngine(Configurable):
                 f"generator.tensor_parallel_degree={config.tensor_parallel_degree} needs as many processes: "
                 f"there are {self.world.size}"
             )
+        self.policy_version: int | None = None
+        """Version of the weights in use; None while there are none."""
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path
         self._rng = random.Random(config.seed)
@@ -220,13 +110,13 @@ class GeneratorEngine(Configurable):
         self._tokenizer: Any = None
         self._thread: WorkerThread | None = None
         self._core: VLLMCore
-        self._driver: Driver
+        self._lockstep: Lockstep
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def policy_version(self) -> int | None:
-        """Version of the weights in use; None while there are none."""
-        return self._driver.policy_version
+        self._drains = config.on_update == "drain"
+        self._queue = Queue()
+        self._pauses: list[PauseRequest] = []
+        self._closing = False
+        self._failure: GeneratorError | None = None
 
     async def start(self) -> None:
         """Import vllm, build the engine and make its first steps; collective over the ranks.
@@ -236,19 +126,16 @@ class GeneratorEngine(Configurable):
         Raises:
             ValueError: the settings do not fit the model or the memory, or the folder is incomplete.
         """
-        _check_assets(self.config, self._model_spec, self._hf_assets_path)
+        check_assets(self.config, self._model_spec, self._hf_assets_path)
         self._thread = WorkerThread("vllm-engine")
         try:
-            self._core, lockstep = await self._thread.run(self._build)
+            self._core, self._lockstep = await self._thread.run(self._build)
         except BaseException:
             await self.close()
             raise
-        self._driver = Driver(
-            core=self._core, lockstep=lockstep, thread=self._thread, drains=self.config.on_update == "drain"
-        )
         if self.config.initial_weights == "folder":
-            self._driver.policy_version = 0
-        self._task = asyncio.create_task(self._driver.run(), name="generator engine")
+            self.policy_version = 0
+        self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's weights by the trainer's names, DTensors where they are sharded.
@@ -281,13 +168,13 @@ class GeneratorEngine(Configurable):
                 started.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
-        self._driver.check_serving()
+        self._check_serving()
         limits = {"max_model_len": self.config.max_model_len, "vocab_size": self._core.vocab_size}
         check_call(prompts, sampling, begun, **limits)
         if self.world.rank != 0 or not prompts:
             return []
         end = await self._end_of(sampling.stop_texts)
-        self._driver.check_weights()
+        self._check_weights()
         samples = completion_samples(
             prompts,
             sampling,
@@ -297,7 +184,8 @@ class GeneratorEngine(Configurable):
             begun=begun,
             end=end,
         )
-        made = await self._answers(samples)
+        self._next_id += len(samples)
+        made = await self._queue.answers(samples)
         return [made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
@@ -306,8 +194,8 @@ class GeneratorEngine(Configurable):
         The calls return, with finish reason "abort" for unfinished completions. Calls that have ended, or
         have not arrived, are ignored. Return the number of ended completions on rank 0, elsewhere 0.
         """
-        self._driver.check_serving()
-        return self._driver.abort(call_ids)
+        self._check_serving()
+        return self._queue.abort(call_ids)
 
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return [T] float32 nats for each sequence ([T] int token ids): the logprobs at temperature 1.
@@ -319,12 +207,14 @@ class GeneratorEngine(Configurable):
             ValueError: a sequence is empty, too long, or has a token id out of range.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
-        self._driver.check_serving()
+        self._check_serving()
         check_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self._core.vocab_size)
         if self.world.rank != 0 or not sequences:
             return []
-        self._driver.check_weights()
-        return await self._answers(scoring_samples(sequences, first_id=self._next_id))
+        self._check_weights()
+        samples = scoring_samples(sequences, first_id=self._next_id)
+        self._next_id += len(samples)
+        return await self._queue.answers(samples)
 
     async def update_weights(self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
@@ -336,7 +226,7 @@ class GeneratorEngine(Configurable):
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
             Exception: the error of `write`.
         """
-        async with self._driver.pause(Pause(version=version)):
+        async with self._pause(Pause(version=version)):
             return await write(self.model_state_dict())
 
     async def sleep(self) -> None:
@@ -350,11 +240,18 @@ class GeneratorEngine(Configurable):
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
-        await self._driver.rest(asleep=True)
+        await self._rest(asleep=True)
 
     async def wake(self) -> None:
         """Take the memory again, if the engine sleeps. Call it on every rank."""
-        await self._driver.rest(asleep=False)
+        await self._rest(asleep=False)
+
+    async def _rest(self, *, asleep: bool) -> None:
+        self._check_serving()
+        if self._core.asleep != asleep:
+            async with self._pause(Pause(asleep=asleep)):
+                assert self._thread is not None
+                await self._thread.run(self._core.rest, asleep)
 
     def random_states(self) -> bytes:
         """Return the random states of calls without a seed and of this process."""
@@ -368,33 +265,35 @@ class GeneratorEngine(Configurable):
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""
-        self._driver.check_serving()
+        self._check_serving()
         assert self._thread is not None
         return await self._thread.run(function)
 
     async def close(self) -> None:
-        """End the engine and its thread; waiting calls fail. Idempotent."""
+        """End the engine and its thread; waiting calls fail. Idempotent. Other ranks end after rank 0."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         if self._task is not None:
-            self._driver.close()
+            self._closing = True
+            self._queue.changed.set()
             await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
             if self._task.done():
                 await thread.run(self._core.close)
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
             logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
 
-    async def _answers(self, samples: Sequence[Sample]) -> list[Any]:
-        """Return the answers of the samples once they are there."""
-        self._next_id += len(samples)
-        waiting = [sample for sample in samples if not sample.answer.done()]
-        self._driver.submit(waiting)
-        try:
-            return await asyncio.gather(*(sample.answer for sample in samples))
-        except BaseException:
-            self._driver.withdraw(waiting)
-            raise
+    def _check_serving(self) -> None:
+        """Raise GeneratorError if the engine has failed or was closed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_weights(self) -> None:
+        """Raise GeneratorError if there are no weights and no update is waiting."""
+        if self._core.asleep:
+            raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
+        if self.policy_version is None and all(w.pause.version is None for w in self._pauses):
+            raise GeneratorError("the generator has no weights: a version must be pulled first")
 
     async def _end_of(self, texts: Sequence[str]) -> End | None:
         """Return the check for completions that spell a stop text; open the tokenizer at first use."""
@@ -403,6 +302,149 @@ class GeneratorEngine(Configurable):
         if self._tokenizer is None:
             self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
         return partial(spells_any, texts, tokenizer=self._tokenizer)
+
+    @asynccontextmanager
+    async def _pause(self, pause: Pause) -> AsyncIterator[None]:
+        """Hold all ranks between two steps, while the body changes this rank's engine.
+
+        Raises:
+            GeneratorError: another rank failed, the engine has failed, or weights come while it sleeps.
+        """
+        self._check_serving()
+        if pause.version is not None and self._core.asleep:
+            raise GeneratorError(
+                f"the generator sleeps: wake must be called before version {pause.version} is taken"
+            )
+        wanted = PauseRequest(pause=pause)
+        self._pauses.append(wanted)
+        self._queue.changed.set()
+        with span("waits for a turn", version=pause.version):
+            await wanted.begun
+        changed = False
+        try:
+            yield
+            changed = True
+        finally:
+            if not wanted.changed.done():
+                wanted.changed.set_result(changed)
+        if not await wanted.ended:
+            raise GeneratorError(f"{pause} failed on another rank of the generator")
+
+    async def _run(self, thread: WorkerThread) -> None:
+        """Step the engine until it is closed or fails; then every waiting caller gets the reason."""
+        try:
+            while not self._closing or self._lockstep.rank != 0:
+                turn, drawn = await thread.run(self._take, await self._decide())
+                if drawn is not None:
+                    assert self.policy_version is not None
+                    self._queue.deliver(drawn, self.policy_version)
+                if turn.pause is not None:
+                    await self._hold(turn.pause, thread)
+                if turn.stop:
+                    break
+            self._fail(GeneratorError("the generator was closed"))
+        except Exception as error:
+            logger.exception("the generator's engine failed")
+            kind = EngineTimeoutError if isinstance(error, TimeoutError) else EngineFailedError
+            failure = kind(
+                f"the engine of generator rank {self._lockstep.rank} failed: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._fail(failure)
+            # Leaving the process groups tells the other ranks, which would wait for this one.
+            with contextlib.suppress(Exception):
+                await thread.run(self._core.close)
+
+    async def _decide(self) -> Turn | None:
+        """Wait until there is something to do and return the turn; None on ranks other than 0."""
+        if self._lockstep.rank != 0:
+            return None
+        while not self._closing:
+            self._queue.changed.clear()
+            self._pauses = [wanted for wanted in self._pauses if not wanted.begun.cancelled()]
+            aborted = self._queue.take_aborted()
+            if self._pauses:
+                # Weights come first: they cannot be written once the engine sleeps.
+                pause = min((w.pause for w in self._pauses), key=lambda pause: pause.version is None)
+                if self._core.has_requests and (self._drains or pause.version is None):
+                    return Turn(abort=aborted, step=True)
+                return Turn(abort=aborted, pause=pause)
+            admitted = self._queue.take_waiting()
+            if admitted or aborted or self._core.has_requests:
+                return Turn(admit=admitted, abort=aborted, step=True)
+            try:
+                async with asyncio.timeout(self._lockstep.idle_turn_s):
+                    await self._queue.changed.wait()
+            except TimeoutError:
+                return Turn()  # tells the other ranks that this rank lives
+        return Turn(stop=True)
+
+    def _take(self, decided: Turn | None) -> tuple[Turn, Drawn | None]:
+        """Do what rank 0 decided; None means that the decision comes from another process."""
+        turn = self._lockstep.exchange(decided)
+        for request in turn.admit:
+            self._core.add(request)
+        self._core.abort(turn.abort)
+        if not turn.step:
+            return turn, None
+        drawn = self._core.step()
+        self._lockstep.record(drawn)
+        return turn, drawn
+
+    async def _hold(self, pause: Pause, thread: WorkerThread) -> None:
+        """Let the caller change the engine, and agree with all ranks that it is changed."""
+        wanted = await self._caller_of(pause)
+        # The request stays in the list until it is over, so that a failure reaches its caller; until then the
+        # weights belong to no version.
+        self.policy_version, changed = None, False
+        if not wanted.begun.cancelled():
+            wanted.begun.set_result(True)
+            changed = await wanted.changed
+        everywhere = await thread.run(self._settle, pause, changed)
+        if not everywhere:
+            self._queue.fail(GeneratorError(f"{pause} failed"))
+        elif pause.version is None:
+            self._queue.fail(GeneratorError("the generator went to sleep"))
+        else:
+            self.policy_version = pause.version
+        self._pauses.remove(wanted)
+        if not wanted.ended.done():
+            wanted.ended.set_result(everywhere)
+
+    def _settle(self, pause: Pause, changed: bool) -> bool:
+        """Return whether all ranks succeeded, and prepare the engine for the next step."""
+        everywhere = self._lockstep.all_agree(changed)
+        if not everywhere:
+            self._core.abort_all()
+        if pause.version is not None:
+            self._core.weights_changed()
+        return everywhere
+
+    async def _caller_of(self, pause: Pause) -> PauseRequest:
+        """Return this rank's request for the pause that rank 0 decided on; wait until it has come."""
+        timeout_s = self._lockstep.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._queue.changed.clear()
+                    for wanted in self._pauses:
+                        if wanted.pause == pause:
+                            return wanted
+                    await self._queue.changed.wait()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rank {self._lockstep.rank}: rank 0 begins {pause}, but this rank was not asked for it "
+                f"within {timeout_s:g} s"
+            ) from error
+
+    def _fail(self, failure: GeneratorError) -> None:
+        self._failure = failure
+        self._queue.fail(failure)
+        for wanted in self._pauses:
+            future = wanted.ended if wanted.begun.done() else wanted.begun
+            if not future.done():
+                future.set_exception(failure)
+        self._pauses = []
 
     def _build(self) -> tuple[VLLMCore, Lockstep]:
         """Build the engine in its thread, which from here on is the only one to touch vllm."""
@@ -424,15 +466,3 @@ class GeneratorEngine(Configurable):
             core.step()
         core.weights_changed()
         return core, lockstep
-
-
-def _check_assets(config: GeneratorEngine.Config, spec: ModelSpec, path: str) -> None:
-    """Raise ValueError unless the folder fits the settings and contains the weights it must have."""
-    folder = HFFolder(path) if config.initial_weights == "folder" else None
-    model: Any = spec.adapter.config_from_hf(
-        folder.config if folder else read_json_object(Path(path) / "config.json")
-    )
-    config.check_model(model)
-    if folder is not None:
-        with torch.device("meta"):
-            folder.check(model.build(), spec.adapter(model))

@@ -6,7 +6,7 @@ Shape legend: T tokens of a prompt or sequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,6 +117,89 @@ class Sample:
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
+
+
+class Queue:
+    """The samples of an engine that have not ended."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        """Set when there is something to do for the engine's loop."""
+        self._samples: dict[int, Sample] = {}
+        """Samples that run or wait, by request id."""
+        self._waiting: list[Request] = []
+        self._aborted: list[int] = []
+
+    async def answers(self, samples: Sequence[Sample]) -> list[Any]:
+        """Add samples and return their answers once they are there; a cancellation ends what is left."""
+        added = {sample.request.id: sample for sample in samples if not sample.answer.done()}
+        self._samples |= added
+        self._waiting += [sample.request for sample in added.values()]
+        self.changed.set()
+        try:
+            return await asyncio.gather(*(sample.answer for sample in samples))
+        except BaseException:
+            self._drop(added.keys() & self._samples.keys())
+            raise
+
+    def take_waiting(self) -> tuple[Request, ...]:
+        """Return the requests that no engine has got yet."""
+        waiting, self._waiting = tuple(self._waiting), []
+        return waiting
+
+    def take_aborted(self) -> tuple[int, ...]:
+        """Return the ids of requests that the engine has to end."""
+        aborted, self._aborted = tuple(self._aborted), []
+        return aborted
+
+    def abort(self, call_ids: Collection[str] | None) -> int:
+        """End the completions of these calls (None: all calls) as they are; return their number."""
+        ids = {
+            request_id
+            for request_id, sample in self._samples.items()
+            if sample.call_id is not None and (call_ids is None or sample.call_id in call_ids)
+        }
+        for request_id in ids:
+            self._samples[request_id].finish("abort")
+        self._drop(ids)
+        return len(ids)
+
+    def deliver(self, drawn: Drawn, policy_version: int) -> None:
+        """Give the tokens to their samples, and drop requests that end themselves or have failed."""
+        samples = self._samples
+        unwanted = drawn.diverged & samples.keys()
+        for request_id in unwanted:
+            samples[request_id].fail(
+                DivergedError("the model's logprobs are NaN: weights or activations are not finite")
+            )
+        for request_id, token_id, logprob in drawn.tokens:
+            if (sample := samples.get(request_id)) is not None:
+                sample.add(token_id, logprob, policy_version)
+                if sample.has_ended:
+                    sample.finish("stop")
+                    unwanted.add(request_id)
+        for request_id, logprobs in drawn.prompt_logprobs.items():
+            if (sample := samples.get(request_id)) is not None:
+                sample.prompt_logprobs = logprobs
+        for request_id, reason in drawn.finished.items():
+            if (sample := samples.pop(request_id, None)) is not None:
+                sample.finish(reason)
+        if unwanted := unwanted & samples.keys():
+            self._drop(unwanted)
+
+    def fail(self, failure: GeneratorError) -> None:
+        """Fail every sample, running or waiting."""
+        for sample in self._samples.values():
+            sample.fail(failure)
+        self._samples = {}
+        self._waiting = []
+
+    def _drop(self, ids: set[int]) -> None:
+        for request_id in ids:
+            del self._samples[request_id]
+        self._aborted += sorted(ids - {request.id for request in self._waiting})
+        self._waiting = [request for request in self._waiting if request.id not in ids]
+        self.changed.set()
 
 
 def completion_samples(

@@ -42,6 +42,7 @@ from rl.loop.metrics import (
 )
 from rl.loop.state import LoopState, Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import Recorder
 from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
@@ -57,7 +58,6 @@ from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, Sampl
 from rl.utils.clock import BusyClock, now_s
 from rl.utils.errors import RunError, error_context
 from rl.utils.threads import BackgroundWriter
-from rl.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Shared-memory segments of two processes on one host: who owns them, and who reads them.
+"""Shared memory that holds the versions: its owner in each trainer process, and its readers on the same host.
 
 A segment is a memfd: anonymous POSIX shared memory that other processes of the same user open as
 `/proc/<pid>/fd/<number>`. It has no name in a file system, so nothing needs cleaning up: the kernel frees
@@ -9,6 +9,8 @@ Touching a page for the first time costs several times as much as copying it, so
 for later versions (`SegmentPool`), and readers and writers keep them mapped (`SegmentMaps`). A reader or
 writer holds a shared flock on the segment (the kernel releases it when the process ends) and checks that
 the generation is the expected one. Reuse needs the exclusive lock, and starts a new generation.
+
+`Volume` is the actor that owns a trainer process's segments. Processes on other hosts read through it.
 """
 
 from __future__ import annotations
@@ -16,21 +18,27 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from monarch.actor import current_rank, endpoint
 from torch import Tensor
+from torchstore.storage_volume import StorageVolume
 
-from rl.weights.types import SharedMemoryError, StaleSegmentError
+from rl.distributed.runtime import use_threads
+from rl.weights.boxes import PackedPart, within_box
+from rl.weights.types import SharedMemoryError, VersionExistsError, VersionNotFoundError
 
 HEADER = mmap.PAGESIZE
 """Bytes before the data: the segment's id (16), then its generation (8)."""
 _ID_BYTES = 16
+Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +125,15 @@ class Segment:
 
 
 class SegmentPool:
-    """The free segments of one owner, kept for the next version."""
+    """The segments of one owner: those of each version, and free ones for the next version."""
 
     def __init__(self) -> None:
+        self._used: dict[int, list[Segment]] = {}
+        """Segments in use, by version."""
         self._free: list[Segment] = []
         self._is_checked = False
 
-    def take(self, num_bytes: int, *, num_versions: int) -> tuple[Segment, SegmentRef]:
+    def take(self, version: int, num_bytes: int, *, num_versions: int) -> tuple[Segment, SegmentRef]:
         """Return the smallest free segment that is large enough and unread, or a new one.
 
         Raises:
@@ -138,26 +148,111 @@ class SegmentPool:
                 f"{num_versions - 1}), or set weights.transport='files'"
             )
         self._is_checked = True
+        segment, ref = self._reuse(num_bytes) or _new_segment(num_bytes)
+        self._used.setdefault(version, []).append(segment)
+        return segment, ref
+
+    def _reuse(self, num_bytes: int) -> tuple[Segment, SegmentRef] | None:
         for segment in sorted(self._free, key=lambda s: s.num_bytes):
             # A much larger segment would hold memory for the sake of a small version.
             if num_bytes <= segment.num_bytes <= 2 * num_bytes and (ref := segment.take()) is not None:
                 self._free.remove(segment)
                 return segment, ref
-        segment = Segment(num_bytes)
-        ref = segment.take()
-        assert ref is not None, "a new segment has no readers"
-        return segment, ref
+        return None
 
-    def give_back(self, segments: list[Segment]) -> None:
-        """Take back the segments of one deleted version, and close older ones."""
-        if segments:
-            self.close()
-            self._free = list(segments)
+    def drop(self, version: int) -> None:
+        """Free the segments of a deleted version for the next one, and close older free ones."""
+        if segments := self._used.pop(version, []):
+            self._close(self._free)
+            self._free = segments
 
     def close(self) -> None:
-        for segment in self._free:
+        for segments in (self._free, *self._used.values()):
+            self._close(segments)
+        self._free, self._used = [], {}
+
+    def _close(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
             segment.close()
-        self._free = []
+
+
+def _new_segment(num_bytes: int) -> tuple[Segment, SegmentRef]:
+    segment = Segment(num_bytes)
+    ref = segment.take()
+    assert ref is not None, "a new segment has no readers"
+    return segment, ref
+
+
+class Volume(StorageVolume):
+    """Owner of a trainer process's stored boxes, which are views of its shared memory.
+
+    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in one message:
+    torchstore costs a round trip per key.
+    """
+
+    def __init__(self) -> None:
+        use_threads(1)  # The process is a trainer's, which computes in another thread.
+        super().__init__(id_func=lambda: str(current_rank().rank))
+        self._pool = SegmentPool()
+
+    @endpoint
+    async def reserve(
+        self, version: int, parts: Sequence[PackedPart], num_bytes: int, num_versions: int
+    ) -> SegmentRef:
+        """Reserve shared memory for one rank's boxes, which the rank then fills.
+
+        Raises:
+            VersionExistsError: the rank has pushed the version before.
+            SharedMemoryError: there is too little for `num_versions` versions.
+        """
+        all_boxes = [(self.store.kv.setdefault(key_of(version, part.name), {}), part) for part in parts]
+        if any(part.box.offsets in boxes for boxes, part in all_boxes):
+            raise VersionExistsError(
+                f"version {version} is already pushed: push a new one, or delete this one"
+            )
+        segment, ref = self._pool.take(version, num_bytes, num_versions=num_versions)
+        for boxes, part in all_boxes:
+            boxes[part.box.offsets] = {"slice": part.box, "tensor": part.view(segment.data)}
+        return ref
+
+    @endpoint
+    async def read(
+        self, version: int, wanted: Sequence[tuple[Offsets, PackedPart]], num_bytes: int
+    ) -> np.ndarray:
+        """Return boxes as one message, [num_bytes] uint8 (Monarch carries numpy faster than tensors).
+
+        Args:
+            wanted: the offsets of a stored box, and the part of it that is wanted, at its place in the message.
+
+        Raises:
+            VersionNotFoundError: the version was deleted.
+        """
+        message = np.empty(num_bytes, dtype=np.uint8)
+        flat = torch.from_numpy(message)
+        for offsets, part in wanted:
+            stored = self.store.kv.get(key_of(version, part.name), {}).get(offsets)
+            if stored is None:
+                raise VersionNotFoundError(f"version {version} was deleted while it was being pulled")
+            part.view(flat).copy_(within_box(stored["tensor"], stored["slice"], part.box))
+        return message
+
+    @endpoint
+    async def drop(self, version: int) -> None:
+        """Delete a version."""
+        for key in [key for key in self.store.kv if key.startswith(key_of(version, ""))]:
+            del self.store.kv[key]
+        self._pool.drop(version)
+
+    @endpoint
+    async def reset(self) -> None:
+        """Delete everything."""
+        self.store.reset()
+        self._pool.close()
+
+
+def key_of(version: int, name: str) -> str:
+    """Return torchstore's key of a tensor."""
+    return f"v{version}/{name}"
 
 
 class _Mapping:
@@ -185,7 +280,7 @@ class SegmentMaps:
 
     def __init__(self, *, max_age: int) -> None:
         """`max_age` is the number of operations that an unused segment stays mapped."""
-        self._max_age = max_age
+        self.max_age = max_age
         self._num_operations = 0
         self._maps: dict[tuple[int, bytes], _Mapping] = {}
 
@@ -193,7 +288,7 @@ class SegmentMaps:
         """Unmap segments that have not been used for long: the owner may have given them up."""
         self._num_operations += 1
         for key, mapped in list(self._maps.items()):
-            if self._num_operations - mapped.last_used > self._max_age:
+            if self._num_operations - mapped.last_used > self.max_age:
                 self._maps.pop(key).close()
 
     @contextmanager
@@ -201,7 +296,7 @@ class SegmentMaps:
         """Yield the data, [num_bytes] uint8, which the owner does not reuse within this context.
 
         Raises:
-            StaleSegmentError: the owner has closed the segment, or it holds another version.
+            VersionNotFoundError: the owner has closed the segment, or it holds another version.
             SharedMemoryError: this process may not open the segment.
         """
         descriptor = _open_locked(ref)
@@ -232,16 +327,16 @@ def _open_locked(ref: SegmentRef) -> int:
             "set weights.transport='torchstore'"
         ) from error
     except OSError as error:
-        raise StaleSegmentError(f"the memory of process {ref.pid}: {error.strerror}") from error
+        raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.pread(descriptor, len(ref.header), 0) == ref.header:
             return descriptor
     except OSError as error:  # it is being reused, or another file has the number by now
         os.close(descriptor)
-        raise StaleSegmentError(f"process {ref.pid} is reusing the memory") from error
+        raise VersionNotFoundError(f"process {ref.pid} is reusing the memory") from error
     os.close(descriptor)
-    raise StaleSegmentError(f"process {ref.pid} has used the memory for another version")
+    raise VersionNotFoundError(f"process {ref.pid} has used the memory for another version")
 
 
 def _map(descriptor: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:

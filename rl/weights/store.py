@@ -1,16 +1,20 @@
 """Versions of the weights, on their way from trainer to generators.
 
-    store = WeightStore.Config().build(dtype="bfloat16")     # controller
-    await store.start(mesh)                                  # now it can be handed to actors
+    store = WeightStore.Config().build(dtype="bfloat16")          # controller
+    await store.start(mesh)                                       # now it can be handed to actors
 
-    await store.push(version=3, state_dict=...)              # every trainer rank
-    await store.announce(3)                                  # controller, after all of them
-    await store.pull(version=3, state_dict=...)              # every generator rank, in place
-    await store.prune()                                      # controller, after all of them
+    shard = await store.push(version=3, state_dict=...)           # every trainer rank
+    snapshot = store.announce(shards)                             # controller, with the shards of all of them
+    await store.pull(snapshot, state_dict=...)                    # every generator rank, in place
+    await store.prune()                                           # controller, after all of them
 
-A version is a snapshot: it is published under a new key, readable once it is announced, never overwritten,
-and deleted only when nothing reads it. Trainer and generator may be sharded differently.
-A drawing of the whole way is in docs/architecture.md.
+A version is published under a new key, readable once it is announced, never overwritten, and kept while somebody
+reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in docs/architecture.md.
+
+    shared memory   processes of one host: written once, read in place
+    messages        generators on other hosts, by Monarch's messages
+    RDMA            the same, by torchstore's transport where there is hardware
+    files           one file of each rank in a folder that all hosts see
 
 Push and pull return checksums of what was sent and of what then was there, for `rl.weights.checksum.check_sums`.
 """
@@ -19,41 +23,88 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, ProcMesh
 from torch import Tensor
+from torchstore.transport import Request
+from torchstore.transport.buffers import rdma_available
+from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
 from rl.config.effect import only_if, unless
 from rl.observability.spans import span
 from rl.types import BoxSum
 from rl.utils.errors import RunError
-from rl.utils.files import LOCK, is_unlocked, locked_folder
 from rl.utils.threads import run_aside
-from rl.weights.plan import lay_out, outgoing_parts, parts_of, plan_reads
-from rl.weights.shared_memory import SegmentRef, this_host
-from rl.weights.transport import Transport, gather_all, has_rdma
-from rl.weights.types import Transfer, WeightStoreError, WeightTimeoutError
-from rl.weights.volume import VersionIndex, Volume
+from rl.weights.boxes import (
+    Copier,
+    Copy,
+    PackedPart,
+    Read,
+    batches,
+    lay_out,
+    outgoing_parts,
+    parts_of,
+    plan_reads,
+)
+from rl.weights.files import VersionFolder, check_folder, read_file, write_file
+from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, key_of, this_host
+from rl.weights.types import (
+    VersionExistsError,
+    VersionNotFoundError,
+    WeightStoreError,
+    WeightTimeoutError,
+)
 
+T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Larger messages are slower: the allocator reuses memory of this size, and touches larger memory anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """What one trainer rank has stored of a version."""
+
+    version: int
+    rank: int
+    parts: tuple[PackedPart, ...]
+    place: SegmentRef | Path | None
+    """The shared memory or the file that holds the boxes; None if there are none."""
+    sums: tuple[BoxSum, ...]
+    """The checksum of each box."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """An announced version: where its boxes lie."""
+
+    version: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def sums(self) -> list[BoxSum]:
+        return [box for shard in self.shards for box in shard.sums]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Progress:
     """Progress of an operation, for its error messages."""
 
-    waiting_for: str = "the index"
+    waiting_for: str
 
 
 class WeightStore(Configurable):
@@ -97,90 +148,69 @@ class WeightStore(Configurable):
         """`dtype` is the generators': floating-point parameters are cast to it when they are pushed."""
         self.config = config
         self.dtype = dtype
-        self._index: Any = None
+        self._snapshots: dict[int, Snapshot] = {}
+        """The announced versions, oldest announcement first; in the controller only."""
         self._volumes: Any = None
         self._coordinates: list[dict[str, int]] = []
         """Place of each volume in the mesh."""
-        self._hosts: list[str] = []
-        """Host of each volume."""
-        self._folder = _folder(config, run_folder) if config.transport == "files" else None
-        self._files = ExitStack()
-        """The lock of the folder."""
-        self._transport: Transport | None = None
+        self._folder = VersionFolder(_folder(config, run_folder)) if config.transport == "files" else None
+        self._copier = Copier(num_threads=config.num_threads)
+        self._maps = SegmentMaps(max_age=4 * (config.keep_versions + 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_transport": None, "_files": None}
+        # Threads and mapped memory belong to a process, and the versions to the controller.
+        return self.__dict__ | {
+            "_snapshots": {},
+            "_copier": Copier(num_threads=self.config.num_threads),
+            "_maps": SegmentMaps(max_age=self._maps.max_age),
+        }
 
     async def start(self, mesh: ProcMesh) -> None:
-        """Spawn a volume in each process of `mesh`, and the index in the first.
-
-        On the trainer's mesh each rank's push stays within its process. On a separate mesh (one process is
-        enough) the weights outlive the trainer.
+        """Prepare the trainer's mesh, or the folder for files, for pushes.
 
         Raises:
             WeightStoreError: the folder for files belongs to another run, or is no store's.
         """
-        async with self._operation("start") as progress:
+        async with self._operation("start", "the volumes") as progress:
             if self._folder is not None:
-                progress.waiting_for = f"files in {self._folder}"
-                await run_aside(self._make_folder, name="weight-files")
-            progress.waiting_for = "the volumes"
-            name = uuid.uuid4().hex[:8]
-            self._volumes = mesh.spawn(f"weight_volumes_{name}", Volume)
-            hosts = await self._volumes.host.call()
-            self._coordinates = [dict(point) for point, _ in hosts.items()]
-            self._hosts = [host for _, host in hosts.items()]
-            first = mesh.slice(**dict.fromkeys(mesh.extent.labels, 0))
-            self._index = first.spawn(f"weight_index_{name}", VersionIndex)
-
-    def _make_folder(self) -> None:
-        assert self._folder is not None
-        self.discard()
-        try:
-            _check_folder(self._folder)
-            locked = locked_folder(self._folder, as_what="weights.folder", otherwise="wait for its end")
-            self._files.enter_context(locked)
-        except ValueError as error:
-            raise WeightStoreError(str(error)) from error
-        self._files.callback(self._remove_files)
-        self._remove_files()  # of a run that was killed
-
-    def _remove_files(self) -> None:
-        assert self._folder is not None
-        for version in self._folder.glob("v*"):
-            shutil.rmtree(version, ignore_errors=True)
+                progress.waiting_for = f"files in {self._folder.path}"
+                await run_aside(self._folder.start, name="weight-files")
+                return
+            self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
+            started = await self._volumes.reset.call()
+            self._coordinates = [dict(point) for point, _ in started.items()]
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
-        index, volumes = self._index, self._volumes
+        volumes = self._volumes
         self.forget()
         # A process that is dead or stuck frees its memory when it ends; `discard` removes files that are left.
         with suppress(WeightStoreError):
-            async with self._operation("stop"):
+            async with self._operation("stop", "the volumes"):
                 await run_aside(self.discard, name="weight-files")
-                if index is not None:
+                if volumes is not None:
                     await volumes.reset.call()
 
     def forget(self) -> None:
-        """Drop the store's actors, which may be dead, without calling them; `start` may follow. Idempotent."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
-        self._index = self._volumes = None
-        self._coordinates, self._hosts = [], []
+        """Drop all versions and the store's actors, which may be dead; `start` may follow. Idempotent."""
+        self._copier.close()
+        self._maps.close()
+        self._snapshots = {}
+        self._volumes = None
 
     def discard(self) -> None:
         """Remove the files, which would outlive the processes of a run. Idempotent."""
-        self._files.close()
+        if self._folder is not None:
+            self._folder.close()
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
-    ) -> Transfer:
-        """Send this rank's part of the weights; every rank of the trainer calls it with its own part.
+    ) -> Shard:
+        """Store this rank's part of the weights; every rank of the trainer calls it with its own part.
 
         Floating-point tensors are cast to `dtype`, except the buffers in `buffer_names`. A box that several
-        ranks hold is sent once, by the first that asks. A tensor that is no DTensor counts as equal on all
-        ranks. The tensors must not change before the call returns.
+        ranks of a mesh hold is sent by the first. A tensor that is no DTensor counts as equal on all ranks. The
+        tensors must not change before the call returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
@@ -188,117 +218,145 @@ class WeightStore(Configurable):
             ValueError: names a tensor whose layout cannot be sent.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
-        index, rank = self._started(), current_torch_rank()
-        async with self._operation("push", version=version, num_tensors=len(state_dict)) as progress:
-            parts = outgoing_parts(state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names)
-            boxes = [(part.name, part.box) for part in parts]
-            mine = await index.claim.call_one(version, rank, boxes)
-            outgoing = list(itertools.compress(parts, mine))
-            number, here = rank % len(self._hosts), self._here()
-            volume = self._volume(number)
-            place: SegmentRef | Path | None = None
-            if self._folder is not None:
-                place = self._folder / f"v{version}" / f"rank{rank}.bin"
-                progress.waiting_for = f"the file {place}"
-                sums = await here.send_by_file(place, outgoing)
-            elif self.config.transport == "auto" and self._hosts[number] == this_host():
-                progress.waiting_for = f"volume {number}"
-                place, sums = await here.send_by_memory(
-                    volume, version, outgoing, num_versions=self.config.keep_versions + 1
-                )
-            else:
-                progress.waiting_for = f"volume {number}"
-                sums = await here.send_by_messages(volume, version, outgoing)
-            progress.waiting_for = "the index"
-            await index.register.call_one(version, number, lay_out(outgoing)[0], place)
-        return Transfer(num_bytes=sum(part.num_bytes for part in outgoing), sums=tuple(sums))
+        rank = current_torch_rank()
+        outgoing = outgoing_parts(
+            state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names, rank=rank
+        )
+        parts, num_bytes = lay_out(outgoing)
 
-    async def announce(self, version: int) -> int:
-        """Make a version readable, after every rank has pushed; return its number of tensors.
+        async def copy_to(data: Tensor) -> list[BoxSum]:
+            pairs = zip(outgoing, parts, strict=True)
+            return await self._copier.run([part.copy_to(packed.view(data)) for part, packed in pairs])
+
+        place: SegmentRef | Path | None = None
+        sums: list[BoxSum] = []
+        async with self._operation("push", f"volume {rank}", version, len(state_dict)) as progress:
+            if self._folder is not None:
+                place = self._folder.file(version, rank)
+                progress.waiting_for = f"the file {place}"
+                data = np.empty(num_bytes, dtype=np.uint8)
+                sums = await copy_to(torch.from_numpy(data))
+                await write_file(place, data)
+            elif outgoing:
+                num_versions = self.config.keep_versions + 1
+                volume = self._volume(rank)
+                ref: SegmentRef = await volume.reserve.call_one(version, parts, num_bytes, num_versions)
+                place = ref
+                self._maps.begin_operation()
+                with self._maps.holding(ref, pinned=outgoing[0].local.is_cuda) as memory:
+                    sums = await copy_to(memory)
+        return Shard(version=version, rank=rank, parts=tuple(parts), place=place, sums=tuple(sums))
+
+    def announce(self, shards: Sequence[Shard]) -> Snapshot:
+        """Make a version readable, given what every trainer rank has pushed; controller only.
 
         Raises:
-            IncompleteVersionError: a rank's part is missing; names a tensor and the parts there are.
-            VersionNotFoundError: nothing of the version was pushed.
             VersionExistsError: the version is already announced.
         """
-        index = self._started()
-        async with self._operation("announce", version=version):
-            return await index.announce.call_one(version)
+        (version,) = {shard.version for shard in shards}
+        if version in self._snapshots:
+            raise VersionExistsError(f"version {version} is already announced")
+        snapshot = self._snapshots[version] = Snapshot(version=version, shards=tuple(shards))
+        return snapshot
 
-    async def versions(self) -> list[int]:
-        """Return the readable versions, oldest first."""
-        index = self._started()
-        async with self._operation("versions"):
-            return await index.versions.call_one()
+    def versions(self) -> list[int]:
+        """Return the readable versions, oldest announcement first; controller only."""
+        return list(self._snapshots)
 
-    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> tuple[BoxSum, ...]:
+    def snapshot(self, version: int) -> Snapshot:
+        """Return a readable version; controller only.
+
+        Raises:
+            VersionNotFoundError: not announced, or deleted; lists the versions there are.
+        """
+        if version not in self._snapshots:
+            raise VersionNotFoundError(f"version {version} is not in the store; there are {self.versions()}")
+        return self._snapshots[version]
+
+    async def pull(self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]) -> tuple[BoxSum, ...]:
         """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is then there.
 
         Names and shapes are checked before anything is written. If the transfer fails, some tensors are
         already new: do not use them, pull again.
 
         Raises:
-            VersionNotFoundError: not announced, or deleted; lists the versions there are.
+            VersionNotFoundError: the version was deleted.
             WeightMismatchError: a name is missing on one side, or a shape differs; names both.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
-        index, here = self._started(), self._here()
-        async with self._operation("pull", version=version, num_tensors=len(state_dict)) as progress:
-            reads = plan_reads(version, parts_of(state_dict), await index.locate.call_one(version))
-            progress.waiting_for = f"boxes from volumes {sorted(reads)}"
-            if self._folder is not None:
-                progress.waiting_for = f"files in {self._folder}"
-            rdma = self.config.rdma and has_rdma()
-            is_near = self.config.transport == "auto"
-            sums = await gather_all(
-                here.fetch(self._volume(number), version, some, is_near=is_near, rdma=rdma)
-                for number, some in reads.items()
-            )
+        version, shards = snapshot.version, snapshot.shards
+        reads = plan_reads(version, parts_of(state_dict), [shard.parts for shard in shards])
+        waiting_for = f"boxes from ranks {sorted(shards[number].rank for number in reads)}"
+        if self._folder is not None:
+            waiting_for = f"files in {self._folder.path}"
+        self._maps.begin_operation()
+        async with self._operation("pull", waiting_for, version, len(state_dict)):
+            sums = await _gather_all(self._fetch(shards[number], some) for number, some in reads.items())
         return tuple(itertools.chain.from_iterable(sums))
 
-    async def delete(self, version: int) -> None:
-        """Delete a version, announced or half pushed, and free its memory.
+    async def _fetch(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
+        """Fill the destinations from one shard's boxes, by the fastest way there is."""
+        place = shard.place
+        if isinstance(place, Path):
+            return await self._copy(reads, await read_file(place, [read.stored for read in reads]))
+        assert place is not None, "a shard that is read has boxes"
+        if self.config.transport == "auto" and place.host == this_host():
+            with self._maps.holding(place, pinned=reads[0].destination.is_cuda) as memory:
+                return await self._copy(reads, [read.stored.view(memory) for read in reads])
+        if self.config.rdma and _has_rdma():
+            return await self._fetch_by_rdma(shard, reads)
+        sums: list[BoxSum] = []
+        for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
+            packed, num_bytes = lay_out(batch)
+            wanted = [(read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)]
+            message = await self._volume(shard.rank).read.call_one(shard.version, wanted, num_bytes)
+            flat = torch.from_numpy(message)
+            pairs = zip(batch, packed, strict=True)
+            sums += await self._copier.run([read.copy(part.view(flat)) for read, part in pairs])
+        return sums
 
-        Raises:
-            VersionNotFoundError: the version does not exist; lists the versions there are.
-        """
-        index = self._started()
-        async with self._operation("delete", version=version) as progress:
-            await index.remove.call_one(version)
+    async def _fetch_by_rdma(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
+        """Fill the destinations by torchstore's own transport, box by box."""
+        pipe = Pipe(self._volume(shard.rank))
+
+        async def copy_of(read: Read) -> Copy:
+            # torchstore writes into contiguous memory of the stored dtype.
+            received = torch.empty(read.box.local_shape, dtype=read.dtype)
+            request = Request(tensor_val=received, tensor_slice=read.box)
+            key = key_of(shard.version, read.name)
+            return read.copy(await pipe.get_from_storage_volume(key, request))
+
+        return await self._copier.run(await _gather_all(copy_of(read) for read in reads))
+
+    async def _copy(self, reads: Sequence[Read], stored: Iterable[Tensor]) -> list[BoxSum]:
+        """Copy boxes out of the stored boxes that contain them."""
+        return await self._copier.run([r.copy_within(s) for r, s in zip(reads, stored, strict=True)])
+
+    async def delete(self, version: int) -> None:
+        """Delete a version, announced or half pushed, and free its memory. Idempotent."""
+        self._snapshots.pop(version, None)
+        async with self._operation("delete", "the volumes", version) as progress:
             if self._folder is not None:
-                progress.waiting_for = f"files in {self._folder}"
-                folder = self._folder / f"v{version}"
-                await run_aside(lambda: shutil.rmtree(folder, ignore_errors=True), name="weight-files")
-            else:
-                progress.waiting_for = "the volumes"
+                progress.waiting_for = f"files in {self._folder.path}"
+                await self._folder.remove(version)
+            elif self._volumes is not None:
                 await self._volumes.drop.call(version)
 
     async def prune(self) -> list[int]:
         """Delete all announced versions but the `keep_versions` newest; return the deleted versions."""
-        old = (await self.versions())[: -self.config.keep_versions]
+        old = self.versions()[: -self.config.keep_versions]
         for version in old:
             await self.delete(version)
         return old
 
-    def _volume(self, number: int) -> Any:
-        return self._volumes.slice(**self._coordinates[number])
-
-    def _started(self) -> Any:
-        """Return the index."""
-        if self._index is None:
+    def _volume(self, rank: int) -> Any:
+        if self._volumes is None:
             raise WeightStoreError("the weight store is not running: call start() first")
-        return self._index
-
-    def _here(self) -> Transport:
-        """Return this process's threads and mapped memory, made at first use."""
-        if self._transport is None:
-            max_age = 4 * (self.config.keep_versions + 1)
-            self._transport = Transport(num_threads=self.config.num_threads, max_age=max_age)
-        return self._transport
+        return self._volumes.slice(**self._coordinates[rank % len(self._coordinates)])
 
     @asynccontextmanager
     async def _operation(
-        self, name: str, *, version: int | None = None, num_tensors: int = 0
+        self, name: str, waiting_for: str, version: int | None = None, num_tensors: int = 0
     ) -> AsyncIterator[_Progress]:
         """Run the body under the store's deadline, and re-raise remote errors with their own type.
 
@@ -306,7 +364,7 @@ class WeightStore(Configurable):
             WeightTimeoutError: names operation, version, number of tensors, rank and what was awaited.
             WeightStoreError: an actor raised it, or an actor was lost.
         """
-        progress = _Progress()
+        progress = _Progress(waiting_for=waiting_for)
         of_version = "" if version is None else f" of version {version}"
         of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
         what = f"weight store: {name}{of_version}{of_tensors} on rank {current_torch_rank()}"
@@ -334,19 +392,25 @@ def current_torch_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+async def _gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Return all results; raise the first error only after everything has ended."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
+
+
+@cache
+def _has_rdma() -> bool:
+    """Return whether torchstore uses RDMA on this machine; TORCHSTORE_RDMA_ENABLED=0 switches it off."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torchstore calls a renamed function of Monarch
+        return rdma_available()
+
+
 def check_unused(config: WeightStore.Config) -> None:
     """Raise ValueError if the configured folder belongs to a running run, or is no store's."""
     if config.folder is not None:
-        _check_folder(_folder(config, None))
-
-
-def _check_folder(folder: Path) -> None:
-    is_stores = (folder / LOCK).exists() and is_unlocked(folder / LOCK)
-    if folder.exists() and any(folder.iterdir()) and not is_stores:
-        raise ValueError(
-            f"weights.folder: {folder} already exists and belongs to a running run, or to something else: "
-            "choose another folder or weights.state_dict_key"
-        )
+        check_folder(_folder(config, None))
 
 
 def _folder(config: WeightStore.Config, run_folder: Path | None) -> Path:

@@ -1,10 +1,7 @@
-"""Values and errors of the weight store; all of them cross process boundaries."""
+"""Errors of the weight store; all of them cross process boundaries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rl.types import BoxSum
 from rl.utils.errors import RunError
 
 
@@ -20,10 +17,6 @@ class VersionExistsError(WeightStoreError):
     """Something of this version is already stored; versions are never overwritten."""
 
 
-class IncompleteVersionError(WeightStoreError):
-    """Some rank has not pushed its part of the version."""
-
-
 class WeightMismatchError(WeightStoreError):
     """The tensors asked for are not the tensors that were pushed."""
 
@@ -36,18 +29,5 @@ class SharedMemoryError(WeightStoreError):
     """There is not enough memory for the versions that are kept and the one that is written."""
 
 
-class StaleSegmentError(WeightStoreError):
-    """The shared memory holds another version by now, or is closed."""
-
-
 class WeightParityError(WeightStoreError):
     """A generator does not hold the weights that the trainer sent."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """Bytes and checksums that one rank sent."""
-
-    num_bytes: int
-    sums: tuple[BoxSum, ...]
-    """The checksum of each box."""

@@ -106,8 +106,10 @@ def test_damaged_checkpoint_is_reported_through_the_actors_and_not_loaded(runnin
     ],
 )
 def test_generator_that_does_not_use_the_pushed_weights_is_not_served(running, how, error, says):
+    store = running.cluster.store
+    served = store.snapshot(store.versions()[-1])
     running.run(running.train())
-    running.run(running.pool.members[0].call("misuse_next_pull", how))
+    running.run(running.pool.members[0].call("misuse_next_pull", served if how == "stale" else None))
     with pytest.raises(error, match=says):
         running.run(running.publish())
     running.run(running.train())
@@ -151,9 +153,15 @@ def test_trainer_and_generators_that_share_devices_serve_the_trained_weights(run
 
     async def steps():
         await asyncio.gather(*(group.call("sleep") for group in groups))
-        lock = DeviceLock(trainer=cluster.trainer.group, generators=groups, check=cluster.check)
+        lock = DeviceLock(
+            trainer=cluster.trainer.group,
+            generators=groups,
+            pull=lambda version, generators: pool.pull(version, generators=generators),
+        )
         trainer = TrainerClient(lock.trainer)
-        pool = GeneratorPool(lock.generators, trainer=lock.trainer, store=cluster.store, check=cluster.check)
+        pool = GeneratorPool(
+            lock.generators, trainer=lock.trainer, store=cluster.store, parity=running.pool.parity
+        )
         version = (await trainer.optim_step(allow_empty=True)).policy_version
         await pool.serve(await pool.push())
         with pytest.raises(ActorCallError, match="the trainer is asleep: call wake first"):
@@ -169,7 +177,8 @@ def test_trainer_and_generators_that_share_devices_serve_the_trained_weights(run
         )
         logprobs = await trainer.compute_logprobs([sample])
         await asyncio.gather(*(group.call("wake") for group in groups))
-        await running.pool.serve(version)  # they woke without weights
+        await running.trainer.optim_step(allow_empty=True)
+        await running.publish()  # they woke without weights
         return version, sample, logprobs[0]
 
     version, sample, logprobs = running.run(steps())

@@ -9,9 +9,12 @@ import pytest
 from actors.backend import GeneratorClient
 from actors.config import Timeouts
 from actors.device_lock import DeviceLock
-from actors.parity import ParityCheck
-from rl.types import BoxSum, PullResult, SamplingParams
+from actors.pool import GeneratorPool
+from actors.recovery import Role
+from rl.types import BoxSum, SamplingParams
+from rl.weights.store import Snapshot, WeightStore
 from rl.weights.types import WeightParityError
+from tests.support.mortal import shard_of
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -40,26 +43,33 @@ class Group:
         await asyncio.sleep(1)
         if endpoint != "pull_model_state_dict":
             return [self.weights]
-        (self.weights,) = args
+        self.weights = args[0].version
         self.num_pulls += 1
-        bits = args[0] + (self.num_pulls == self.corrupt_pull)
-        return [PullResult(policy_version=args[0], time_s=1.0, sums=(sum_of(bits),))]
+        return [(sum_of(args[0].version + (self.num_pulls == self.corrupt_pull)),)]
 
 
 def sum_of(value: int) -> BoxSum:
     return BoxSum(name="w", dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), value=value)
 
 
+def snapshot(version: int) -> Snapshot:
+    return Snapshot(version=version, shards=(shard_of(version, sum_of(version)),))
+
+
 def make(num_generators: int = 1, corrupt_pull: int = 0) -> tuple[DeviceLock, list[str]]:
-    """Return a lock over a trainer that pushed versions 1 to 7, and its log; the last generator may be corrupt."""
+    """Return a lock over a trainer that pushed version 7, and its log; the last generator may be corrupt."""
     log: list[str] = []
     generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
     generators[-1].corrupt_pull = corrupt_pull
-    check, trainer = ParityCheck(None), Group("t", log, awake=True)
-    for version in range(1, 8):
-        check.expect(version, sums=[sum_of(version)], expected=None)
-    lock = DeviceLock(trainer=cast(Any, trainer), generators=cast(Any, generators), check=check)
-    return lock, log
+    store = WeightStore.Config().build()
+    store.announce(snapshot(7).shards)
+    trainer = cast(Any, Group("t", log, awake=True))
+    pool = GeneratorPool([], trainer=Role(trainer), store=store)
+
+    def pull(version: int, groups: Any) -> Any:
+        return pool.pull(version, generators=groups)
+
+    return DeviceLock(trainer=trainer, generators=cast(Any, generators), pull=pull), log
 
 
 def run(coroutine: Any) -> Any:
@@ -71,7 +81,7 @@ def test_devices_change_sides_once_per_phase():
         lock, log = make()
         for step in (1, 2):
             await lock.trainer.call("push_model_state_dict")
-            await lock.generators[0].call("pull_model_state_dict", step)
+            await lock.generators[0].call("pull_model_state_dict", snapshot(step))
             await lock.generators[0].call("generate")
             await lock.trainer.call("forward_backward")
             await lock.trainer.call("optim_step")
@@ -84,7 +94,7 @@ def test_devices_change_sides_once_per_phase():
 
 
 async def generate_after_the_trainer_had_the_devices(lock: DeviceLock, log: list[str]) -> list[Any]:
-    await asyncio.gather(*(g.call("pull_model_state_dict", 7) for g in lock.generators))
+    await asyncio.gather(*(g.call("pull_model_state_dict", snapshot(7)) for g in lock.generators))
     await lock.trainer.call("save_checkpoint")
     log.clear()
     return await lock.generators[0].call("generate")
@@ -113,7 +123,7 @@ def test_second_pull_with_other_bits_names_generator_tensor_and_version():
 def test_calls_of_one_side_overlap_and_the_other_side_waits_for_all_of_them():
     async def main() -> list[str]:
         lock, log = make()
-        await lock.generators[0].call("pull_model_state_dict", 1)
+        await lock.generators[0].call("pull_model_state_dict", snapshot(1))
         log.clear()
         calls = [lock.generators[0].call("generate") for _ in range(3)]
         await asyncio.gather(*calls, lock.trainer.call("forward_backward"))
@@ -128,7 +138,7 @@ def test_calls_of_one_side_overlap_and_the_other_side_waits_for_all_of_them():
 def test_cancelled_completion_ends_while_the_trainer_has_the_devices():
     async def main() -> list[str]:
         lock, log = make()
-        await lock.generators[0].call("pull_model_state_dict", 1)
+        await lock.generators[0].call("pull_model_state_dict", snapshot(1))
         client = GeneratorClient(lock.generators[0])
         drawing = asyncio.create_task(client.generate([], sampling=SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.5)

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,12 +10,12 @@ import pytest
 
 from actors.calls import ActorCallError, ActorLostError
 from actors.config import RecoveryConfig
-from actors.parity import ParityCheck
 from actors.pool import GeneratorPool
 from actors.recovery import RestartsUsedUpError, Role, Supervisor
 from actors.run import make_router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
+from rl.weights.store import WeightStore
 from tests.support.mortal import Mortal, MortalGenerator
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
@@ -24,22 +23,17 @@ START_S = 20.0
 SAMPLING = SamplingParams(max_tokens=8, num_samples=1, seed=1)
 
 
-async def pruned() -> None:
-    """Stand for the removal of old versions."""
-
-
 class PoolRun:
     """Pool whose generators take `START_S` to restart."""
 
     def __init__(self, num_generators: int = 2, *, now_s: Any = now_s, **settings: Any) -> None:
-        self.check = ParityCheck(None)
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
         self.num_started = 0
         self.failing_starts = 0
         self.settings: dict[str, Any] = {}
         """Settings of the restarted generators."""
-        store: Any = SimpleNamespace(prune=pruned)
+        self.store = WeightStore.Config().build()
         self.supervisor = Supervisor(
             RecoveryConfig(**({"pause_s": 0.0} | settings)),
             events=lambda event, /, **fields: self.told.append((event, *fields.values())),
@@ -55,7 +49,7 @@ class PoolRun:
             for i in range(num_generators)
         ]
         trainer = Role(cast(Any, self.trainer))
-        self.pool = GeneratorPool(members, trainer=trainer, store=store, check=self.check)
+        self.pool = GeneratorPool(members, trainer=trainer, store=self.store)
         self.router = make_router(self.pool)
         self.watching: asyncio.Task[None] | None = None
 
@@ -85,8 +79,8 @@ class PoolRun:
         return self.latest
 
     async def serve(self, version: int) -> None:
-        self.check.expect(version, sums=[], expected=None)
-        await self.pool.serve(version)
+        self.trainer.version = version
+        await self.pool.serve(await self.pool.push())
 
     async def ask(self, *numbers: int) -> list[int]:
         """Ask for completions of prompts with these numbers; return the numbers that they repeat."""
@@ -244,7 +238,7 @@ def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_versio
         asking = asyncio.create_task(room.ask(1, 2))
         await asyncio.sleep(START_S / 2)
         async with room.pool.without_weights():
-            room.check.forget()
+            room.store.forget()
             await room.pool.use_store()
             await asyncio.sleep(START_S)  # a generator that starts meanwhile does not join
             assert room.pool.up() == [1]
@@ -266,7 +260,7 @@ def test_generator_that_does_not_take_the_new_store_is_lost():
         lost = room[0]
         lost.silent_about = "abort"
         async with room.pool.without_weights():
-            room.check.forget()
+            room.store.forget()
             await room.pool.use_store()
         assert room.pool.up() == [1]
         await room.serve(1)

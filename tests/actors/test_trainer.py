@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from actors.trainer import PolicyTrainer, PushGate
+from actors.trainer import PolicyTrainer, wait_for_pushes
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.observability.machine_limits import Workload
@@ -61,11 +62,10 @@ def spawn_trainer(meshes, mesh, *, store, folder, assets, num_procs=1):
     return trainer
 
 
-def are_old(meshes, store, before, *, version):
-    """Announce and pull the version; return for each tensor whether it equals the one in `before`."""
+def are_old(meshes, store, before, shards):
+    """Announce and pull a version; return for each tensor whether it equals the one in `before`."""
     received = {name: torch.zeros_like(p) for name, p in before.items()}
-    meshes.run(store.announce(version))
-    meshes.run(store.pull(version=version, state_dict=received))
+    meshes.run(store.pull(store.announce(shards), state_dict=received))
     return [torch.equal(received[name], old) for name, old in before.items()]
 
 
@@ -80,17 +80,19 @@ async def push_while_the_store_is_stopped(trainer, store_pid):
     done, _ = await asyncio.wait({push, step, after}, timeout=1.0)
     assert not done, "the step was made, or the push was over, while the store stood still"
     os.kill(store_pid, signal.SIGCONT)
-    assert (await push).policy_version == 0
+    shard = await push
+    assert shard.version == 0
     assert (await step).policy_version == 1
     assert not np.array_equal((await after)[0], logprobs[0])
     of_reference = await _call(trainer.compute_reference_logprobs.call_one([SAMPLE]))
     assert np.array_equal(of_reference[0], logprobs[0])
+    return shard
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(180)
 def test_push_overlaps_gradients_and_delivers_the_version_before_the_step(meshes, assets, tmp_path):
-    """The stopped index of the store keeps the push waiting until it continues."""
+    """The stopped volume of the store keeps the push waiting until it continues."""
     folder, before = assets
     trainer_mesh, store_mesh = meshes.spawn_mesh(1), meshes.spawn_mesh(1, process_group=False)
     store = WeightStore.Config(timeout_s=60).build(dtype="float32")
@@ -100,12 +102,12 @@ def test_push_overlaps_gradients_and_delivers_the_version_before_the_step(meshes
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     try:
-        meshes.run(push_while_the_store_is_stopped(trainer, pid))
+        first = meshes.run(push_while_the_store_is_stopped(trainer, pid))
     finally:
         os.kill(pid, signal.SIGCONT)
-    meshes.run(trainer.push_model_state_dict.call())
-    assert all(are_old(meshes, store, before, version=0))
-    assert not any(are_old(meshes, store, before, version=1))
+    second = meshes.run(trainer.push_model_state_dict.call_one())
+    assert all(are_old(meshes, store, before, [first]))
+    assert not any(are_old(meshes, store, before, [second]))
     meshes.run(trainer.close.call())
 
 
@@ -122,8 +124,7 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
     def all_ranks(endpoint, *args):
         return [result for _, result in meshes.run(endpoint.call(*args)).items()]
 
-    all_ranks(trainer.push_model_state_dict)
-    assert all(are_old(meshes, store, before, version=0))
+    assert all(are_old(meshes, store, before, all_ranks(trainer.push_model_state_dict)))
     limits, nothing = all_ranks(
         trainer.measure_machine, Workload(dtype="float32", num_bytes=1 << 20), str(tmp_path / "cache")
     )
@@ -150,17 +151,17 @@ async def _call(awaitable):
     return await awaitable
 
 
-def test_unfinished_push_fails_the_calls_that_wait_for_it(tmp_path):
-    gate = PushGate(timeout_s=0.01, margin_s=0.01)
-    gate.wait()
-    gate.begin()
+def test_unfinished_push_fails_the_calls_that_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.trainer.PUSH_MARGIN_S", 0.01)
+    wait_for_pushes([], limit_s=0.01)
+    push: Future[None] = Future()
     with (
         kept_spans(tmp_path),
         pytest.raises(WeightTimeoutError, match=r"a push of them did not end within 0\.01 s"),
     ):
-        gate.wait()
-    gate.end()
-    gate.wait()
+        wait_for_pushes([push], limit_s=0.01)
+    push.set_result(None)
+    wait_for_pushes([push], limit_s=0.01)
     (span,) = read_spans(tmp_path)  # without a push nothing waits
     assert span.name == "waits for a push"
     assert 0.02 <= span.duration_s < 10

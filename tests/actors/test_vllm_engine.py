@@ -46,7 +46,7 @@ def served(tmp_path_factory):
 def engine(served, request):
     """The shared engine with the weights of `OLD`, in the mode of `on_update`; a second one would take seconds."""
     mode = getattr(request, "param", "drain")
-    served.engine._core._on_update, served.engine._driver._drains = mode, mode == "drain"
+    served.engine._core._on_update, served.engine._drains = mode, mode == "drain"
     served.load(OLD)
     return served
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from actors.vllm.driver import Lockstep, Pause, Turn
+from actors.vllm.lockstep import Lockstep, Pause, Turn
 from actors.vllm.requests import Drawn, Request
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks

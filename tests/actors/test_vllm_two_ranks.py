@@ -72,7 +72,7 @@ def live(folder: str) -> dict[str, Any]:
 async def hurry(engine: GeneratorEngine) -> None:
     """Let rank 0 send empty turns in a hurry for a while."""
     if engine.world.rank == 0:
-        lockstep = engine._driver._lockstep
+        lockstep = engine._lockstep
         lockstep.timeout_s = 0.1
         await asyncio.sleep(0.5)
         lockstep.timeout_s = engine.config.rank_timeout_s
@@ -105,7 +105,7 @@ async def fail_and_heal(engine: GeneratorEngine) -> dict[str, Any]:
 
 async def update_in_flight(engine: GeneratorEngine) -> dict[str, Any]:
     # Starting a second engine would take 12 s.
-    engine._core._on_update, engine._driver._drains = "recompute", False
+    engine._core._on_update, engine._drains = "recompute", False
     await engine.update_weights(writer(OLD), version=4)
     call = asyncio.create_task(engine.generate(PROMPTS, sampling=LONG))
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20))

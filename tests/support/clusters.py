@@ -15,7 +15,7 @@ from actors.cluster import Cluster
 from actors.config import ClusterConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.members import LogSettings
-from actors.parity import ParityCheck, ParityText
+from actors.parity import ParityText
 from actors.recovery import Role
 from actors.reward import RewardActor
 from actors.router import Router
@@ -77,7 +77,7 @@ class RunningCluster:
             config,
             launcher=meshes.launcher,
             store=store or WeightStore.Config().build(dtype="float32"),
-            check=ParityCheck(ParityText(token_ids=TEXT, max_diff=0.0)),
+            parity=ParityText(token_ids=TEXT, max_diff=0.0),
             model_spec=SPEC,
             hf_assets_path=self.assets,
             rubric=reward_functions.alone(),
@@ -110,7 +110,7 @@ class RunningCluster:
     async def train(self, trainer: TrainerClient | None = None) -> int:
         """Train up to a version that is not published yet, and return it."""
         trainer = trainer or self.trainer
-        samples, published = await self.samples(), await self.cluster.store.versions()
+        samples, published = await self.samples(), self.cluster.store.versions()
         while True:
             await trainer.forward_backward(samples)
             if (version := (await trainer.optim_step()).policy_version) not in published:

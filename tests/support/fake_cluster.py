@@ -11,7 +11,6 @@ from typing import Any, cast
 from actors.backend import RewardClient, TrainerClient
 from actors.calls import ActorCallError
 from actors.config import RecoveryConfig, RunConfig, Timeouts
-from actors.parity import ParityCheck
 from actors.plan import Plan
 from actors.pool import GeneratorPool
 from actors.recovery import Role, Supervisor
@@ -22,10 +21,10 @@ from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
-from rl.types import PullResult, PushResult
 from rl.utils.errors import RunError
-from rl.weights.store import WeightStore
+from rl.weights.store import Shard, WeightStore
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
+from tests.support.mortal import shard_of
 
 
 def reply(prompt: str, sample: int) -> str:
@@ -66,8 +65,8 @@ class FakeTrainer:
     async def _drop_gradient(self) -> None:
         """There is none."""
 
-    async def _push_model_state_dict(self) -> PushResult:
-        return PushResult(policy_version=self.policy.version, num_bytes=0, time_s=0.0)
+    async def _push_model_state_dict(self) -> Shard:
+        return shard_of(self.policy.version)
 
     async def _save_checkpoint(
         self, folder: str, position: Any, model_only: bool, wait: bool, attachments: dict[str, bytes]
@@ -94,8 +93,8 @@ class FakeGenerator:
         if endpoint == "generate":
             return [await self.policy.generate(args[0], sampling=args[1])]
         if endpoint == "pull_model_state_dict":
-            self.policy.served_version = args[0]
-            return [PullResult(policy_version=args[0], time_s=0.0)]
+            self.policy.served_version = args[0].version
+            return [()]
         return [b"states" if endpoint == "random_states" else None]
 
 
@@ -115,14 +114,6 @@ class FakeReward:
         return [b"states" if endpoint == "random_states" else None]
 
 
-class FakeStore:
-    async def announce(self, version: int) -> int:
-        return 0
-
-    async def prune(self) -> None:
-        """Nothing is kept."""
-
-
 class FakeCluster:
     """Cluster of fakes that replaces a lost trainer by the next one of a list."""
 
@@ -132,8 +123,8 @@ class FakeCluster:
         self.trainer, generator, self.reward = (
             Role(cast(Any, group)) for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
         )
-        store = cast(WeightStore, FakeStore())
-        self.pool = GeneratorPool([generator], trainer=self.trainer, store=store, check=ParityCheck(None))
+        self.store = WeightStore.Config().build()
+        self.pool = GeneratorPool([generator], trainer=self.trainer, store=self.store)
         self._next = iter(trainers[1:])
 
     async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
@@ -143,6 +134,7 @@ class FakeCluster:
         if (trainer := next(self._next, None)) is None:
             raise error
         self.restarts.count("trainer", reason=str(error), at_least=at_least)
+        self.store.forget()
         self.trainer.replace(cast(Any, trainer))
 
 

@@ -17,8 +17,8 @@ from actors.trainer import PolicyTrainer
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.distributed.process_group import World
-from rl.weights.store import WeightStore
-from rl.weights.volume import Volume
+from rl.weights.shared_memory import Volume
+from rl.weights.store import Snapshot, WeightStore
 
 
 class InspectedTrainer(PolicyTrainer):
@@ -42,26 +42,25 @@ class InspectedGenerator(VLLMGenerator):
         return torch.get_num_threads()
 
     @endpoint
-    async def misuse_next_pull(self, how: str) -> None:
-        """Break the next pull: `stale` pulls the previous version, `aside` fills tensors that the engine does
-        not use."""
-        self.store = _Misused(self, how)  # type: ignore[assignment]
+    async def misuse_next_pull(self, stale: Snapshot | None) -> None:
+        """Let the next pull take a stale version, or fill tensors that the engine does not use."""
+        self.store = _Misused(self, stale)  # type: ignore[assignment]
 
 
 class _Misused:
     """Weight store that breaks one pull."""
 
-    def __init__(self, generator: VLLMGenerator, how: str) -> None:
+    def __init__(self, generator: VLLMGenerator, stale: Snapshot | None) -> None:
         self.generator = generator
         self.store = generator.store
-        self.how = how
+        self.stale = stale
 
-    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Any:
+    async def pull(self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]) -> Any:
         self.generator.store = self.store
-        if self.how == "stale":
-            return await self.store.pull(version=version - 1, state_dict=state_dict)
+        if self.stale is not None:
+            return await self.store.pull(self.stale, state_dict=state_dict)
         aside = {name: tensor.clone() for name, tensor in state_dict.items()}
-        return await self.store.pull(version=version, state_dict=aside)
+        return await self.store.pull(snapshot, state_dict=aside)
 
 
 class InspectedVolume(Volume):

@@ -12,16 +12,24 @@ import numpy as np
 from actors.calls import ActorLostError, ActorTimeoutError
 from actors.config import Timeouts
 from actors.vllm.requests import EngineFailedError, GeneratorError
-from rl.types import Completion, PullResult
+from rl.types import BoxSum, Completion
+from rl.weights.store import Shard
 from tests.support.fakes import completion_of
 
 T = TypeVar("T")
 
 
+def shard_of(version: int | None, *sums: BoxSum) -> Shard:
+    """Return the push of a trainer rank without weights."""
+    assert version is not None
+    return Shard(version=version, rank=0, parts=(), place=None, sums=sums)
+
+
 class Mortal:
-    """Group of one rank with the liveness checks of an `ActorGroup`."""
+    """Group of one rank with the liveness checks of an `ActorGroup`; its pushes are of `version`."""
 
     timeouts = Timeouts()
+    version: int | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +42,7 @@ class Mortal:
         return self.while_alive(self._answer(endpoint, args), endpoint)
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
-        return [0]
+        return [shard_of(self.version) if endpoint == "push_model_state_dict" else 0]
 
     def die(self) -> None:
         self.died.set()
@@ -71,7 +79,6 @@ class MortalGenerator(Mortal):
         super().__init__(name)
         self.pull_s = pull_s
         self.generate_s = generate_s
-        self.version: int | None = None
         self.engine_failed = False
         self.silent_about = ""
         """Endpoint that does not answer within its limit."""
@@ -92,8 +99,8 @@ class MortalGenerator(Mortal):
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
             await asyncio.sleep(self.pull_s)
-            (self.version,) = args
-            return [PullResult(policy_version=args[0], time_s=self.pull_s)]
+            self.version = args[0].version
+            return [()]
         if endpoint == "generate":
             return [await self._generate(args[0])]
         return [0]

@@ -17,7 +17,7 @@ from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import TrainingSample
-from rl.weights.store import WeightStore
+from rl.weights.store import Shard, WeightStore
 from tests.support.policies import random_model
 
 
@@ -29,14 +29,14 @@ class PolicyPusher(Actor):
         self._store = store
 
     @endpoint
-    async def push(self, version: int, seed: int) -> None:
+    async def push(self, version: int, seed: int) -> Shard:
         model = random_model(self._spec, seed=seed)
         buffers = persistent_buffers(model)
         weights = dict(model.named_parameters()) | buffers
-        await self._store.push(version=version, state_dict=weights, buffer_names=buffers.keys())
+        return await self._store.push(version=version, state_dict=weights, buffer_names=buffers.keys())
 
     @endpoint
-    async def push_adapted(self, version: int, samples: list[TrainingSample]) -> None:
+    async def push_adapted(self, version: int, samples: list[TrainingSample]) -> Shard:
         """Push a random model after a few large steps of its adapters."""
         spec = replace(self._spec, model=replace(self._spec.model, init_std=0.2))
         config = TrainingEngine.Config(optimizer=Optimizer.Config(lr=3e-2), converters=(LoRA.Config(rank=4),))
@@ -47,7 +47,7 @@ class PolicyPusher(Actor):
             self._engine.forward_backward(samples, loss=CrossEntropyLoss())
             self._engine.optim_step()
         weights, buffers = self._engine.model_state_dict(), self._engine.buffer_names()
-        await self._store.push(version=version, state_dict=weights, buffer_names=buffers)
+        return await self._store.push(version=version, state_dict=weights, buffer_names=buffers)
 
     @endpoint
     async def logprobs(self, samples: list[TrainingSample]) -> list[np.ndarray]:

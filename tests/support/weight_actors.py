@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -22,18 +21,16 @@ from rl.models.decoder import persistent_buffers
 from rl.models.parallelize import parallelize_decoder
 from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.types import BoxSum
+from rl.weights import store as weights
+from rl.weights.boxes import parts_of
 from rl.weights.checksum import box_sum, checksum
-from rl.weights.plan import parts_of
-from rl.weights.store import WeightStore
-from rl.weights.types import Transfer
+from rl.weights.store import Snapshot, WeightStore
 
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
 
 Qwen3Plan = Literal["trainer", "generator", "whole"]
 
 BUFFERS = ("scale", "steps")
-NUM_TENSORS = 9
-"""Tensors of `UnevenNet`, buffers included."""
 
 
 class UnevenNet(nn.Module):
@@ -130,11 +127,8 @@ class WeightActor(Actor):
         dist.init_process_group("gloo")
 
     @endpoint
-    async def build(self, layout: Layout, seed: int, dtype: torch.dtype) -> list[str]:
-        """Build the sharded model; return the kinds of placement of `embed.weight`."""
+    async def build(self, layout: Layout, seed: int, dtype: torch.dtype) -> None:
         self._state_dict = build(layout, seed=seed, dtype=dtype)
-        value = self._state_dict["embed.weight"]
-        return [type(p).__name__ for p in value.placements] if isinstance(value, DTensor) else []
 
     @endpoint
     async def build_qwen3(
@@ -147,16 +141,13 @@ class WeightActor(Actor):
         self,
         store: WeightStore,
         version: int,
-        dying_ranks: Sequence[int] = (),
         buffers: Collection[str] = BUFFERS,
-    ) -> Transfer:
-        if dist.get_rank() in dying_ranks:
-            os._exit(3)
+    ) -> weights.Shard:
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
-    async def pull(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
-        return await store.pull(version=version, state_dict=self._state_dict)
+    async def pull(self, store: WeightStore, snapshot: Snapshot) -> tuple[BoxSum, ...]:
+        return await store.pull(snapshot, state_dict=self._state_dict)
 
     @endpoint
     async def sums(self) -> tuple[BoxSum, ...]:
@@ -186,9 +177,9 @@ class WeightActor(Actor):
         }
 
     @endpoint
-    async def pull_wrong_shape(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
+    async def pull_wrong_shape(self, store: WeightStore, snapshot: Snapshot) -> tuple[BoxSum, ...]:
         """Pull into an embedding of 12 rows."""
         state_dict = dict(self._state_dict)
         pair = _pair()
         state_dict["embed.weight"] = distribute_tensor(torch.zeros(12, 6), pair, [Shard(0)])
-        return await store.pull(version=version, state_dict=state_dict)
+        return await store.pull(snapshot, state_dict=state_dict)

@@ -8,7 +8,7 @@ import torch
 from rl.weights.checksum import check_sums
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.weight_actors import NUM_TENSORS, WeightActor
+from tests.support.weight_actors import WeightActor
 
 
 class Cluster:
@@ -31,8 +31,6 @@ class Cluster:
             for transport in ("auto", "torchstore", "files")
         }
         self._last_version = 0
-        self.pushed = {}
-        """Checksums that all ranks sent, by version."""
         self.use("auto")
 
     def use(self, transport):
@@ -53,23 +51,20 @@ class Cluster:
         num = {"fsdp_tp": 4, "hsdp": 4, "fsdp": 2, "ddp": 2, "ddp_dtensor": 2, "single": 1}[layout]
         return self.trainer.slice(procs=slice(0, num))
 
-    def push(self, store, layout, *, announce=True):
-        """Push a model whose seed is its version; return the version and the bytes of each rank."""
+    def push(self, store, layout):
+        """Push a model whose seed is its version, and announce it; return the snapshot."""
         version = self.next_version()
         self.meshes.run(self.trainer.build.call(layout, version, torch.float32))
-        sent = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
-        self.pushed[version] = [box for _, transfer in sent.items() for box in transfer.sums]
-        if announce:
-            assert self.meshes.run(store.announce(version)) == NUM_TENSORS
-        return version, [transfer.num_bytes for _, transfer in sent.items()]
+        shards = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
+        return store.announce([shard for _, shard in shards.items()])
 
-    def pull(self, store, layout, version, dtype):
+    def pull(self, store, layout, snapshot, dtype):
         """Pull into a model of another seed, check weight parity, and return each rank's whole tensors."""
         self.meshes.run(self.generator.build.call(layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
-        received = self.meshes.run(ranks.pull.call(store, version))
+        received = self.meshes.run(ranks.pull.call(store, snapshot))
         pulled = [box for _, sums in received.items() for box in sums]
-        check_sums(version=version, pushed=self.pushed[version], pulled={"generator": pulled})
+        check_sums(version=snapshot.version, pushed=snapshot.sums, pulled={"generator": pulled})
         answers = self.meshes.run(ranks.full.call())
         return [answer for _, answer in answers.items()]
 

@@ -1,12 +1,12 @@
 """Folder of a weight store's files; test_store.py tests the versions in it."""
 
-import asyncio
 import dataclasses
 import os
 
 import pytest
 import torch
 
+from rl.weights.files import VersionFolder
 from rl.weights.store import WeightStore, check_unused
 from rl.weights.types import WeightStoreError, WeightTimeoutError
 
@@ -20,18 +20,16 @@ def config(tmp_path):
 def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path, config):
     run, first, second = cluster.meshes.run, config.build(), config.build()
     run(first.start(cluster.volume_mesh))
-    run(first.push(version=1, state_dict={"w": torch.ones(3)}))
+    shard = run(first.push(version=1, state_dict={"w": torch.ones(3)}))
     with pytest.raises(WeightStoreError, match="already exists and belongs to a running run"):
         run(second.start(cluster.volume_mesh))
     second.discard()
-    assert [file.name for file in tmp_path.rglob("*.bin")] == ["rank0.bin"]
+    assert list(tmp_path.rglob("*.bin")) == [shard.place]
     with pytest.raises(ValueError, match=r"weights\.folder: .*/policy already exists"):
         check_unused(config)
     check_unused(dataclasses.replace(config, state_dict_key="other"))
     run(first.stop())
     check_unused(config)
-    with pytest.raises(WeightStoreError, match=r"call start\(\) first"):
-        run(first.versions())
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "mine").touch()
     with pytest.raises(WeightStoreError, match="or to something else: choose another folder"):
@@ -43,15 +41,13 @@ def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path, co
 def test_restarted_store_has_no_versions_of_lost_trainers(cluster, tmp_path, config):
     run, store, weights = cluster.meshes.run, config.build(), {"w": torch.ones(3)}
     run(store.start(cluster.volume_mesh))
-    run(store.push(version=4, state_dict=weights))
-    run(store.announce(4))
+    store.announce([run(store.push(version=4, state_dict=weights))])
     store.forget()
     store.discard()
     run(store.start(cluster.volume_mesh))
-    assert run(store.versions()) == []
-    run(store.push(version=4, state_dict={"w": torch.full((3,), 7.0)}))
-    run(store.announce(4))
-    run(store.pull(version=4, state_dict=weights))
+    assert store.versions() == []
+    shard = run(store.push(version=4, state_dict={"w": torch.full((3,), 7.0)}))
+    run(store.pull(store.announce([shard]), state_dict=weights))
     assert weights["w"].tolist() == [7, 7, 7]
     run(store.stop())
 
@@ -62,14 +58,13 @@ def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_na
 ):
     run, store, weights = cluster.meshes.run, config.build(), {"w": torch.ones(1000)}
     run(store.start(cluster.volume_mesh))
-    run(store.push(version=3, state_dict=weights))
-    run(store.announce(3))
+    snapshot = store.announce([run(store.push(version=3, state_dict=weights))])
     pipe = tmp_path / "policy" / "v3" / "rank0.bin"
     pipe.unlink()
     os.mkfifo(pipe)  # opening it waits, as there is no writer
     store.config = dataclasses.replace(config, timeout_s=0.5)
     with pytest.raises(WeightTimeoutError, match=rf"pull of version 3 .* waited for files in {tmp_path}"):
-        run(store.pull(version=3, state_dict=weights))
+        run(store.pull(snapshot, state_dict=weights))
     os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
     store.config = config
     (tmp_path / "policy" / "v4").touch()
@@ -81,16 +76,16 @@ def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_na
 def test_only_the_folder_of_a_killed_run_is_replaced(tmp_path, config):
     child = os.fork()
     if child == 0:
-        asyncio.run(asyncio.to_thread(config.build()._make_folder))
+        VersionFolder(tmp_path / "policy").start()
         (tmp_path / "policy" / "v1").mkdir()
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert (tmp_path / "policy" / "v1").is_dir()
     check_unused(config)
-    store = config.build()
-    store._make_folder()
+    folder = VersionFolder(tmp_path / "policy")
+    folder.start()
     assert [path.name for path in (tmp_path / "policy").iterdir()] == [".lock"]
-    store.discard()
+    folder.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from rl.weights import shared_memory
 from rl.weights.shared_memory import HEADER, Segment, SegmentMaps, SegmentPool, SegmentRef, this_host
-from rl.weights.types import SharedMemoryError, StaleSegmentError
+from rl.weights.types import SharedMemoryError, VersionNotFoundError
 from tests.support.forked import limit_files, run_in_fork
 
 SIZE = 1000
@@ -20,8 +20,8 @@ def maps():
     maps.close()
 
 
-def take(pool, num_bytes=SIZE):
-    return pool.take(num_bytes, num_versions=3)
+def take(pool, num_bytes=SIZE, version=1):
+    return pool.take(version, num_bytes, num_versions=3)
 
 
 def test_processes_read_each_others_writes(maps):
@@ -44,17 +44,15 @@ def test_reused_memory_has_a_new_generation(maps):
     first, ref = take(pool)
     with maps.holding(ref) as old:
         pass
-    pool.give_back([first])
+    pool.drop(1)
     second, new = take(pool, SIZE - 10)
     assert second is first
     assert (new.id, new.generation) == (ref.id, ref.generation + 1)
-    with pytest.raises(StaleSegmentError, match="another version"), maps.holding(ref):
+    with pytest.raises(VersionNotFoundError, match="another version"), maps.holding(ref):
         pass
     with maps.holding(new) as data:
         assert data.data_ptr() == old.data_ptr()
-    third, _ = take(pool)
-    assert third is not first
-    pool.give_back([second, third])
+    assert take(pool)[0] is not first
     pool.close()
 
 
@@ -63,7 +61,7 @@ def test_memory_is_not_reused_while_it_is_read(maps):
     first, ref = take(pool)
     first.data.fill_(1)
     with maps.holding(ref) as data, maps.holding(ref):
-        pool.give_back([first])
+        pool.drop(1)
         other, _ = take(pool)
         assert other is not first
         other.data.fill_(2)
@@ -105,7 +103,7 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert data.unique().tolist() == [5]
-    with pytest.raises(StaleSegmentError, match=f"the memory of process {pid}"), maps.holding(ref):
+    with pytest.raises(VersionNotFoundError, match=f"the memory of process {pid}"), maps.holding(ref):
         pass
     assert set(os.listdir("/dev/shm")) <= names
     for fd in (reading, writing, waiting, told):
@@ -114,15 +112,16 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
 
 def test_pool_keeps_only_segments_that_the_latest_version_can_use():
     pool = SegmentPool()
-    versions = [[take(pool)[0] for _ in range(2)] for _ in range(3)]
+    versions = {version: {take(pool, version=version)[0] for _ in range(2)} for version in (1, 2, 3)}
     for version in versions:
-        pool.give_back(version)
-    assert {take(pool)[0] for _ in range(2)} == set(versions[-1])
-    assert take(pool)[0] not in versions[0] + versions[1]
-    large, _ = take(pool, 10 * SIZE)
-    pool.give_back([large])
-    assert take(pool)[0] is not large  # too large for it
-    assert take(pool, 9 * SIZE)[0] is large
+        pool.drop(version)
+    assert {take(pool, version=4)[0] for _ in range(2)} == versions[3]
+    assert take(pool, version=4)[0] not in versions[1] | versions[2]
+    large, _ = take(pool, 10 * SIZE, version=5)
+    pool.drop(5)
+    assert take(pool, version=6)[0] is not large  # too large for it
+    assert take(pool, 9 * SIZE, version=6)[0] is large
+    pool.close()
 
 
 def test_unused_segments_are_unmapped(maps):

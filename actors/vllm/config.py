@@ -1,0 +1,159 @@
+"""Settings of the generator's engine, and their checks, without vllm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl.config.configurable import Configurable
+from rl.distributed.runtime import check_seed
+from rl.models.hf import HFFolder, read_json_object
+from rl.models.parallelize import check_tensor_parallel
+from rl.models.spec import ModelSpec
+
+ENVIRONMENT = {
+    # The engine runs in this process, which owns its weights.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The model runner whose batch our sampler reads; the newer one needs triton.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU it binds memory to NUMA nodes, and warns that it did.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Environment variables that vllm reads when it is imported."""
+CPU_BLOCK = 32
+"""Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would then share
+nothing."""
+SMALLEST_CPU_HEAD_DIM = 32
+"""Smaller heads take as much cache as heads of this size."""
+OnUpdate = Literal["drain", "keep", "recompute"]
+_POSITIVE = (
+    "tensor_parallel_degree",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "cpu_kv_cache_gib",
+    "num_threads",
+    "rank_timeout_s",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorConfig(Configurable.Config):
+    """Settings of a `GeneratorEngine`, where they are called `GeneratorEngine.Config`."""
+
+    tensor_parallel_degree: int = 1
+    """Processes that share one copy of the model; must divide the key-value heads and the vocabulary."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of weights, activations and cache; the trainer's weights are cast to it."""
+    max_model_len: int = 4096
+    """Most tokens of a prompt and its completion together."""
+    max_num_seqs: int = 256
+    """Most requests in one step; further requests wait."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens in one step, prompts included; a longer prompt is read in parts."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory for weights, activations and cache. Not used on a CPU."""
+    cpu_kv_cache_gib: float = 1.0
+    """GiB of each rank's key-value cache on a CPU. Not used on a GPU."""
+    block_size: int | None = None
+    """Tokens of a cache block, on a CPU a multiple of 32; prompts share whole blocks.
+    None: 32 on a CPU, vLLM's choice on a GPU."""
+    enable_prefix_caching: bool = True
+    """Let the samples of a prompt share its cache blocks."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs. Not used on a CPU."""
+    on_update: OnUpdate = "drain"
+    """Treatment of running requests when weights are updated.
+
+    "drain": running requests finish first, and new ones wait meanwhile. A completion is of one version, and
+    so are its logprobs. Costs the wait for the longest completion, while the batch empties.
+    "keep": running requests go on under the new weights with the keys and values they have. Costs nothing.
+    A completion may be of several versions; a token's logprob is of the distribution it was drawn from,
+    which after an update belongs to no single version: new weights attend to old keys and values.
+    "recompute": like "keep", but keys and values are computed again under the new weights. Costs one
+    prefill of all running prompts and completions. A token's logprob is what its version gives for the
+    whole sequence before it."""
+    can_sleep: bool = False
+    """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
+    initial_weights: Literal["store", "folder"] = "store"
+    """Source of the first weights: the first pull, or the Hugging Face folder."""
+    seed: int = 0
+    """Seed of calls whose sampling settings have none."""
+    num_threads: int = 1
+    """CPU threads of each rank."""
+    rank_timeout_s: float = 300.0
+    """Longest wait in seconds of a tensor-parallel rank for the others, in a step or an update."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed, field="generator.seed", below=2**32)
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"generator.{name}={getattr(self, name)}: must be above 0")
+        if self.max_model_len < 2:
+            raise ValueError(f"generator.max_model_len={self.max_model_len}: must be at least 2")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"generator.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
+                f"max_num_seqs={self.max_num_seqs}, as each running request takes a token a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0, at most 1"
+            )
+
+    def check_model(self, model: Any, *, on_gpu: bool | None = None) -> None:
+        """Raise ValueError, naming the fields, unless an engine of this config can run the model.
+
+        `on_gpu` None means: if this machine has a GPU.
+        """
+        check_tensor_parallel(model, self.tensor_parallel_degree)
+        if self.max_model_len > model.rope.max_positions:
+            raise ValueError(
+                f"generator.max_model_len={self.max_model_len} is more than the model's "
+                f"max_positions={model.rope.max_positions}"
+            )
+        if torch.cuda.is_available() if on_gpu is None else on_gpu:
+            return
+        if self.block_size is not None and self.block_size % CPU_BLOCK:
+            raise ValueError(
+                f"generator.block_size={self.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
+            )
+        if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
+            raise ValueError(
+                f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
+                f"{num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
+            )
+
+    def cpu_cache_tokens(self, model: Any) -> int:
+        """Return the tokens whose keys and values fit into one rank's cache on a CPU, in whole blocks."""
+        attention = model.block.attention
+        num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        token_bytes = num_rows * max(attention.head_dim, SMALLEST_CPU_HEAD_DIM) * itemsize
+        # vLLM keeps one block empty and points unused entries at it.
+        num_blocks = self.cpu_cache_bytes // (token_bytes * self.cpu_block_tokens) - 1
+        return max(0, num_blocks) * self.cpu_block_tokens
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        return int(self.cpu_kv_cache_gib * 2**30)
+
+    @property
+    def cpu_block_tokens(self) -> int:
+        return self.block_size or CPU_BLOCK
+
+
+def check_assets(config: GeneratorConfig, spec: ModelSpec, path: str) -> None:
+    """Raise ValueError unless the folder fits the settings and contains the weights it must have."""
+    folder = HFFolder(path) if config.initial_weights == "folder" else None
+    model: Any = spec.adapter.config_from_hf(
+        folder.config if folder else read_json_object(Path(path) / "config.json")
+    )
+    config.check_model(model)
+    if folder is not None:
+        with torch.device("meta"):
+            folder.check(model.build(), spec.adapter(model))
