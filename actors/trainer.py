@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from losses.types import Loss
@@ -142,9 +142,9 @@ class PolicyTrainer(Actor, Configurable):
         model_id: str = RUN,
     ) -> ForwardBackwardResult:
         """Logprobs are in the answer of rank 0."""
-        rank = current_rank().rank
         add = partial(self._engine(model_id).forward_backward, loss=loss, return_logprobs=return_logprobs)
-        return _told_by(rank, await self._compute(add, samples))
+        result = await self._compute(add, samples)
+        return result if self._rank == 0 else replace(result, logprobs=None)
 
     @concurrent_endpoint
     @span("forward")
@@ -152,9 +152,8 @@ class PolicyTrainer(Actor, Configurable):
         self, samples: Sequence[TrainingSample], loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
         """Return what `forward_backward` with logprobs would return, without changing the gradient."""
-        rank = current_rank().rank
-        forward = partial(self._engine(model_id).forward, loss=loss)
-        return _told_by(rank, await self._compute(forward, samples))
+        result = await self._compute(partial(self._engine(model_id).forward, loss=loss), samples)
+        return result if self._rank == 0 else replace(result, logprobs=None)
 
     @concurrent_endpoint
     @span("drop_gradient")
@@ -176,17 +175,15 @@ class PolicyTrainer(Actor, Configurable):
         self, samples: Sequence[TrainingSample], model_id: str = RUN
     ) -> list[np.ndarray]:
         """Rank 0 answers; the others take part and answer nothing."""
-        rank = current_rank().rank
         logprobs = await self._compute(self._engine(model_id).compute_logprobs, samples)
-        return logprobs if rank == 0 else []
+        return logprobs if self._rank == 0 else []
 
     @concurrent_endpoint
     @span("compute_reference_logprobs")
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return logprobs as `compute_logprobs` does, under the frozen reference policy."""
-        rank = current_rank().rank
         logprobs = await self._compute(self.engine.compute_reference_logprobs, samples)
-        return logprobs if rank == 0 else []
+        return logprobs if self._rank == 0 else []
 
     @concurrent_endpoint
     @span("save")
@@ -282,10 +279,10 @@ class PolicyTrainer(Actor, Configurable):
     @span("measure")
     async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
         """Measure the device of rank 0; other ranks return None, since they may share its cores."""
-        world = World.from_env()
-        if world.rank:
+        if self._rank != 0:
             return None
-        measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
+        device = World.from_env().default_device()
+        measure = partial(machine_limits, workload, device=device, cache=Path(cache))
         return await self._compute(measure)
 
     # Devices that several roles share
@@ -332,10 +329,11 @@ class PolicyTrainer(Actor, Configurable):
         return await self._compute(change)
 
     def _setup(self, hf_assets_path: str) -> None:
-        num_ranks = World.from_env().size
-        if num_ranks != self.config.num_procs:
+        world = World.from_env()
+        self._rank = world.rank
+        if world.size != self.config.num_procs:
             raise ValueError(
-                f"trainer.num_procs={self.config.num_procs}, but this actor runs on {num_ranks} processes: spawn "
+                f"trainer.num_procs={self.config.num_procs}, but this actor runs on {world.size} processes: spawn "
                 "it on a mesh of num_procs processes after setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
@@ -361,8 +359,3 @@ def wait_for_pushes(pushes: Collection[concurrent.futures.Future[None]], *, limi
             raise WeightTimeoutError(
                 f"the weights cannot change: a push of them did not end within {limit_s:g} s"
             )
-
-
-def _told_by(rank: int, result: ForwardBackwardResult) -> ForwardBackwardResult:
-    """All ranks have the same; one of them sends the logprobs."""
-    return result if rank == 0 else replace(result, logprobs=None)

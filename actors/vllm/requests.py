@@ -277,47 +277,38 @@ def check_call(
             f"sampling.temperature={sampling.temperature}: must be 0 (greedy) "
             f"or at least {SMALLEST_TEMPERATURE}"
         )
-    for i, prompt in enumerate(prompts):
-        if len(prompt) + sampling.max_tokens > max_model_len:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens: with sampling.max_tokens={sampling.max_tokens} "
-                f"that is more than generator.max_model_len={max_model_len}"
-            )
-        _check_tokens(f"prompt {i}", prompt, vocab_size=vocab_size)
+    limits = {"max_model_len": max_model_len, "vocab_size": vocab_size}
+    check_sequences(prompts, kind="prompt", num_new=sampling.max_tokens, **limits)
     if begun is None:
         return
-    if [len(of_prompt) for of_prompt in begun] != [sampling.num_samples] * len(prompts):
+    longest = max((len(one.token_ids) for of_prompt in begun for one in of_prompt), default=0)
+    counts = [len(of_prompt) for of_prompt in begun]
+    if counts != [sampling.num_samples] * len(prompts) or longest > sampling.max_tokens:
         raise ValueError(
             f"begun must have sampling.num_samples={sampling.num_samples} completions for each of "
-            f"{len(prompts)} prompts"
+            f"{len(prompts)} prompts, of at most sampling.max_tokens={sampling.max_tokens} tokens"
         )
-    for i, of_prompt in enumerate(begun):
-        for j, one in enumerate(of_prompt):
-            length = len(one.token_ids)
-            if length > sampling.max_tokens or {len(one.logprobs), len(one.policy_versions)} != {length}:
-                raise ValueError(
-                    f"begun[{i}][{j}] has {length} tokens: must be at most sampling.max_tokens="
-                    f"{sampling.max_tokens}, with as many logprobs and policy_versions"
-                )
-            if length:
-                _check_tokens(f"begun[{i}][{j}]", one.token_ids, vocab_size=vocab_size)
 
 
-def check_sequences(sequences: Sequence[np.ndarray], *, max_model_len: int, vocab_size: int) -> None:
-    """Raise ValueError, naming the sequence, if it cannot be scored."""
-    for i, sequence in enumerate(sequences):
-        if len(sequence) > max_model_len:
+def check_sequences(
+    sequences: Sequence[np.ndarray],
+    *,
+    kind: str = "sequence",
+    num_new: int = 0,
+    max_model_len: int,
+    vocab_size: int,
+) -> None:
+    """Raise ValueError, naming the sequence, if it cannot be scored, or continued by `num_new` tokens."""
+    for i, token_ids in enumerate(sequences):
+        if len(token_ids) == 0:
+            raise ValueError(f"{kind} {i} is empty")
+        if len(token_ids) + num_new > max_model_len:
             raise ValueError(
-                f"sequence {i} has {len(sequence)} tokens: more than generator.max_model_len={max_model_len}"
+                f"{kind} {i} has {len(token_ids)} tokens, and may get {num_new}: more than "
+                f"generator.max_model_len={max_model_len}"
             )
-        _check_tokens(f"sequence {i}", sequence, vocab_size=vocab_size)
-
-
-def _check_tokens(name: str, token_ids: np.ndarray, *, vocab_size: int) -> None:
-    if len(token_ids) == 0:
-        raise ValueError(f"{name} is empty")
-    lowest, highest = int(np.min(token_ids)), int(np.max(token_ids))
-    if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"{name} has token id {lowest if lowest < 0 else highest}: must be 0 to {vocab_size - 1}"
-        )
+        lowest, highest = int(np.min(token_ids)), int(np.max(token_ids))
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(
+                f"{kind} {i} has token id {lowest if lowest < 0 else highest}: must be 0 to {vocab_size - 1}"
+            )

@@ -24,7 +24,7 @@ class WeightSync:
         """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
         self._publisher = publisher
         self._on_failure = on_failure
-        self._push: asyncio.Task[PublishResult] | None = None
+        self._push: asyncio.Task[int] | None = None
         self._serve: asyncio.Task[PublishResult] | None = None
         self._last: PublishResult | None = None
 
@@ -38,8 +38,8 @@ class WeightSync:
         """Start to publish the current weights; call `on_served` when all generators serve them."""
         if self._serve is not None:
             await self.served()
-        self._push = asyncio.create_task(self._timed_push(), name="push of weights")
-        self._serve = asyncio.create_task(self._timed_serve(self._push, on_served), name="pull of weights")
+        self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
+        self._serve = asyncio.create_task(self._serve_pushed(self._push, on_served), name="pull of weights")
         # Send the push before the caller asks the trainer for anything else: a push that is queued behind
         # a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
@@ -61,28 +61,23 @@ class WeightSync:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _timed_push(self) -> PublishResult:
-        started = now_s()
-        version = await self._publisher.push()
-        return PublishResult(policy_version=version, push_s=now_s() - started, pull_s=0.0)
-
-    async def _timed_serve(
-        self, push: asyncio.Task[PublishResult], on_served: Callable[[], None] | None
+    async def _serve_pushed(
+        self, push: asyncio.Task[int], on_served: Callable[[], None] | None
     ) -> PublishResult:
+        started = now_s()
         try:
-            pushed = await push
-            started = now_s()
-            checked = await self._publisher.serve(pushed.policy_version)
-            result = PublishResult(
-                policy_version=pushed.policy_version,
-                push_s=pushed.push_s,
-                pull_s=now_s() - started - checked.canary_s,
+            version = await push
+            push_s = now_s() - started
+            checked = await self._publisher.serve(version)
+            result = self._last = PublishResult(
+                policy_version=version,
+                push_s=push_s,
+                pull_s=now_s() - started - push_s - checked.canary_s,
                 canary_diff=checked.canary_diff,
                 canary_s=checked.canary_s,
             )
             # Logged for the last version too, which no step's record contains.
             logger.info(_report(result))
-            self._last = result
             if on_served is not None:
                 on_served()
         except Exception as error:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,31 +40,16 @@ Sums = list[tuple[int, int]]
 """(number of the copy, checksum of a piece)"""
 
 
-class Box(Protocol):
-    """A box with its tensor's name, and the dtype that it is sent in."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def box(self) -> TensorSlice: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The box of one tensor that this rank holds."""
+    """A box of one tensor in this rank's memory."""
 
     name: str
     box: TensorSlice
     local: Tensor
     """The rank's own memory, of the box's shape."""
     dtype: torch.dtype
-
-    def copy_to(self, destination: Tensor) -> Copy:
-        return Copy(name=self.name, box=self.box, source=self.local, destination=destination)
+    """Dtype to send the box in, or of the stored box."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,33 +72,20 @@ class PackedPart:
 class Read:
     """A box to fetch, and where it goes."""
 
+    part: Part
     stored: PackedPart
     """The stored box that contains this box."""
-    box: TensorSlice
-    destination: Tensor
 
-    @property
-    def name(self) -> str:
-        return self.stored.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    def copy(self, source: Tensor) -> Copy:
-        """Return the copy of `source`, this box."""
-        return Copy(name=self.name, box=self.box, source=source, destination=self.destination)
-
-    def copy_within(self, stored: Tensor) -> Copy:
-        """Return the copy out of the stored box that contains this box."""
-        return self.copy(within_box(stored, self.stored.box, self.box))
+    def within(self, tensor: Tensor) -> Tensor:
+        """Return the view of the stored box `tensor` at the place of this box."""
+        return within_box(tensor, self.stored.box, self.part.box)
 
 
 def num_elements(box: TensorSlice) -> int:
     return math.prod(box.local_shape)
 
 
-def num_bytes(part: Box) -> int:
+def num_bytes(part: Part | PackedPart) -> int:
     return num_elements(part.box) * part.dtype.itemsize
 
 
@@ -196,7 +167,7 @@ def _is_first_replica(value: Tensor, rank: int) -> bool:
     return all(place == 0 for place, placement in axes if isinstance(placement, Replicate))
 
 
-def lay_out(parts: Sequence[Box]) -> tuple[list[PackedPart], int]:
+def lay_out(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
     """Place the parts one after another; return them with their offsets, and the number of bytes."""
     packed: list[PackedPart] = []
     end = 0
@@ -212,11 +183,11 @@ def batches(reads: Sequence[Read], *, max_bytes: int) -> Iterator[list[Read]]:
     batch: list[Read] = []
     size = 0
     for read in reads:
-        if batch and size + num_bytes(read) > max_bytes:
+        if batch and size + num_bytes(read.part) > max_bytes:
             yield batch
             batch, size = [], 0
         batch.append(read)
-        size += num_bytes(read)
+        size += num_bytes(read.part)
     if batch:
         yield batch
 
@@ -259,8 +230,9 @@ def _reads_of(part: Part, stored: Sequence[tuple[int, PackedPart]]) -> Iterator[
             continue
         covered.add(common.offsets)
         num_covered += num_elements(common)
-        destination = within_box(part.local, part.box, common)
-        yield number, Read(stored=source, box=common, destination=destination)
+        local = within_box(part.local, part.box, common)
+        wanted = Part(name=part.name, box=common, local=local, dtype=source.dtype)
+        yield number, Read(part=wanted, stored=source)
     if num_covered != num_elements(part.box):
         raise WeightMismatchError(
             f"{part.name!r}: the store covers {num_covered} of the {num_elements(part.box)} elements here"
@@ -275,10 +247,9 @@ def _few(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One box of a tensor to copy; source and destination have the shape of the box."""
+    """A box to copy; source and destination, one of which is `part.local`, have its shape."""
 
-    name: str
-    box: TensorSlice
+    part: Part
     source: Tensor
     destination: Tensor
 
@@ -289,7 +260,7 @@ class Copy:
         return next((device for device in devices if device.type != "cpu"), None)
 
     def sum(self, tensor: Tensor, *, offsets: Sequence[int]) -> int:
-        return checksum(tensor, global_shape=self.box.global_shape, offsets=offsets)
+        return checksum(tensor, global_shape=self.part.box.global_shape, offsets=offsets)
 
 
 class Copier:
@@ -333,7 +304,7 @@ class Copier:
         for i, value in itertools.chain.from_iterable(results):
             sums[i] = (sums[i] + value) % 2**64
         return [
-            box_sum(copy.name, copy.box, dtype=copy.destination.dtype, value=value)
+            box_sum(copy.part.name, copy.part.box, dtype=copy.destination.dtype, value=value)
             for copy, value in zip(copies, sums, strict=True)
         ]
 
@@ -363,7 +334,7 @@ def _copy_piece(copy: Copy, piece: Slices) -> int:
     destination = copy.destination[piece]
     destination.copy_(copy.source[piece])
     starts = [part.start for part in piece] + [0] * (destination.dim() - len(piece))
-    offsets = [offset + start for offset, start in zip(copy.box.offsets, starts, strict=True)]
+    offsets = [offset + start for offset, start in zip(copy.part.box.offsets, starts, strict=True)]
     return copy.sum(destination, offsets=offsets)
 
 
@@ -383,6 +354,6 @@ def _copy_by_gpu(copies: Sequence[Copy], *, stop: threading.Event) -> Sums:
                     sent = sent.to(copy.destination.dtype)
                 copy.destination.copy_(sent, non_blocking=True)
                 summed = copy.destination if copy.destination.is_cuda else sent
-                done.append((i, copy.sum(summed, offsets=copy.box.offsets)))
+                done.append((i, copy.sum(summed, offsets=copy.part.box.offsets)))
         stream.synchronize()
     return done

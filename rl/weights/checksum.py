@@ -167,30 +167,19 @@ def check_sums(*, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, S
 
 def _totals(boxes: Sequence[BoxSum], who: str) -> Totals:
     by_name: dict[str, list[BoxSum]] = {}
-    for box in set(boxes):
+    for box in set(boxes):  # equal copies count once
         by_name.setdefault(box.name, []).append(box)
     return {name: _total(copies, f"{who}, tensor {name!r}") for name, copies in by_name.items()}
 
 
 def _total(boxes: Sequence[BoxSum], who: str) -> tuple[str, tuple[int, ...], int]:
-    """Return the whole tensor's dtype, shape and checksum from its different boxes.
-
-    A box that is the whole tensor stands alone; the smaller boxes must together cover the tensor exactly.
-    """
+    """Return the whole tensor's dtype, shape and checksum from its different boxes, which must cover it exactly."""
     kinds = {(box.dtype, box.global_shape) for box in boxes}
     places = {(box.offsets, box.shape) for box in boxes}
     if len(kinds) > 1 or len(places) < len(boxes):
         raise WeightParityError(f"{who}: ranks hold different bits, dtypes or shapes")
     ((dtype, shape),) = kinds
-    wholes = [box.value for box in boxes if box.shape == shape]
-    shards = [box for box in boxes if box.shape != shape and 0 not in box.shape]
-    totals = set(wholes)
-    if shards or not wholes:
-        covered = sum([math.prod(box.shape) for box in shards])
-        num_elements: int = math.prod(shape)
-        if covered != num_elements:
-            raise WeightParityError(f"{who}: the checksums cover {covered} of {num_elements} elements")
-        totals.add(sum(box.value for box in shards) % 2**64)
-    if len(totals) > 1:
-        raise WeightParityError(f"{who}: ranks hold different bits")
-    return dtype, shape, totals.pop()
+    covered, num_elements = sum(math.prod(box.shape) for box in boxes), math.prod(shape)
+    if covered != num_elements:
+        raise WeightParityError(f"{who}: the checksums cover {covered} of {num_elements} elements")
+    return dtype, shape, sum(box.value for box in boxes) % 2**64

@@ -255,24 +255,25 @@ def key_of(version: int, name: str) -> str:
     return f"v{version}/{name}"
 
 
+@dataclass(kw_only=True, slots=True)
 class _Mapping:
     """A segment mapped into this process; the memory goes with the last reference to `data`."""
 
-    def __init__(self, ref: SegmentRef, descriptor: int) -> None:
-        self.memory, self.data = _map(descriptor, ref.num_bytes)
-        self.last_used = 0
-        """Number of the operation that used the segment last."""
-        self.is_pinned = False
+    data: Tensor
+    last_used: int = 0
+    """Number of the operation that used the segment last."""
+    is_pinned: bool = False
+    """True if the memory is pinned for direct copies by a GPU."""
 
-    def pin(self) -> None:
-        """Pin the memory for direct copies by a GPU, where the driver allows it."""
-        if not self.is_pinned:
+    def pin(self, pinned: bool) -> None:
+        """Pin the memory, or release it, where the driver allows it."""
+        if pinned == self.is_pinned:
+            return
+        if pinned:
             torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
-            self.is_pinned = True
-
-    def close(self) -> None:
-        if self.is_pinned:
+        else:
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+        self.is_pinned = pinned
 
 
 class SegmentMaps:
@@ -289,7 +290,7 @@ class SegmentMaps:
         self._num_operations += 1
         for key, mapped in list(self._maps.items()):
             if self._num_operations - mapped.last_used > self.max_age:
-                self._maps.pop(key).close()
+                self._maps.pop(key).pin(False)
 
     @contextmanager
     def holding(self, ref: SegmentRef, *, pinned: bool = False) -> Iterator[Tensor]:
@@ -302,10 +303,12 @@ class SegmentMaps:
         descriptor = _open_locked(ref)
         try:
             key = (ref.pid, ref.id)
-            mapped = self._maps[key] = self._maps.get(key) or _Mapping(ref, descriptor)
+            if key not in self._maps:
+                self._maps[key] = _Mapping(data=_map(descriptor, ref.num_bytes)[1])
+            mapped = self._maps[key]
             mapped.last_used = self._num_operations
             if pinned:
-                mapped.pin()
+                mapped.pin(True)
             yield mapped.data
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
@@ -313,7 +316,7 @@ class SegmentMaps:
 
     def close(self) -> None:
         for mapped in self._maps.values():
-            mapped.close()
+            mapped.pin(False)
         self._maps.clear()
 
 
@@ -328,13 +331,10 @@ def _open_locked(ref: SegmentRef) -> int:
         ) from error
     except OSError as error:
         raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
-    try:
+    with suppress(BlockingIOError):  # it is being reused, or another file has the number by now
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.pread(descriptor, len(ref.header), 0) == ref.header:
             return descriptor
-    except OSError as error:  # it is being reused, or another file has the number by now
-        os.close(descriptor)
-        raise VersionNotFoundError(f"process {ref.pid} is reusing the memory") from error
     os.close(descriptor)
     raise VersionNotFoundError(f"process {ref.pid} has used the memory for another version")
 

@@ -52,6 +52,7 @@ from rl.weights.boxes import (
     Copier,
     Copy,
     PackedPart,
+    Part,
     Read,
     batches,
     lay_out,
@@ -98,13 +99,6 @@ class Snapshot:
     @property
     def sums(self) -> list[BoxSum]:
         return [box for shard in self.shards for box in shard.sums]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Progress:
-    """Progress of an operation, for its error messages."""
-
-    waiting_for: str
 
 
 class WeightStore(Configurable):
@@ -171,9 +165,8 @@ class WeightStore(Configurable):
         Raises:
             WeightStoreError: the folder for files belongs to another run, or is no store's.
         """
-        async with self._operation("start", "the volumes") as progress:
+        async with self._operation("start"):
             if self._folder is not None:
-                progress.waiting_for = f"files in {self._folder.path}"
                 await run_aside(self._folder.start, name="weight-files")
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
@@ -186,7 +179,7 @@ class WeightStore(Configurable):
         self.forget()
         # A process that is dead or stuck frees its memory when it ends; `discard` removes files that are left.
         with suppress(WeightStoreError):
-            async with self._operation("stop", "the volumes"):
+            async with self._operation("stop"):
                 await run_aside(self.discard, name="weight-files")
                 if volumes is not None:
                     await volumes.reset.call()
@@ -226,14 +219,15 @@ class WeightStore(Configurable):
 
         async def copy_to(data: Tensor) -> list[BoxSum]:
             pairs = zip(outgoing, parts, strict=True)
-            return await self._copier.run([part.copy_to(packed.view(data)) for part, packed in pairs])
+            return await self._copier.run(
+                [Copy(part=p, source=p.local, destination=packed.view(data)) for p, packed in pairs]
+            )
 
         place: SegmentRef | Path | None = None
         sums: list[BoxSum] = []
-        async with self._operation("push", f"volume {rank}", version, len(state_dict)) as progress:
+        async with self._operation("push", version, len(state_dict)):
             if self._folder is not None:
                 place = self._folder.file(version, rank)
-                progress.waiting_for = f"the file {place}"
                 data = np.empty(num_bytes, dtype=np.uint8)
                 sums = await copy_to(torch.from_numpy(data))
                 await write_file(place, data)
@@ -280,17 +274,14 @@ class WeightStore(Configurable):
         already new: do not use them, pull again.
 
         Raises:
-            VersionNotFoundError: the version was deleted.
+            VersionNotFoundError: the version was deleted, and its memory is used again.
             WeightMismatchError: a name is missing on one side, or a shape differs; names both.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
         version, shards = snapshot.version, snapshot.shards
         reads = plan_reads(version, parts_of(state_dict), [shard.parts for shard in shards])
-        waiting_for = f"boxes from ranks {sorted(shards[number].rank for number in reads)}"
-        if self._folder is not None:
-            waiting_for = f"files in {self._folder.path}"
         self._maps.begin_operation()
-        async with self._operation("pull", waiting_for, version, len(state_dict)):
+        async with self._operation("pull", version, len(state_dict)):
             sums = await _gather_all(self._fetch(shards[number], some) for number, some in reads.items())
         return tuple(itertools.chain.from_iterable(sums))
 
@@ -298,46 +289,47 @@ class WeightStore(Configurable):
         """Fill the destinations from one shard's boxes, by the fastest way there is."""
         place = shard.place
         if isinstance(place, Path):
-            return await self._copy(reads, await read_file(place, [read.stored for read in reads]))
+            stored = await read_file(place, [read.stored for read in reads])
+            return await self._receive(reads, map(Read.within, reads, stored))
         assert place is not None, "a shard that is read has boxes"
         if self.config.transport == "auto" and place.host == this_host():
-            with self._maps.holding(place, pinned=reads[0].destination.is_cuda) as memory:
-                return await self._copy(reads, [read.stored.view(memory) for read in reads])
+            with self._maps.holding(place, pinned=reads[0].part.local.is_cuda) as memory:
+                return await self._receive(reads, [read.within(read.stored.view(memory)) for read in reads])
         if self.config.rdma and _has_rdma():
             return await self._fetch_by_rdma(shard, reads)
         sums: list[BoxSum] = []
         for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
-            packed, num_bytes = lay_out(batch)
+            packed, num_bytes = lay_out([read.part for read in batch])
             wanted = [(read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)]
             message = await self._volume(shard.rank).read.call_one(shard.version, wanted, num_bytes)
             flat = torch.from_numpy(message)
-            pairs = zip(batch, packed, strict=True)
-            sums += await self._copier.run([read.copy(part.view(flat)) for read, part in pairs])
+            sums += await self._receive(batch, [part.view(flat) for part in packed])
         return sums
 
     async def _fetch_by_rdma(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
         """Fill the destinations by torchstore's own transport, box by box."""
         pipe = Pipe(self._volume(shard.rank))
 
-        async def copy_of(read: Read) -> Copy:
+        async def get(part: Part) -> Tensor:
             # torchstore writes into contiguous memory of the stored dtype.
-            received = torch.empty(read.box.local_shape, dtype=read.dtype)
-            request = Request(tensor_val=received, tensor_slice=read.box)
-            key = key_of(shard.version, read.name)
-            return read.copy(await pipe.get_from_storage_volume(key, request))
+            received = torch.empty(part.box.local_shape, dtype=part.dtype)
+            request = Request(tensor_val=received, tensor_slice=part.box)
+            return await pipe.get_from_storage_volume(key_of(shard.version, part.name), request)
 
-        return await self._copier.run(await _gather_all(copy_of(read) for read in reads))
+        return await self._receive(reads, await _gather_all(get(read.part) for read in reads))
 
-    async def _copy(self, reads: Sequence[Read], stored: Iterable[Tensor]) -> list[BoxSum]:
-        """Copy boxes out of the stored boxes that contain them."""
-        return await self._copier.run([r.copy_within(s) for r, s in zip(reads, stored, strict=True)])
+    async def _receive(self, reads: Sequence[Read], sources: Iterable[Tensor]) -> list[BoxSum]:
+        """Copy boxes to where they were read for; return their checksums."""
+        pairs = zip(reads, sources, strict=True)
+        return await self._copier.run(
+            [Copy(part=r.part, source=source, destination=r.part.local) for r, source in pairs]
+        )
 
     async def delete(self, version: int) -> None:
         """Delete a version, announced or half pushed, and free its memory. Idempotent."""
         self._snapshots.pop(version, None)
-        async with self._operation("delete", "the volumes", version) as progress:
+        async with self._operation("delete", version):
             if self._folder is not None:
-                progress.waiting_for = f"files in {self._folder.path}"
                 await self._folder.remove(version)
             elif self._volumes is not None:
                 await self._volumes.drop.call(version)
@@ -356,35 +348,34 @@ class WeightStore(Configurable):
 
     @asynccontextmanager
     async def _operation(
-        self, name: str, waiting_for: str, version: int | None = None, num_tensors: int = 0
-    ) -> AsyncIterator[_Progress]:
+        self, name: str, version: int | None = None, num_tensors: int = 0
+    ) -> AsyncIterator[None]:
         """Run the body under the store's deadline, and re-raise remote errors with their own type.
 
         Raises:
             WeightTimeoutError: names operation, version, number of tensors, rank and what was awaited.
             WeightStoreError: an actor raised it, or an actor was lost.
         """
-        progress = _Progress(waiting_for=waiting_for)
+        awaited = "the trainer's processes" if self._folder is None else f"files in {self._folder.path}"
         of_version = "" if version is None else f" of version {version}"
         of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
         what = f"weight store: {name}{of_version}{of_tensors} on rank {current_torch_rank()}"
         try:
             with span(f"waits for the weight store ({name})", version=version):
                 async with asyncio.timeout(self.config.timeout_s):
-                    yield progress
+                    yield
         except TimeoutError as error:
             if isinstance(error, RunError):
                 raise  # An inner deadline, with its own message.
             raise WeightTimeoutError(
-                f"{what} not finished within timeout_s={self.config.timeout_s:g}: "
-                f"waited for {progress.waiting_for}"
+                f"{what} not finished within timeout_s={self.config.timeout_s:g}: waited for {awaited}"
             ) from error
         except ActorError as error:
             if isinstance(error.exception, WeightStoreError):
                 raise error.exception from None
             raise
         except SupervisionError as error:
-            raise WeightStoreError(f"{what} failed: lost {progress.waiting_for}: {error}") from error
+            raise WeightStoreError(f"{what} failed: lost {awaited}: {error}") from error
 
 
 def current_torch_rank() -> int:

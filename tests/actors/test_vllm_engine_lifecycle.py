@@ -5,162 +5,54 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
-    config_folder,
-    model_folder,
     prompts_of,
     random_model,
-    recomputed_logprobs,
     small_spec,
     tokens_of,
     writer,
 )
+from tests.support.served_engine import make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
 
 PROMPTS = prompts_of([5, 40, 1])
 
 
-def engine_of(spec, folder, **settings):
-    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
-    config = GeneratorEngine.Config(**defaults | settings)
-    return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
-
-
 def engine_threads():
     return [thread for thread in threading.enumerate() if thread.name == "vllm-engine"]
-
-
-def test_engine_starts_from_a_hugging_face_folder_and_ends_when_closed(tmp_path):
-    # Untied, and with a head size that the attention kernels support.
-    spec = small_spec(tie=False, head_dim=32)
-    model = random_model(spec, seed=0)
-    engine = engine_of(spec, model_folder(tmp_path / "hf", spec, model), initial_weights="folder")
-    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1)
-
-    async def life():
-        await engine.start()
-        assert engine.policy_version == 0
-        completions = await engine.generate(PROMPTS, sampling=sampling)
-        waiting = asyncio.create_task(engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=200)))
-        await engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=1))
-        await engine.close()
-        with pytest.raises(GeneratorError, match="the generator was closed"):
-            await waiting
-        with pytest.raises(GeneratorError, match="the generator was closed"):
-            await engine.generate(PROMPTS, sampling=sampling)
-        await engine.close()
-        return completions
-
-    completions = asyncio.run(life())
-    assert tokens_of(completions) == tokens_of(generate(model, PROMPTS, sampling=sampling))
-    for prompt, of_prompt in zip(PROMPTS, completions, strict=True):
-        for completion in of_prompt:
-            expected = recomputed_logprobs(model, prompt, completion, sampling)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
-            assert np.abs(completion.logprobs - expected).mean() <= 1e-5
-    assert engine_threads() == []
-    assert not torch.distributed.is_initialized()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1  # vLLM replaces this function with a stub
-    torch.set_num_threads(threads)
-
-
-def test_preempted_requests_get_the_same_tokens(tmp_path):
-    spec = small_spec()
-    model = random_model(spec, seed=0)
-    # Room for 256 tokens, which one of these completions needs at its end.
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=9 / 2**15)
-    prompts = prompts_of([100, 5, 30])
-    sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
-
-    async def life():
-        await engine.start()
-        await engine.update_weights(writer(model), version=1)
-        completions = await engine.generate(prompts, sampling=sampling)
-        await engine.close()
-        return completions
-
-    assert tokens_of(asyncio.run(life())) == tokens_of(generate(model, prompts, sampling=sampling))
-
-
-def test_failed_step_fails_every_call_with_its_cause(tmp_path):
-    spec = small_spec()
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), dtype="bfloat16")
-    model = random_model(spec, seed=0)
-
-    async def life():
-        await engine.start()
-        await engine.update_weights(writer(model), version=1)
-        engine._core.model.norm.weight.data = torch.ones(3, dtype=torch.bfloat16)
-        calls = [engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)) for _ in range(2)]
-        failed = await asyncio.gather(*calls, return_exceptions=True)
-        with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
-            await engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5))
-        with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
-            await engine.update_weights(writer(model), version=2)
-        await engine.close()
-        return failed
-
-    for error in asyncio.run(life()):
-        assert isinstance(error, GeneratorError)
-        assert str(error).startswith("the engine of generator rank 0 failed: RuntimeError: ")
-        assert isinstance(error.__cause__, RuntimeError)
-    assert engine_threads() == []
-
-
-def test_engine_that_cannot_start_leaves_nothing(tmp_path):
-    spec = small_spec()
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=1e6)
-
-    async def life():
-        try:
-            await engine.start()
-        finally:
-            await engine.close()
-
-    with pytest.raises(ValueError, match="Available memory"):
-        asyncio.run(life())
-    assert engine_threads() == []
-    assert not torch.distributed.is_initialized()
-
-
-def test_folder_without_weights_is_refused_before_the_start(tmp_path):
-    spec = small_spec()
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), initial_weights="folder")
-    with pytest.raises(ValueError, match=r"weights file .*/assets/model.safetensors is missing"):
-        asyncio.run(engine.start())
-    assert engine_threads() == []
 
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_sleeping_engine_frees_its_memory_and_serves_after_waking(tmp_path):
-    spec = replace(small_spec(), batch_invariant=True)
+def test_engine_starts_from_a_folder_sleeps_and_ends_when_closed(tmp_path):
+    spec = replace(small_spec(tie=False, head_dim=32), batch_invariant=True)
     model = random_model(spec, seed=0)
     # 300 MiB of cache, of which only the used part becomes resident: 64 MiB are written.
-    engine = engine_of(
-        spec, config_folder(tmp_path / "assets", spec), can_sleep=True, cpu_kv_cache_gib=0.3, max_num_seqs=300
+    engine = make_engine(
+        tmp_path,
+        spec,
+        model=model,
+        initial_weights="folder",
+        can_sleep=True,
+        cpu_kv_cache_gib=0.3,
+        max_num_seqs=300,
     )
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1)
     many = prompts_of([250] * 300)
 
     async def life():
         await engine.start()
-        await engine.update_weights(writer(model), version=1)
+        assert engine.policy_version == 0
         await engine.generate(many, sampling=SamplingParams(max_tokens=1))
         running = asyncio.create_task(engine.generate(PROMPTS, sampling=sampling))
         await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=2))
@@ -178,7 +70,12 @@ def test_sleeping_engine_frees_its_memory_and_serves_after_waking(tmp_path):
             await engine.generate(PROMPTS, sampling=sampling)
         await engine.update_weights(writer(model), version=2)
         again = await engine.generate(PROMPTS, sampling=sampling)
-        await engine.sleep()
+        waiting = asyncio.create_task(engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=200)))
+        await engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=1))
+        await engine.close()
+        for call in (waiting, engine.generate(PROMPTS, sampling=sampling)):
+            with pytest.raises(GeneratorError, match="the generator was closed"):
+                await call
         await engine.close()
         return await running, again, freed
 
@@ -187,10 +84,68 @@ def test_sleeping_engine_frees_its_memory_and_serves_after_waking(tmp_path):
     assert tokens_of(before) == tokens_of(again) == expected
     assert {c.policy_versions[0] for of in again for c in of} == {2}
     assert freed > 60
+    assert engine_threads() == []
+    assert not torch.distributed.is_initialized()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1  # vLLM replaces this function with a stub
+    torch.set_num_threads(threads)
 
 
-def test_sleep_needs_can_sleep(tmp_path):
+def test_preempted_requests_get_the_same_tokens_and_a_failed_step_fails_every_call(tmp_path):
     spec = small_spec()
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec))
+    model = random_model(spec, seed=0)
+    # Room for 256 tokens, which one of these completions needs at its end.
+    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=9 / 2**15)
+    prompts = prompts_of([100, 5, 30])
+    sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
+
+    async def life():
+        await engine.start()
+        await engine.update_weights(writer(model), version=1)
+        completions = await engine.generate(prompts, sampling=sampling)
+        engine._core.model.norm.weight.data = torch.ones(3)
+        calls = [engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)) for _ in range(2)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        for call in (
+            engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)),
+            engine.update_weights(writer(model), version=2),
+        ):
+            with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
+                await call
+        await engine.close()
+        return completions, failed
+
+    completions, failed = asyncio.run(life())
+    assert tokens_of(completions) == tokens_of(generate(model, prompts, sampling=sampling))
+    for error in failed:
+        assert isinstance(error, GeneratorError)
+        assert str(error).startswith("the engine of generator rank 0 failed: RuntimeError: ")
+        assert isinstance(error.__cause__, RuntimeError)
+    assert engine_threads() == []
+
+
+def test_engine_that_cannot_start_leaves_nothing(tmp_path):
+    spec = small_spec()
+    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=1e6)
+
+    async def life():
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(ValueError, match="Available memory"):
+        asyncio.run(life())
+    assert engine_threads() == []
+    assert not torch.distributed.is_initialized()
+
+
+def test_folder_without_weights_and_a_sleep_that_is_not_allowed_are_refused(tmp_path):
+    spec = small_spec()
+    engine = make_engine(tmp_path, spec, initial_weights="folder")
+    with pytest.raises(ValueError, match=r"weights file .*/assets-0/model.safetensors is missing"):
+        asyncio.run(engine.start())
+    assert engine_threads() == []
     with pytest.raises(ValueError, match=r"generator\.can_sleep=False: must be True"):
         asyncio.run(engine.sleep())

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rl.weights.boxes import (
     PIECE_BYTES,
     Copier,
+    Copy,
     batches,
     lay_out,
     outgoing_parts,
@@ -149,7 +150,7 @@ def test_batches_stay_below_the_limit_except_for_one_large_part():
         {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))}
     )
     (reads,) = plan_reads(1, parts, [lay_out(parts)[0]]).values()
-    names = [[read.name for read in batch] for batch in batches(reads, max_bytes=16)]
+    names = [[read.part.name for read in batch] for batch in batches(reads, max_bytes=16)]
     assert names == [["a", "b"], ["c"], ["d", "e"]]
 
 
@@ -158,7 +159,7 @@ SHAPES = [(), (3,), (0, 5), (PIECE_BYTES + 3,), (700, 3000), (3, 900, 1000), (5,
 
 def copy_of(source, destination):
     (part,) = parts_of({"w": source})
-    return part.copy_to(destination)
+    return Copy(part=part, source=source, destination=destination)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

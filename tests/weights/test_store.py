@@ -136,9 +136,11 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
     assert target.tolist() == [0, 0, 0]
     run(store.delete(1))
     run(store.delete(1))
-    with pytest.raises(WeightStoreError, match=r"memory of process|another version|cannot be read"):
-        run(store.pull(first, state_dict={"w": target}))
-    run(store.pull(store.announce([push(1.0)]), state_dict={"w": target}))
+    second = store.announce([push(1.0)])
+    if cluster.transport == "auto":
+        with pytest.raises(VersionNotFoundError, match="has used the memory for another version"):
+            run(store.pull(first, state_dict={"w": target}))
+    run(store.pull(second, state_dict={"w": target}))
     assert target.tolist() == [1, 1, 1]
     run(store.stop())
 
@@ -169,13 +171,17 @@ def test_hanging_volume_meets_the_deadline_and_a_dead_one_is_named(cluster, tmp_
     os.kill(pid, signal.SIGSTOP)
     # One thread may still answer until all have stopped.
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(WeightTimeoutError, match=r"push of version 2 .* within timeout_s=3: .* volume 0"):
+    with pytest.raises(
+        WeightTimeoutError, match=r"push of version 2 .* within timeout_s=3: waited for the trainer"
+    ):
         run(store.push(version=2, state_dict=state_dict))
-    with pytest.raises(WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* ranks \[0\]"):
+    with pytest.raises(WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the trainer"):
         run(store.pull(snapshot, state_dict=state_dict))
     os.kill(pid, signal.SIGKILL)
     store.config = dataclasses.replace(store.config, timeout_s=60)
-    with pytest.raises(WeightStoreError, match=r"push of version 3 \(2 tensors\) on rank 0 failed: lost vol"):
+    with pytest.raises(
+        WeightStoreError, match=r"push of version 3 \(2 tensors\) on rank 0 failed: lost the tr"
+    ):
         run(store.push(version=3, state_dict=state_dict))
     cluster.meshes.stop(mesh)
 
