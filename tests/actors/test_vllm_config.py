@@ -76,7 +76,7 @@ BEGUN = Completion(
     finish_reason="abort",
 )
 ONE = np.zeros(1)
-LIMITS = {"max_model_len": 256, "vocab_size": VOCAB_SIZE}
+LIMITS: dict[str, Any] = {"max_model_len": 256, "vocab_size": VOCAB_SIZE}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.rollouts.packing import pack
 from rl.rollouts.samples import demonstration_sample
 from rl.training.engine import TrainingEngine
-from rl.weights.plan import outgoing_parts
+from rl.weights.boxes import num_bytes, outgoing_parts
 from tests.support.loops import run, some_right
 from tests.support.simulated import SimulatedPolicy
 
@@ -96,7 +96,7 @@ def test_bytes_of_a_publish_equal_the_sent_weights(family, dtype):
         engine.model_state_dict(), dtype=getattr(torch, dtype), buffer_names=engine.buffer_names()
     )
     sizes = tensor_bytes(spec, dtype=dtype)
-    assert sum(sizes.values()) == sum(part.num_bytes for part in sent)
+    assert sum(sizes.values()) == sum(num_bytes(part) for part in sent)
     assert len(sizes) == len(sent)
     assert bytes_on_rank(sizes, tensor_parallel_degree=1) == sum(sizes.values())
 
