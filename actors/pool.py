@@ -142,10 +142,6 @@ class GeneratorPool:
         await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
-    async def forget(self, version: int) -> None:
-        """Drop a version that is kept; without effect on one that was not pushed."""
-        await self.store.delete(version)
-
     async def join(self, group: ActorGroup) -> ActorGroup:
         """Give a restarted generator the weights that the other generators hold, and return it."""
         joining = Role(group)

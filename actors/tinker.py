@@ -158,7 +158,7 @@ class ActorWorkers(TrainerClient):
         try:
             await self._pool.push(model_id=model_id, version=version)
         except WeightStoreError as error:
-            await self._pool.forget(version)
+            await self._cluster.store.delete(version)
             if isinstance(error, SharedMemoryError):
                 raise LimitReachedError(f"there is no room for another snapshot: {error}") from error
             raise
@@ -170,7 +170,7 @@ class ActorWorkers(TrainerClient):
 
     async def forget(self, version: int) -> None:
         self._versions.discard(version)
-        await self._pool.forget(version)
+        await self._cluster.store.delete(version)
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams

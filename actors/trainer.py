@@ -96,19 +96,12 @@ class PolicyTrainer(Actor, Configurable):
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
-        self._use_invariant_kernels()
         return TrainingEngine(
             config=self.config,
             model_spec=self.model_spec,
             hf_assets_path=hf_assets_path,
             failure_folder=self.failure_folder,
         )
-
-    def _use_invariant_kernels(self) -> None:
-        if self.model_spec.batch_invariant and torch.cuda.is_available():
-            from actors.vllm.compat import use_vllms_kernels
-
-            use_vllms_kernels()
 
     @property
     def engine(self) -> TrainingEngine:
@@ -337,8 +330,11 @@ class PolicyTrainer(Actor, Configurable):
                 "it on a mesh of num_procs processes after setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
+        if self.model_spec.batch_invariant and torch.cuda.is_available():
+            from actors.vllm.compat import use_vllms_kernels
+
+            use_vllms_kernels()
         if self._has_models:
-            self._use_invariant_kernels()
             self._models = TrainedModels(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
             return
         self._turns = TrainerSleep(self.make_engine(hf_assets_path))

@@ -134,7 +134,7 @@ class SegmentPool:
         self._is_checked = False
 
     def take(self, version: int, num_bytes: int, *, num_versions: int) -> tuple[Segment, SegmentRef]:
-        """Return the smallest free segment that is large enough and unread, or a new one.
+        """Return a free segment of this size that is unread, or a new one.
 
         Raises:
             SharedMemoryError: there is no memory for `num_versions` segments, which is checked at first,
@@ -153,9 +153,8 @@ class SegmentPool:
         return segment, ref
 
     def _reuse(self, num_bytes: int) -> tuple[Segment, SegmentRef] | None:
-        for segment in sorted(self._free, key=lambda s: s.num_bytes):
-            # A much larger segment would hold memory for the sake of a small version.
-            if num_bytes <= segment.num_bytes <= 2 * num_bytes and (ref := segment.take()) is not None:
+        for segment in self._free:
+            if segment.num_bytes == num_bytes and (ref := segment.take()) is not None:
                 self._free.remove(segment)
                 return segment, ref
         return None

@@ -11,7 +11,7 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh
@@ -22,8 +22,6 @@ from rl.models.parallelize import parallelize_decoder
 from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.types import BoxSum
 from rl.weights import store as weights
-from rl.weights.boxes import parts_of
-from rl.weights.checksum import box_sum, checksum
 from rl.weights.store import Snapshot, WeightStore
 
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
@@ -150,36 +148,9 @@ class WeightActor(Actor):
         return await store.pull(snapshot, state_dict=self._state_dict)
 
     @endpoint
-    async def sums(self) -> tuple[BoxSum, ...]:
-        """Return the sums of the current tensors."""
-        return tuple(
-            box_sum(
-                part.name,
-                part.box,
-                dtype=part.local.dtype,
-                value=checksum(part.local, global_shape=part.box.global_shape, offsets=part.box.offsets),
-            )
-            for part in parts_of(self._state_dict)
-        )
-
-    @endpoint
-    async def keep_old(self, name: str, seed: int) -> None:
-        """Reset one tensor to the value that `build` computes from the seed, on two tensor-parallel ranks."""
-        dtype = self._state_dict["embed.weight"].dtype
-        self._state_dict[name] = build("tp", seed=seed, dtype=dtype)[name]
-
-    @endpoint
     async def full(self) -> dict[str, Tensor]:
         """Return the whole tensors, gathered from the shards of all ranks."""
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value
             for name, value in self._state_dict.items()
         }
-
-    @endpoint
-    async def pull_wrong_shape(self, store: WeightStore, snapshot: Snapshot) -> tuple[BoxSum, ...]:
-        """Pull into an embedding of 12 rows."""
-        state_dict = dict(self._state_dict)
-        pair = _pair()
-        state_dict["embed.weight"] = distribute_tensor(torch.zeros(12, 6), pair, [Shard(0)])
-        return await store.pull(snapshot, state_dict=state_dict)

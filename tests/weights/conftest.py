@@ -24,18 +24,14 @@ class Cluster:
         meshes.run(self.trainer.setup.call())
         meshes.run(self.generator.setup.call())
         self._stores = {
-            transport: (
-                self.start(trainer_mesh, folder / "trainer", dtype="bfloat16", transport=transport),
-                self.start(self.volume_mesh, folder / "volume", transport=transport),
-            )
-            for transport in ("auto", "torchstore", "files")
+            transport: self.start(trainer_mesh, folder, dtype="bfloat16", transport=transport)
+            for transport in ("auto", "files")
         }
         self._last_version = 0
         self.use("auto")
 
     def use(self, transport):
-        self.transport = transport
-        self.bf16, self.fp32 = self._stores[transport]
+        self.transport, self.bf16 = transport, self._stores[transport]
 
     def start(self, mesh, run_folder, *, dtype="float32", **config):
         settings: dict[str, Any] = {"timeout_s": 30, "transport": self.transport} | config
