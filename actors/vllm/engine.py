@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -106,7 +107,7 @@ class GeneratorEngine(Configurable):
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path
         self._rng = random.Random(config.seed)
-        self._next_id = 0
+        self._ids = itertools.count()
         self._tokenizer: Any = None
         self._thread: WorkerThread | None = None
         self._core: VLLMCore
@@ -179,12 +180,11 @@ class GeneratorEngine(Configurable):
             prompts,
             sampling,
             seed=self._rng.getrandbits(62) if sampling.seed is None else sampling.seed,
-            first_id=self._next_id,
+            ids=self._ids,
             call_id=call_id,
             begun=begun,
             end=end,
         )
-        self._next_id += len(samples)
         made = await self._queue.answers(samples)
         return [made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)]
 
@@ -212,9 +212,7 @@ class GeneratorEngine(Configurable):
         if self.world.rank != 0 or not sequences:
             return []
         self._check_weights()
-        samples = scoring_samples(sequences, first_id=self._next_id)
-        self._next_id += len(samples)
-        return await self._queue.answers(samples)
+        return await self._queue.answers(scoring_samples(sequences, ids=self._ids))
 
     async def update_weights(self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.

@@ -6,7 +6,7 @@ Shape legend: T tokens of a prompt or sequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,7 +207,7 @@ def completion_samples(
     sampling: SamplingParams,
     *,
     seed: int,
-    first_id: int,
+    ids: Iterator[int],
     call_id: str,
     begun: Begun | None,
     end: End | None = None,
@@ -221,7 +221,7 @@ def completion_samples(
             if old.finish_reason == "abort" and len(old.token_ids) == sampling.max_tokens:
                 old = replace(old, finish_reason="length")
             request = Request(
-                id=first_id + len(samples),
+                id=next(ids),
                 prompt=np.concatenate([prompt, old.token_ids]).astype(np.int32),
                 max_tokens=sampling.max_tokens - len(old.token_ids),
                 sampling=sampling,
@@ -250,12 +250,12 @@ _NOTHING = Completion(
 )
 
 
-def scoring_samples(sequences: Sequence[np.ndarray], *, first_id: int) -> list[Sample]:
+def scoring_samples(sequences: Sequence[np.ndarray], *, ids: Iterator[int]) -> list[Sample]:
     """Return a sample for each sequence; those of one token have their answer already."""
     samples = []
-    for i, sequence in enumerate(sequences):
+    for sequence in sequences:
         tokens = np.asarray(sequence, dtype=np.int32)
-        request = Request(id=first_id + i, prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
+        request = Request(id=next(ids), prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
         samples.append(Sample(request=request))
         if len(tokens) == 1:
             samples[-1].answer.set_result(np.zeros(1, dtype=np.float32))

@@ -229,7 +229,7 @@ def test_every_token_has_the_version_that_drew_it(engine):
             assert rest.max() > 0.1
 
 
-@in_flight_in_both_modes
+@in_flight
 def test_update_to_equal_weights_changes_no_completion(engine):
     completions, version = updated_in_the_middle(engine, OLD)
     assert {c.policy_versions[-1] for of in completions for c in of} == {version}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from rl.models.attention import SequenceLayout
 from rl.models.decoder import Decoder, FeedForward, linear_head, persistent_buffers
 from rl.models.hf import hf_buffers, write_hf_folder
 from rl.models.moe import MoE
-from rl.models.qwen3 import Qwen3Adapter
 from rl.models.sampling import processed_logprobs
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -38,45 +36,6 @@ def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) ->
         max_positions=256,
     )  # fmt: skip
     return replace(spec, flavor="small", model=spec_model)
-
-
-ROUTE_BIAS = (1 + 2**-20, -3 - 2**-15, 2**-30)
-"""Buffer values that all change when they are rounded to bfloat16."""
-
-
-class BiasedDecoder(Decoder):
-    """Decoder with a float32 buffer among its weights, like the load-balance bias of experts."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Decoder.Config):
-        pass
-
-    route_bias: Tensor
-
-    def __init__(self, *, config: Config, **collaborators: Any) -> None:
-        super().__init__(config=config, **collaborators)
-        self.register_buffer("route_bias", torch.empty(3, dtype=torch.float32))
-        self.reset_buffers()
-
-    def reset_buffers(self) -> None:
-        if not self.route_bias.is_meta:
-            self.route_bias.copy_(torch.tensor(ROUTE_BIAS))
-
-
-def biased_spec() -> ModelSpec:
-    """Return `small_spec` with a buffer among its weights."""
-    spec = small_spec()
-    return replace(spec, model=_biased(spec.model), adapter=BiasedAdapter)
-
-
-class BiasedAdapter(Qwen3Adapter):
-    @classmethod
-    def config_from_hf(cls, hf: dict[str, Any]) -> Decoder.Config:
-        return _biased(super().config_from_hf(hf))
-
-
-def _biased(config: Decoder.Config) -> BiasedDecoder.Config:
-    return BiasedDecoder.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
 def random_model(spec: ModelSpec, *, seed: int) -> Decoder:

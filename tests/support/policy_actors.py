@@ -1,14 +1,12 @@
-"""Trainer actor that only pushes weights, and a generator actor that shows the weights it has."""
+"""Trainer actor that only pushes weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from monarch.actor import Actor, endpoint
-from torch import Tensor
 
-from actors.generator import VLLMGenerator
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.process_group import World
 from rl.models.decoder import persistent_buffers
@@ -53,13 +51,3 @@ class PolicyPusher(Actor):
     async def logprobs(self, samples: list[TrainingSample]) -> list[np.ndarray]:
         """Return logprobs of the model that `push_adapted` trained, with unmerged adapters."""
         return self._engine.compute_logprobs(samples)
-
-
-class OpenGenerator(VLLMGenerator):
-    @dataclass(kw_only=True, slots=True)
-    class Config(VLLMGenerator.Config):
-        pass
-
-    @endpoint
-    async def weight(self, name: str) -> Tensor:
-        return self._running().model_state_dict()[name]

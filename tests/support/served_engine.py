@@ -51,7 +51,6 @@ def make_engine(
 ) -> GeneratorEngine:
     """Return a float32 engine of this rank that is not started; given a model, it can load the weights."""
     world = World.from_env()
-    folder.mkdir(exist_ok=True)
     assets = folder / f"assets-{world.rank}"
     path = config_folder(assets, spec) if model is None else model_folder(assets, spec, model)
     defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
