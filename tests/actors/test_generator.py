@@ -135,4 +135,4 @@ def test_generator_samples_from_merged_adapters(served):
         np.testing.assert_allclose(ours[-len(theirs) :], theirs, atol=1e-4)
     # The trained replies are likely now; 12 random tokens of 64 cost 4 nats each.
     (again,) = (answer for _, answer in served.run(served.trainer.logprobs.call(taught)).items())
-    assert np.mean([logprobs[-12:].mean() for logprobs in again]) > -3.0
+    assert np.mean([logprobs[-12:].mean() for logprobs in again]) > -3.5
