@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.controller import Controller
 from configs import sum_digits
 from rl.rollouts.renderer import RendererConfig
-from rl.tasks.verifiers_task import START_S, VerifiersTask
+from rl.tasks.verifiers_task import VerifiersTask
 
 
 def qwen3_0_6b() -> Controller.Config:
@@ -24,5 +24,5 @@ def _verifiers(config: Controller.Config) -> Controller.Config:
     # Environments may have several turns, and Qwen3's own template would not keep their tokens.
     config.renderer = RendererConfig(kind="qwen3")
     # The first replies wait for the environment's tool servers to start.
-    config.loop.episode.step_timeout_s = START_S + 60.0
+    config.loop.episode.step_timeout_s = 240.0
     return config

@@ -81,7 +81,8 @@ class EnvironmentThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+            # Not at exit, when a task may still have to close what its environments share.
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(function), self._loop))
 
 

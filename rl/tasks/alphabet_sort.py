@@ -49,9 +49,9 @@ class AlphabetSort(GeneratedTask):
             if not self.num_words or min(self.num_words) < 1:
                 raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
             if self.num_letters < 1 or sum(self.num_words) > len(self.letters) ** self.num_letters:
+                num = sum(self.num_words)
                 raise ValueError(
-                    f"num_letters={self.num_letters}: must be at least 1, and enough for "
-                    f"{sum(self.num_words)} different words"
+                    f"num_letters={self.num_letters}: must be at least 1, enough for {num} different words"
                 )
             letters = self.letters
             if len(set(letters)) < max(2, len(letters)) or not letters.isalpha():

@@ -42,8 +42,7 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise  # a dependency of the package is missing
         raise ValueError(
-            f"{needed_by} needs the package {package!r}, which is not installed: "
-            "python3 tools/setup_env.py tasks, or pip install 'relay-rl[tasks]'"
+            f"{needed_by} needs the package {package!r}, which is not installed: python3 tools/setup_env.py tasks"
         ) from error
 
 
@@ -80,25 +79,21 @@ def read_rows(path: str, *, columns: Mapping[str, str], cache_folder: str | None
     datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
     local = Path(path).expanduser()
     if not local.exists():
-        raise ValueError(
-            f"{path!r} is not a local file or folder: data is only read from this machine, so download it first"
-        )
+        raise ValueError(f"{path!r} is not a local file or folder: nothing is downloaded")
     if local.is_file() and local.suffix not in BUILDERS:
         raise ValueError(f"{path} ends in {local.suffix!r}, which is not one of {', '.join(BUILDERS)}")
-    show = datasets.is_progress_bar_enabled()
+    shows_progress = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        table = (
-            datasets.load_from_disk(str(local))
-            if local.is_dir()
-            else datasets.load_dataset(
-                BUILDERS[local.suffix], data_files=str(local.resolve()), split="train", cache_dir=cache_folder
-            )
-        )
+        if local.is_dir():
+            table = datasets.load_from_disk(str(local))
+        else:
+            read = getattr(datasets.Dataset, f"from_{BUILDERS[local.suffix]}")
+            table = read(str(local.resolve()), cache_dir=cache_folder)
     except Exception as error:  # each format's reader has errors of its own
         raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
     finally:
-        if show:
+        if shows_progress:
             datasets.enable_progress_bars()
     if isinstance(table, Mapping):
         names = ", ".join(str(local / name) for name in table)
@@ -210,7 +205,7 @@ class DifficultyFilter:
         check_bounds(self, "min", at_least=0, at_most=self.max)
         if (self.column is None) == (self.file is None):
             raise ValueError(
-                f"column={self.column!r}, file={self.file!r}: exactly one must say where the pass rates are"
+                f"column={self.column!r}, file={self.file!r}: exactly one must say the pass rates"
             )
 
     def keeps(self, rate: Any) -> bool:

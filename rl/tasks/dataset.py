@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
@@ -39,15 +39,35 @@ HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training files."""
 
 
-class Row(NamedTuple):
-    """Place of a row."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Row:
+    """A row of a file."""
 
-    file: int
-    """Index of the file."""
+    path: str
+    file: str
+    """Name of the file in ids."""
+    table: Any
+    """The file's rows, a `datasets.Dataset`."""
     number: int
     """Row in the file, from 0."""
-    key: int
+    key: int = 0
     """Hash of the question."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.table[self.number]
+        return values
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.number + 1}"
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Put the row before the message of a ValueError."""
+        try:
+            yield
+        except ValueError as error:  # text that is not UTF-8 is one too
+            raise ValueError(f"{self}: {error}") from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,12 +88,9 @@ class Columns:
 
     def by_setting(self) -> dict[str, str]:
         """Return every named column by the setting that names it."""
-        single = ("question", "answer", "id", "demonstration", "system")
-        named = {f"columns.{name}": getattr(self, name) for name in single}
-        return {
-            **{setting: column for setting, column in named.items() if column is not None},
-            **{f"columns.info.{i}": column for i, column in enumerate(self.info)},
-        }
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
+        named |= {f"info.{i}": column for i, column in enumerate(self.info)}
+        return {f"columns.{name}": column for name, column in named.items() if column is not None}
 
 
 class DatasetTask(Configurable):
@@ -123,12 +140,9 @@ class DatasetTask(Configurable):
             raise ValueError("train_files is empty: name at least one local file")
         for name, file in config.eval_files.items():
             if file in config.train_files:
-                raise ValueError(
-                    f"eval_files.{name}={file!r} is one of train_files: nothing is left to train on"
-                )
-        self._files: list[_File] = []
-        self._ids: dict[str, str] = {}
-        """Row in which each id occurred."""
+                raise ValueError(f"eval_files.{name}={file!r} is one of train_files")
+        self._rows: dict[str, Row] = {}
+        """Rows by the id of their problem."""
         train = self._read(config.train_files, setting="train_files")
         evals = {name: self._read([f], setting=f"eval_files.{name}") for name, f in config.eval_files.items()}
         self._train, evals = self._split(train, evals)
@@ -157,11 +171,11 @@ class DatasetTask(Configurable):
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return the training problems with a demonstration, in another order; ValueError if there are none."""
         column = self.config.columns.demonstration
-        shown = [row for row in self._train if column is not None and self._files[row.file][row][column]]
+        shown = [row for row in self._train if column is not None and row.values[column]]
         if not shown:
             raise ValueError(
-                f"no training row has a demonstration: columns.demonstration={column!r} must name the "
-                "column of full replies; or run without warm-up (--warmup None)"
+                f"no training row has a demonstration: columns.demonstration={column!r} must name the column of "
+                "full replies; or run without warm-up (--warmup None)"
             )
         return self._ordered(shown, f"warm-up {seed}")
 
@@ -187,29 +201,28 @@ class DatasetTask(Configurable):
             ValueError: names the file and the row, or the column.
         """
         config, found, num_rows = self.config, list[Row](), 0
-        all_files = [*config.train_files, *config.eval_files.values()]
+        names = [
+            Path(path).name for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
+        ]
         needed = config.columns.by_setting()
-        difficulty = config.difficulty
-        if difficulty is not None and difficulty.column is not None and setting == "train_files":
-            needed["difficulty.column"] = difficulty.column
+        if (
+            config.difficulty is not None
+            and config.difficulty.column is not None
+            and setting == "train_files"
+        ):
+            needed["difficulty.column"] = config.difficulty.column
         for path in paths:
-            names = [Path(other).name for other in dict.fromkeys(all_files)]
-            name = Path(path).name if names.count(Path(path).name) == 1 else path
-            file = _File(path, name, read_rows(path, columns=needed, cache_folder=config.cache_folder))
-            self._files.append(file)
-            num_rows += len(file.table)
-            for number, values in enumerate(file.table):
-                row = Row(len(self._files) - 1, number, 0)
+            file = Path(path).name if names.count(Path(path).name) == 1 else path
+            table = read_rows(path, columns=needed, cache_folder=config.cache_folder)
+            num_rows += len(table)
+            for number, values in enumerate(table):
+                row = Row(path=path, file=file, table=table, number=number)
                 problem = self._problem(row, values)
-                if problem.id in self._ids:
-                    raise ValueError(
-                        f"{file.where(row)}: id {problem.id!r} also occurs in {self._ids[problem.id]}; ids must "
-                        f"be unique in all files (columns.id={config.columns.id!r})"
-                    )
-                self._ids[problem.id] = file.where(row)
-                with file.naming(row):
+                if (earlier := self._rows.setdefault(problem.id, row)) is not row:
+                    raise ValueError(f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique")
+                with row.naming():
                     if self.usable(problem):
-                        found.append(row._replace(key=content_key(values[config.columns.question])))
+                        found.append(replace(row, key=content_key(values[config.columns.question])))
         if not found:
             raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")
         if num_rows > len(found):
@@ -222,14 +235,14 @@ class DatasetTask(Configurable):
         Raises:
             ValueError: a value is invalid; names file and row.
         """
-        config, columns, file = self.config, self.config.columns, self._files[row.file]
-        with file.naming(row):
-            values = file[row] if values is None else values
+        config, columns = self.config, self.config.columns
+        with row.naming():
+            values = row.values if values is None else values
             info = {name: values[name] for name in columns.info}
             system = values[columns.system] if columns.system is not None else ""
             if system or config.system:
                 info["system"] = system or config.system
-            problem_id = f"{file.name}:{row.number + 1}" if columns.id is None else values[columns.id]
+            problem_id = f"{row.file}:{row.number + 1}" if columns.id is None else values[columns.id]
             if problem_id is None or problem_id == "":
                 raise ValueError(f"column {columns.id!r}, the id, is empty")
             question = _text(values, columns.question)
@@ -249,17 +262,12 @@ class DatasetTask(Configurable):
         if config.held_out:
             evals = {**evals, HELD_OUT: [row for row in train if is_held_out(row.key, share=config.held_out)]}
             if not evals[HELD_OUT]:
-                raise ValueError(
-                    f"held_out={config.held_out} holds out none of {num_read} rows: raise it, or name "
-                    "eval_files"
-                )
+                raise ValueError(f"held_out={config.held_out} holds out none of {num_read} rows: raise it")
         evaluated = {row.key for rows in evals.values() for row in rows}
         train = [row for row in train if row.key not in evaluated]
-        num_before = len(train)
+        dropped = f"{num_read - len(train)} are in an evaluation set"
         if config.difficulty is not None:
-            train = self._of_difficulty(train, config.difficulty)
-        dropped = f"{num_read - num_before} are in an evaluation set"
-        if config.difficulty is not None:
+            num_before, train = len(train), self._of_difficulty(train, config.difficulty)
             dropped += f", {num_before - len(train)} fail the difficulty filter"
         if not train:
             raise ValueError(f"no training row is left of {num_read}: {dropped}")
@@ -280,47 +288,21 @@ class DatasetTask(Configurable):
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         kept, num_rated = [], 0
         for row in rows:
-            file = self._files[row.file]
-            rate = by_id.get(self._problem(row).id) if by_id is not None else file[row][settings.column or ""]
+            rate = row.values[settings.column or ""] if by_id is None else by_id.get(self._problem(row).id)
             num_rated += rate is not None
-            with file.naming(row):
+            with row.naming():
                 if settings.keeps(rate):
                     kept.append(row)
         if rows and by_id is not None and not num_rated:
+            example = self._problem(rows[0]).id
             raise ValueError(
-                f"difficulty.file={settings.file!r} rates none of the training problems, whose ids look like "
-                f"{self._problem(rows[0]).id!r}"
+                f"difficulty.file={settings.file!r} rates none of the training problems, such as {example!r}"
             )
         return kept
 
 
 def is_correct(rollout: Rollout) -> bool:
     return answer_part(rollout.text) == rollout.prompt.problem.answer.strip()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _File:
-    path: str
-    name: str
-    """Beginning of the rows' ids."""
-    table: Any
-    """A `datasets.Dataset`."""
-
-    def __getitem__(self, row: Row) -> Mapping[str, Any]:
-        values: Mapping[str, Any] = self.table[row.number]
-        return values
-
-    def where(self, row: Row) -> str:
-        """Return the name of a row in an error message, counted from 1."""
-        return f"{self.path}, row {row.number + 1}"
-
-    @contextmanager
-    def naming(self, row: Row) -> Iterator[None]:
-        """Put the row's name before the message of a ValueError."""
-        try:
-            yield
-        except ValueError as error:  # text that is not UTF-8 is one too
-            raise ValueError(f"{self.where(row)}: {error}") from error
 
 
 def _chosen(rows: list[Row], most: int | None) -> list[Row]:

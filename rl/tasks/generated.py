@@ -76,8 +76,7 @@ class GeneratedTask(Configurable):
             problem = next((p for p in drawn if not self.is_held_out(p)), None)
             if problem is None:
                 raise ValueError(
-                    f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out, so none is left for "
-                    "training; make the task larger"
+                    f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out; make the task larger"
                 )
             yield problem
 

@@ -68,11 +68,10 @@ class MathProblems(DatasetTask):
             return True
         if self.config.unparsed_gold == "skip":
             return False
-        column, place = self.config.columns.answer, self.config.gold
         found = f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
         raise ValueError(
-            f"column {column!r} has {found} (gold={place!r}); choose another place, or skip such rows "
-            "with unparsed_gold='skip'"
+            f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); choose another place, or "
+            "unparsed_gold='skip'"
         )
 
     def rubric(self, *, seed: int) -> Rubric:
@@ -81,10 +80,10 @@ class MathProblems(DatasetTask):
         import_for_tasks("math_verify", needed_by="grading mathematics")
         answer = MathAnswer(place=config.reply, unparsed_value=config.unparsed_value)
         share, is_there = config.format_reward, AnswerInPlace(place=config.reply)
-        criteria: tuple[Criterion, ...] = (Criterion(name="answer", function=answer, weight=1.0 - share),)
+        criteria = [Criterion(name="answer", function=answer, weight=1.0 - share)]
         if share:
-            criteria += (Criterion(name="format", function=is_there, weight=share),)
-        return Rubric(criteria=criteria, correct=Solved(reward=answer))
+            criteria.append(Criterion(name="format", function=is_there, weight=share))
+        return Rubric(criteria=tuple(criteria), correct=Solved(reward=answer))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

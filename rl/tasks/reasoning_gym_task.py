@@ -89,12 +89,11 @@ class ReasoningGym(Configurable):
         for problem in self._drawn(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
-                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a "
-                    "model that follows instructions (hf_assets_path) without warm-up (--warmup None)"
+                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a model that "
+                    "follows instructions (hf_assets_path), with --warmup None"
                 )
-            tagged = f"<answer>{problem.answer}</answer>"
-            shown = tagged if self.config.answer_in == "tags" else problem.answer
-            yield dataclasses.replace(problem, demonstration=shown)
+            form = "<answer>{}</answer>" if self.config.answer_in == "tags" else "{}"
+            yield dataclasses.replace(problem, demonstration=form.format(problem.answer))
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
         return {"held_out": self._eval}
@@ -124,8 +123,8 @@ class ReasoningGym(Configurable):
                 # Two numbers may give the same question, but ids must be unique within a run.
                 return dataclasses.replace(problem, id=f"{problem.id}#{number}")
         raise ValueError(
-            f"training problem {number} of reasoning-gym's {self.config.dataset!r} is held out in all "
-            f"{MAX_REDRAWS} draws of it: too small a dataset for num_eval={self.config.num_eval}"
+            f"training problem {number} of {self.config.dataset!r} is held out in all {MAX_REDRAWS} draws of it: lower "
+            f"num_eval={self.config.num_eval}"
         )
 
     def _held_out(self) -> list[Problem]:
@@ -137,8 +136,8 @@ class ReasoningGym(Configurable):
             if len(found) == self.config.num_eval:
                 return list(found.values())
         raise ValueError(
-            f"reasoning-gym's {self.config.dataset!r} gave {len(found)} different problems in {most_drawn} "
-            f"draws: num_eval={self.config.num_eval} must be fewer, so that there are others to train on"
+            f"{self.config.dataset!r} gave {len(found)} different problems in {most_drawn} draws: "
+            f"num_eval={self.config.num_eval} must be fewer, so that there are others to train on"
         )
 
 
@@ -156,23 +155,20 @@ class Source:
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
         if dataset not in registered:
-            near = difflib.get_close_matches(dataset, registered, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(registered))}"
+            near = difflib.get_close_matches(dataset, registered, n=3) or sorted(registered)
+            hint = f"did you mean {' or '.join(near)}?"
             raise ValueError(f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}")
         valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
         decoded = decode_settings(settings)
         if unknown := sorted(decoded.keys() - valid):
             raise ValueError(
-                f"settings: reasoning-gym's {dataset!r} has no {', '.join(unknown)}; it has "
-                f"{', '.join(sorted(valid))}"
+                f"settings: {dataset!r} has no {', '.join(unknown)}; it has {', '.join(sorted(valid))}"
             )
         source = cls(dataset=dataset, settings=json.dumps(decoded, sort_keys=True))
         try:
             source.block(0)
         except (AssertionError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"settings={dict(settings)}: reasoning-gym's {dataset!r} refuses: {error}"
-            ) from error
+            raise ValueError(f"settings={dict(settings)}: {dataset!r} refuses: {error}") from error
         return source
 
     def problem(self, seed: int) -> Problem:
@@ -187,8 +183,18 @@ class Source:
             info={"entry": entry},
         )
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019  (a source is a value)
     def block(self, number: int) -> Any:
-        return _block(self.dataset, self.settings, number)
+        """Return reasoning-gym's dataset of `BLOCK` items."""
+        reasoning_gym = import_for_tasks("reasoning_gym", needed_by=f"the dataset {self.dataset!r}")
+        settings = json.loads(self.settings)
+        if self.dataset == "composite":
+            spec = import_for_tasks(
+                "reasoning_gym.composite", needed_by="the dataset 'composite'"
+            ).DatasetSpec
+            parts = [{"weight": 1, "config": {}, **part} for part in settings.get("datasets", [])]
+            settings["datasets"] = [spec(**part) for part in parts]
+        return reasoning_gym.create_dataset(self.dataset, seed=number * BLOCK, size=BLOCK, **settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,15 +210,3 @@ class Grader:
         answer = required_answer(rollout, self.answer_in, unparsed_value=self.unparsed_value)
         entry = rollout.prompt.problem.info["entry"]
         return float(self.source.block(0).score_answer(answer, entry))
-
-
-@functools.lru_cache(maxsize=8)
-def _block(dataset: str, settings: str, number: int) -> Any:
-    reasoning_gym = import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
-    decoded = json.loads(settings)
-    if dataset == "composite":
-        spec = import_for_tasks("reasoning_gym.composite", needed_by="the dataset 'composite'").DatasetSpec
-        decoded["datasets"] = [
-            spec(**{"weight": 1, "config": {}, **part}) for part in decoded.get("datasets", [])
-        ]
-    return reasoning_gym.create_dataset(dataset, seed=number * BLOCK, size=BLOCK, **decoded)

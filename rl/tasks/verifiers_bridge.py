@@ -8,8 +8,8 @@ into text and tokenized again.
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
     verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
 
-Everything runs in the event loop of a separate thread, because rewards and tools are foreign code. The chat loop
-is `ConversationHarness`: verifiers' own harnesses start a program for every rollout.
+Everything runs in the event loop of relay's environment thread, because rewards and tools are foreign code. The
+chat loop is `ConversationHarness`: verifiers' own harnesses start a program for every rollout.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
 import aiohttp
 from verifiers.v1 import (
@@ -46,7 +44,7 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
 from rl.rollouts.rubric import THINK_CLOSE
-from rl.tasks.verifiers_task import HARNESS_ID, START_S
+from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import OPEN, BadCall, parse_calls
 from rl.types import Message, Observation, Reply
 
@@ -67,7 +65,6 @@ BAD_CALL = "malformed_tool_call"
 """Name under which a malformed call is recorded; its only argument is the error that the model is shown."""
 CLOSE_S = 20.0
 
-ResultT = TypeVar("ResultT")
 Wire = dict[str, Any]
 """A message of a chat-completions request."""
 
@@ -113,7 +110,9 @@ class PolicyServer(InterceptionServer):
 
 
 class Host:
-    """Thread in which the rollouts of one environment run.
+    """Tool servers and model server of one environment, which its rollouts share.
+
+    All methods but `close` run in the event loop of the environments.
 
     Args:
         env: a `verifiers.v1.Env`.
@@ -124,47 +123,32 @@ class Host:
         self.env = env
         self.seat = seat
         self.policy = PolicyClient()
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._ready: Future[None] = Future()
+        self._stopping = asyncio.Event()
+        self._ready: asyncio.Future[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
 
-    def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run a coroutine in the thread, which must have been started."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def start(self) -> None:
-        """Start the thread and everything that rollouts share; idempotent.
-
-        Raises:
-            EpisodeError: the start failed, now or the first time; says why.
-            TimeoutError: the start took longer than `START_S`.
-        """
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=lambda: asyncio.run(self._serve(self._ready)), name="verifiers", daemon=True
-                )
-                self._thread.start()
-        try:
-            error = self._ready.exception(timeout=START_S)
-        except TimeoutError:
-            raise TimeoutError(f"the environment's shared parts are not up after {START_S:g} s") from None
-        if error is not None:
-            raise EpisodeError(f"the environment cannot be started: {error!r}") from error
+    async def start(self) -> None:
+        """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first time."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve(self._ready))
+        await asyncio.shield(self._ready)
 
     def close(self) -> None:
-        """End the running rollouts and the tool servers."""
-        if self._thread is None or self._loop is None or self._stopping is None:
+        """End the servers, from any thread but that of the environments."""
+        if self._serving is None:
             return
-        with suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout=CLOSE_S)
+        loop, ends = self._serving.get_loop(), self._end(self._serving)
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(ends, loop).result()
+        else:
+            loop.run_until_complete(ends)
 
-    async def _serve(self, ready: Future[None]) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+    async def _end(self, serving: asyncio.Task[None]) -> None:
+        self._stopping.set()
+        await asyncio.wait({serving}, timeout=CLOSE_S)
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
         try:
             async with self.env.serving():
                 shared = self.env._shared_tools
@@ -178,13 +162,13 @@ class Host:
             if ready.done():
                 logger.warning("the shared parts of an environment ended badly: %r", error, exc_info=error)
             else:
-                ready.set_exception(error)
+                ready.set_exception(EpisodeError(f"the environment cannot be started: {error!r}"))
 
 
 class Episode:
     """Environment that plays one rollout of verifiers, driven by relay's replies.
 
-    The rollout starts at the first reply. All methods but those of `Environment` run in the host's thread.
+    The rollout starts at the first reply.
 
     Args:
         task: a `verifiers.v1.Task`.
@@ -192,16 +176,12 @@ class Episode:
         prompt: the opening messages as verifiers has them.
     """
 
-    runs_inline = True
-    """True, because the host has a thread of its own for code that may block."""
-
     def __init__(
         self, host: Host, task: Any, *, opening: Sequence[Message], prompt: Sequence[Message]
     ) -> None:
         self._host = host
         self._task = task
         self._opening = opening
-        self._has_begun = False
         self._messages: list[Message | None] = list(prompt)
         """All messages so far, with None for the model's replies."""
         self.num_replies = 0
@@ -220,19 +200,11 @@ class Episode:
         Raises:
             EpisodeError: the rollout failed, or cannot be followed.
         """
-        if not self._has_begun:
-            await asyncio.to_thread(self._host.start)
-            self._has_begun = True
-        return await asyncio.wrap_future(self._host.submit(self._reply(reply)))
-
-    async def close(self) -> None:
-        """Cancel the rollout."""
-        if self._has_begun:
-            await asyncio.wrap_future(self._host.submit(self._end()))
-
-    async def _reply(self, reply: Reply) -> Observation:
         if self._run is None:
-            self._run = asyncio.create_task(self._play())
+            await self._host.start()
+            context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
+            play = self._host.env.run_episode(self._task, context, on_trace=self._on_trace)
+            self._run = asyncio.create_task(play)
             if (first := await self._next()) is None:
                 raise EpisodeError(f"the environment ended before it asked the model: {self._failure()}")
             if first:
@@ -246,6 +218,14 @@ class Episode:
         messages = await self._next()
         return self._outcome() if messages is None else Observation(messages=tuple(messages))
 
+    async def close(self) -> None:
+        """Cancel the rollout."""
+        if self._run is not None and not self._run.done():
+            self._run.cancel()
+            await asyncio.wait({self._run}, timeout=CLOSE_S)
+        for trace in self._traces:
+            self._host.policy.episodes.pop(trace.id, None)
+
     async def ask(self, prompt: Sequence[Any]) -> Reply:
         """Take a request of the harness and wait for the reply."""
         messages = self._new_messages(prompt)
@@ -257,17 +237,6 @@ class Episode:
         """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the reason."""
         self._refusal = why
         raise EpisodeError(why)
-
-    async def _end(self) -> None:
-        if self._run is not None and not self._run.done():
-            self._run.cancel()
-            await asyncio.wait({self._run}, timeout=CLOSE_S)
-        for trace in self._traces:
-            self._host.policy.episodes.pop(trace.id, None)
-
-    async def _play(self) -> Any:
-        context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
-        return await self._host.env.run_episode(self._task, context, on_trace=self._on_trace)
 
     def _on_trace(self, trace: Any) -> None:
         """Register the trace of the trained agent when its run begins."""

@@ -36,8 +36,6 @@ VERSION = "0.4."
 """Supported version of verifiers, because the bridge uses private parts of it."""
 HARNESS_ID = "relay_conversation"
 REWARD = "verifiers/reward"
-START_S = 180.0
-"""Time in which the shared tool servers of an environment must be up; the first replies wait for them."""
 Settings = dict[str, int | float | bool | str]
 
 
@@ -94,15 +92,14 @@ class VerifiersTask(Configurable):
             held = self._problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
         else:
             held = [p for p in train if is_held_out(content_key(p.question), share=config.held_out)]
-        evaluated = {content_key(p.question) for p in held}
-        self._train = [p for p in train if content_key(p.question) not in evaluated]
         keys = [content_key(p.question) for p in held]
+        evaluated = set(keys)
+        self._train = [p for p in train if content_key(p.question) not in evaluated]
         self._eval = [held[i] for i in choose(keys, config.num_eval)]
         if not self._train or not self._eval:
             raise ValueError(
-                f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train on and "
-                f"{len(held)} to evaluate on (held_out={config.held_out}, "
-                f"eval_settings={config.eval_settings})"
+                f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train on and {len(held)} "
+                f"to evaluate on (held_out={config.held_out}, eval_settings={config.eval_settings})"
             )
         bridge = import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
         self._episode = bridge.Episode
@@ -117,8 +114,8 @@ class VerifiersTask(Configurable):
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Raise ValueError: tasksets have no demonstrations."""
         raise ValueError(
-            f"the taskset {self.config.taskset!r} has no demonstrations to warm up on: start from a model "
-            "that follows instructions (hf_assets_path) without warm-up (--warmup None)"
+            f"the taskset {self.config.taskset!r} has no demonstrations to warm up on: start from a model that follows "
+            "instructions (hf_assets_path), with --warmup None"
         )
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
@@ -181,10 +178,7 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
     """
     root = import_for_tasks("verifiers", needed_by=f"taskset={config.taskset!r}")
     if not root.__version__.startswith(VERSION):
-        raise ValueError(
-            f"verifiers {root.__version__} is installed, but relay supports {VERSION}x: "
-            "pip install 'verifiers==0.4.*'"
-        )
+        raise ValueError(f"verifiers {root.__version__} is installed, but relay supports {VERSION}x")
     # verifiers finds plugins as top-level modules, by name.
     sys.modules.setdefault(HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers"))
     if config.classes:
@@ -240,8 +234,8 @@ def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
     unmanned = [name for name, spec in seats.items() if name != seat and spec.client is None]
     if unmanned:
         raise ValueError(
-            f"{', '.join(unmanned)} of {type(env).__name__} have no model: relay's policy plays only {seat!r}; "
-            'give each a model in environment_settings, as {"model": ..., "client": {"base_url": ...}}'
+            f"{', '.join(unmanned)} of {type(env).__name__} have no model: give each one in environment_settings, as "
+            '{"model": ..., "client": {"base_url": ...}}'
         )
     return seat
 
@@ -262,16 +256,14 @@ def _opening(task: Any) -> list[Message]:
     """
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
-        raise ValueError(
-            "it has no prompt, so its first message is made while it runs; relay must know it beforehand"
-        )
+        raise ValueError("it has no prompt: relay must know the first message beforehand")
     if isinstance(prompt, str):
         opening = [Message(role="user", content=prompt)]
     else:
         if any(not isinstance(message.content, str) for message in prompt):
             raise ValueError("its prompt has parts that are not text")
         opening = [Message(role=message.role, content=message.content) for message in prompt]
-    if not opening or opening[-1].role == "assistant" or any(m.role == "assistant" for m in opening):
+    if not opening or any(m.role == "assistant" for m in opening):
         raise ValueError("its prompt must end with a message to the model, and contain none of the model's")
     return [Message(role="system", content=system), *opening] if system else opening
 
@@ -286,10 +278,7 @@ class EpisodeReward:
         """Return the sum; raises UnparsedAnswer if a limit of the run ended the episode before it was scored."""
         reward = rollout.turns[-1].observation.metrics.get(REWARD)
         if reward is None:
-            raise UnparsedAnswer(
-                f"the episode was not scored: it ended because of its {rollout.end}",
-                value=self.unscored_value,
-            )
+            raise UnparsedAnswer(f"the episode was not scored: {rollout.end}", value=self.unscored_value)
         return reward
 
 
@@ -314,9 +303,7 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
         name = toolset.server_name
         if toolset.config.url:
-            raise ValueError(
-                f"its tool server {name!r} is at {toolset.config.url}: only the running server knows its tools"
-            )
+            raise ValueError(f"its tool server {name!r} is at a URL: only the running server knows its tools")
         try:
             cls: Any = type(toolset)
             tools = _recorded(cls, toolset.config.model_dump_json())

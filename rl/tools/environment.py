@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rl.config.tree import check_bounds
 from rl.rollouts.episode import all_or_none
@@ -14,21 +13,12 @@ from rl.tools.tool import (
     ToolError,
     ToolTimeoutError,
     announce,
-    check_call,
+    called_tool,
     check_tools,
     parse_calls,
 )
 from rl.types import Message, Observation, Problem, Reply
 from rl.utils.clock import now_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """The answer to one call."""
-
-    text: str
-    error: bool = False
-    timeout: bool = False
 
 
 class ToolEnvironment:
@@ -82,15 +72,19 @@ class ToolEnvironment:
 
     async def step(self, reply: Reply) -> Observation:
         calls = parse_calls(reply.text)
-        if not calls or not self._num_left:
-            return Observation(metrics=_metrics([], num_refused=len(calls), seconds=0.0))
         made, refused = calls[: self._num_left], calls[self._num_left :]
         self._num_left -= len(made)
         started = now_s()
         answers = await all_or_none(map(self._answer, made))
-        metrics = _metrics(answers, num_refused=len(refused), seconds=now_s() - started)
-        texts = [answer.text for answer in answers]
-        if refused:
+        errors = [answer for answer in answers if isinstance(answer, ToolError)]
+        metrics = {
+            "tools/calls": float(len(calls)),
+            "tools/errors": float(len(errors) + len(refused)),
+            "tools/timeouts": float(sum(isinstance(error, ToolTimeoutError) for error in errors)),
+            "tools/s": now_s() - started if made else 0.0,
+        }
+        texts = [str(answer) for answer in answers]
+        if made and refused:
             texts.append(
                 f"Error: {len(refused)} more calls were not made: max_calls={self.max_calls} is reached"
             )
@@ -100,15 +94,14 @@ class ToolEnvironment:
     async def close(self) -> None:
         pass
 
-    async def _answer(self, call: ToolCall | BadCall) -> _Answer:
-        found = check_call(call, self.tools) if isinstance(call, ToolCall) else call
-        if isinstance(found, BadCall):
-            return _Answer(text=found.error, error=True)
-        assert isinstance(call, ToolCall)
+    async def _answer(self, call: ToolCall | BadCall) -> str | ToolError:
+        """Return the answer to one call, or the error that the model is shown."""
         try:
-            return _Answer(text=await found.call(call.arguments))
+            if isinstance(call, BadCall):
+                raise ToolError(call.error)
+            return await called_tool(call, self.tools).call(call.arguments)
         except ToolError as error:
-            return _Answer(text=str(error), error=True, timeout=isinstance(error, ToolTimeoutError))
+            return error
 
     def _fit(self, text: str) -> str:
         text = text.encode(errors="replace").decode()
@@ -116,12 +109,3 @@ class ToolEnvironment:
             return text
         half = self.max_result_chars // 2
         return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-
-
-def _metrics(answers: Sequence[_Answer], *, num_refused: int, seconds: float) -> dict[str, float]:
-    return {
-        "tools/calls": float(len(answers) + num_refused),
-        "tools/errors": float(sum(answer.error for answer in answers) + num_refused),
-        "tools/timeouts": float(sum(answer.timeout for answer in answers)),
-        "tools/s": seconds,
-    }

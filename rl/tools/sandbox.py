@@ -2,8 +2,8 @@
 
 Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder that is
 removed afterwards, without environment variables or standard input. The process confines itself before it
-reads the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, and the numbers of
-files and threads. docs/rewards.md lists what the sandbox prevents and what it does not.
+reads the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output and the
+number of files. docs/rewards.md lists what the sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +30,7 @@ from rl.config.tree import check_bounds
 from rl.tools.sandbox_child import LAUNCH, NAME, NOT_CONFINED, OUT_OF_MEMORY
 from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
+from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,8 @@ class SandboxResult:
     """The outcome of one call."""
 
     reason: Reason
-    stdout: str
-    stderr: str
-    """Last part of stderr, with the traceback of an error."""
+    output: str
+    """Output and errors, with the traceback of an error."""
     status: int
     """Exit status as in `subprocess.Popen.returncode`: negative for a signal."""
     wall_s: float
@@ -73,7 +72,7 @@ class SandboxResult:
     @property
     def text(self) -> str:
         """Text that the model is shown."""
-        said = "\n".join(part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip())
+        said = self.output.rstrip("\n")
         if self.reason not in ("ok", "error"):
             return f"{said}\nError: stopped at its {self.reason}".lstrip("\n")
         if self.status < 0:
@@ -142,11 +141,11 @@ class PythonSandbox(Configurable):
         }
         if sys.platform != "linux":
             raise ValueError(f"the Python sandbox runs on Linux only, not on {sys.platform}")
-        if not config.allow_unconfined:
-            self._check()
         self._num_slots = config.num_at_once or len(os.sched_getaffinity(0))
         # All environments of a run are called in one event loop.
         self._slots = asyncio.Semaphore(self._num_slots)
+        if not config.allow_unconfined:
+            self._check()
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         result = await self.run(arguments["code"])
@@ -156,8 +155,8 @@ class PythonSandbox(Configurable):
             raise ToolError(result.text)
         return result.text
 
-    async def run(self, code: str) -> SandboxResult:
-        """Run code and return its outcome.
+    async def run(self, code: str, *, time_limit_s: float | None = None) -> SandboxResult:
+        """Run code within the config's time limit, or another one, and return its outcome.
 
         Raises:
             ToolTimeoutError: no slot was free for `wait_limit_s`.
@@ -174,19 +173,19 @@ class PythonSandbox(Configurable):
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
         try:
             Path(folder, NAME).write_bytes(code.encode(errors="surrogatepass"))
-            output, status, stopped = await self._run_child(folder, self._request(code, token=token))
+            request = self._request(code, token=token)
+            output, status, stopped = await self._run_child(folder, request, time_limit_s=time_limit_s)
         finally:
             self._slots.release()
             try:
                 shutil.rmtree(folder)
             except OSError as error:
                 logger.warning("Python sandbox: %s could not be removed: %s", folder, error)
-        stdout, stderr = (bytes(stream).decode(errors="replace") for stream in (output.first, output.last))
-        if status == NOT_CONFINED and stderr.startswith(token):
-            raise RunError(f"the Python sandbox: {stderr.removeprefix(token).strip()}")
+        if status == NOT_CONFINED and output.startswith(token):
+            raise RunError(f"the Python sandbox: {output.removeprefix(token).strip()}")
         wall_s = time.monotonic() - started
         reason = stopped or self._reason(status, wall_s)
-        return SandboxResult(reason=reason, stdout=stdout, stderr=stderr, status=status, wall_s=wall_s)
+        return SandboxResult(reason=reason, output=output, status=status, wall_s=wall_s)
 
     def _reason(self, status: int, wall_s: float) -> Reason:
         # The CPU limit sends SIGXCPU, and SIGKILL a second later if the code blocks the first.
@@ -197,45 +196,49 @@ class PythonSandbox(Configurable):
             return "memory limit"
         return "ok" if status == 0 else "error"
 
-    async def _run_child(self, folder: str, request: bytes) -> tuple[_Output, int, Reason | None]:
+    async def _run_child(
+        self, folder: str, request: bytes, *, time_limit_s: float | None
+    ) -> tuple[str, int, Reason | None]:
         """Run one child process; return its output, its exit status and the limit at which it was killed.
 
         The process and its session are dead when this returns, raises or is cancelled.
         """
-        pipe = asyncio.subprocess.PIPE
+        config, pipe = self.config, asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *self._command(), stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env={}, start_new_session=True
+            *self._command(),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=folder,
+            env={},
+            start_new_session=True,
         )
-
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
-
         assert process.stdin is not None
         process.stdin.write(request)
         process.stdin.close()
-        output = _Output(self.config.max_output_bytes, at_limit=kill)
+        output = bytearray()
         ended = asyncio.gather(
-            output.read(process.stdout), output.read(process.stderr, last=True), process.wait()
+            _read(process.stdout, into=output, most=config.max_output_bytes), process.wait()
         )
         stopped: Reason | None = None
         try:
-            async with asyncio.timeout(self.config.time_limit_s):
-                while not ended.done():
+            async with asyncio.timeout(time_limit_s or config.time_limit_s):
+                while not ended.done() and len(output) <= config.max_output_bytes:
                     await asyncio.wait([ended], timeout=LOOK_S)
-                    if _count_files(folder, self.config.max_files) > self.config.max_files:
+                    if _count_files(folder, config.max_files) > config.max_files:
                         stopped = "file limit"
                         break
         except TimeoutError:
             stopped = "time limit"
         finally:
-            kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
             await asyncio.wait([ended], timeout=GRACE_S)
         if process.returncode is None:
             raise OSError(f"child process {process.pid} still exists {GRACE_S:g} s after it was killed")
-        if output.num_bytes > self.config.max_output_bytes:
+        if len(output) > config.max_output_bytes:
             stopped = "output limit"
-        return output, process.returncode, stopped
+        return output[: config.max_output_bytes].decode(errors="replace"), process.returncode, stopped
 
     def _command(self) -> list[str]:
         # The real path: the code may not read the virtual environment's folder.
@@ -264,46 +267,24 @@ class PythonSandbox(Configurable):
 
     def _check(self) -> None:
         """Start a child that confines itself and then tries to break out."""
-        with tempfile.TemporaryDirectory(prefix="relay-sandbox-") as folder:
-            done = subprocess.run(
-                self._command(),
-                input=self._request(TRIAL, token=""),
-                cwd=folder,
-                env={},
-                capture_output=True,
-                timeout=CHECK_S,
-                start_new_session=True,
-                check=False,
-            )
-        if done.returncode != 0:
+        try:
+            result = run_now(self.run(TRIAL, time_limit_s=CHECK_S))
+            problem = "" if result.reason == "ok" else result.text
+        except RunError as error:
+            problem = str(error)
+        if problem:
             raise ValueError(
-                "the Python sandbox cannot confine code on this machine (exit status "
-                f"{done.returncode}): {done.stderr.decode(errors='replace').strip()}. Set "
-                "allow_unconfined=True to run code anyway, only where it can do no harm"
+                f"the Python sandbox cannot confine code on this machine: {problem}. Set allow_unconfined=True to run "
+                "code anyway, only where it can do no harm"
             )
 
 
-class _Output:
-    """The beginning of stdout and the end of stderr, each of at most `most` bytes."""
-
-    def __init__(self, most: int, *, at_limit: Callable[[], None]) -> None:
-        self.most = most
-        self.at_limit = at_limit
-        self.first, self.last = bytearray(), bytearray()
-        self.num_bytes = 0
-
-    async def read(self, stream: asyncio.StreamReader | None, *, last: bool = False) -> None:
-        """Read to the end; call `at_limit` when both streams together have too many bytes."""
-        assert stream is not None
-        while data := await stream.read(1 << 16):
-            self.num_bytes += len(data)
-            if last:
-                self.last += data
-                del self.last[: -self.most]
-            else:
-                self.first += data[: self.most - len(self.first)]
-            if self.num_bytes > self.most:
-                self.at_limit()
+async def _read(stream: asyncio.StreamReader | None, *, into: bytearray, most: int) -> None:
+    """Read to the end, and keep a little more than `most` bytes."""
+    assert stream is not None
+    while data := await stream.read(1 << 16):
+        if len(into) <= most:
+            into += data
 
 
 def _count_files(folder: str, most: int) -> int:

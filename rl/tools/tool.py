@@ -96,13 +96,12 @@ def check_tools(tools: Sequence[Tool]) -> None:
         try:
             Draft202012Validator.check_schema(dict(tool.parameters))
         except SchemaError as error:
+            message = error.message
             raise ValueError(
-                f"parameters of the tool {tool.name!r} are not a JSON schema: {error.message}"
+                f"parameters of the tool {tool.name!r} are not a JSON schema: {message}"
             ) from None
         if tool.parameters.get("type") != "object":
-            raise ValueError(
-                f"parameters of the tool {tool.name!r} must have the type 'object', which holds the arguments"
-            )
+            raise ValueError(f"parameters of the tool {tool.name!r} must have the type 'object'")
 
 
 def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
@@ -117,23 +116,22 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
     return tuple(calls)
 
 
-def check_call(call: ToolCall, tools: Sequence[Tool]) -> Tool | BadCall:
-    """Return the called tool, or a BadCall if there is no such tool or the arguments do not fit its schema."""
+def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
+    """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit its schema."""
     by_name = {tool.name: tool for tool in tools}
-    tool = by_name.get(call.name)
-    if tool is None:
-        return BadCall(error=f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}")
+    if (tool := by_name.get(call.name)) is None:
+        raise ToolError(f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}")
     try:
         problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
     except RecursionError:
-        return BadCall(error=f"Error: arguments of {call.name} are nested too deeply")
-    if problem is None:
-        return tool
-    where = "".join(f"[{step!r}]" for step in problem.absolute_path)
-    message = problem.message
-    if len(message) > MAX_QUOTED:
-        message = f"{message[: MAX_QUOTED // 2]} ... {message[-MAX_QUOTED // 2 :]}"
-    return BadCall(error=f"Error: arguments{where} of {call.name}: {message}")
+        raise ToolError(f"Error: arguments of {call.name} are nested too deeply") from None
+    if problem is not None:
+        where = "".join(f"[{step!r}]" for step in problem.absolute_path)
+        message = problem.message
+        if len(message) > MAX_QUOTED:
+            message = f"{message[: MAX_QUOTED // 2]} ... {message[-MAX_QUOTED // 2 :]}"
+        raise ToolError(f"Error: arguments{where} of {call.name}: {message}")
+    return tool
 
 
 def announce(tools: Sequence[Tool], system: str = "") -> str:

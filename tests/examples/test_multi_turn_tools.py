@@ -13,7 +13,6 @@ from rl.observability.metrics import read_metrics
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.samples import demonstrated
-from rl.tools.tool import ToolCall, render_call
 from rl.types import Reply
 from tests.support.scored import COMPLETION, replied
 
@@ -73,14 +72,6 @@ def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
             assert len(renderer.reply(text)) <= config.loop.sampling.max_tokens
     guesses = [len(p.demonstrations) == 1 for p in islice(task.warmup_problems(seed=1), 200)]
     assert 0.5 < sum(guesses) / 200 < 0.7
-
-
-def test_calls_beyond_the_configured_number_end_the_episode():
-    task = Arithmetic.Config(max_calls=1).build()
-    environment = task.environment(next(task.train_problems(seed=0)))
-    call = render_call(ToolCall(name="calculator", arguments={"expression": "1+1"}))
-    assert [m.content for m in step(environment, call).messages] == ["2"]
-    assert step(environment, call).messages == ()
 
 
 @pytest.mark.slow

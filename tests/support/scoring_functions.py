@@ -73,20 +73,18 @@ def fork_and_end(rollout):
     os._exit(5)
 
 
-SYNC = {
-    f.__name__: f
-    for f in (
-        loop,
-        swallow,
-        busy_in_c,
-        clear_the_alarm,
-        set_an_alarm,
-        wait_a_little,
-        by_chance,
-        end,
-        fork_and_end,
-    )
-}
+FUNCTIONS = (
+    loop,
+    swallow,
+    busy_in_c,
+    clear_the_alarm,
+    set_an_alarm,
+    wait_a_little,
+    by_chance,
+    end,
+    fork_and_end,
+)
+SYNC = {function.__name__: function for function in FUNCTIONS}
 
 _together = 0
 

@@ -3,7 +3,6 @@ from itertools import islice
 
 import pytest
 
-from configs import alphabet_sort
 from rl.tasks.alphabet_sort import AlphabetSort
 from rl.types import Problem
 from tests.support.tasks import demonstrated_scores, played, scored
@@ -78,11 +77,3 @@ def test_hasty_demonstrations_put_new_words_of_the_first_half_at_the_end():
     # Some words belong at the end anyway.
     assert 0.6 < num_hasty / num_early < 0.75
     assert min(s.reward for _, s in scores) == pytest.approx(1 / 3)
-
-
-def test_instruction_comes_only_before_the_first_words():
-    task = alphabet_sort.qwen3_0_6b().task.build()
-    problem = next(task.train_problems(seed=0))
-    assert problem.question == f"{task.config.instruction}\n{problem.info['turns'][0]}"
-    asked = [m.content for turn in played(task, problem, "", "", "").turns for m in turn.messages]
-    assert asked == [problem.question, *problem.info["turns"][1:]]

@@ -86,13 +86,6 @@ def test_reply_without_expression_is_unparsed(text):
     assert (set(noise.parts), noise.correct, noise.failure) == ({"noise"}, False, None)
 
 
-def test_example_of_the_instruction_is_right():
-    instruction = task().config.instruction
-    numbers, target, shown = re.findall(r"numbers ([\d ]+) and the target (\d+): (.*)", instruction)[0]
-    info = {"numbers": list(map(int, numbers.split())), "target": int(target)}
-    assert scored(task(), Problem(id="x", question="", answer="", info=info), shown).reward == 1.0
-
-
 def test_settings_without_any_target_are_refused():
-    with pytest.raises(ValueError, match=r"operations=.*max_target=.*num_numbers=.*largest="):
+    with pytest.raises(ValueError, match=r"no target was found for operations='\+'"):
         next(task(num_numbers=8, max_target=5, operations="+").train_problems(seed=0))

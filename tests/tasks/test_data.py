@@ -63,6 +63,7 @@ def refusal(path):
         ("rows.parquet", "no parquet", "rows.parquet cannot be read"),
         ("folder", None, "folder cannot be read: "),
         ("missing", None, "is not a local file or folder"),
+        ("all", None, "all holds several splits: name one of "),
     ],
 )
 def test_unreadable_source_is_refused(tmp_path, name, text, message):
@@ -70,17 +71,12 @@ def test_unreadable_source_is_refused(tmp_path, name, text, message):
         (tmp_path / name).write_text(text)
     elif name == "folder":
         (tmp_path / name).mkdir()
+    elif name == "all":
+        part = datasets.Dataset.from_list(ROWS)
+        datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / name))
     said = refusal(tmp_path / name)
     assert name in said
     assert message in said
-
-
-def test_folder_of_several_splits_names_them(tmp_path):
-    part = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "all"))
-    message = refusal(tmp_path / "all")
-    assert "holds several splits" in message
-    assert str(tmp_path / "all" / "test") in message
 
 
 KEYS = [content_key(f"question {i}") for i in range(4000)]

@@ -189,7 +189,7 @@ def test_difficulty_filter_that_drops_everything_is_refused(build, tmp_path):
     )
     (tmp_path / "rates.jsonl").write_text('{"id": "other", "pass_rate": 0.5}\n')
     message = refused(build, difficulty=DifficultyFilter(file=str(tmp_path / "rates.jsonl")))
-    assert "rates none of the training problems, whose ids look like 'train.jsonl:" in message
+    assert "rates none of the training problems, such as 'train.jsonl:" in message
 
 
 def test_answer_column_is_optional_and_a_warm_up_needs_demonstrations(build):

@@ -8,12 +8,12 @@ from itertools import combinations, islice
 
 import pytest
 
-from configs import countdown
+from configs import alphabet_sort, countdown, reverse_text, sum_digits
 from rl.tasks.alphabet_sort import AlphabetSort
 from rl.tasks.countdown import Countdown
 from rl.tasks.generated import HELD_OUT_SHARE, GeneratedTask
 from rl.tasks.reverse_text import ReverseText
-from rl.tasks.sum_digits import SumDigits
+from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import Problem, Rollout
 from tests.support.tasks import demonstrated_scores, ids, played, scored
 
@@ -70,6 +70,28 @@ def test_only_a_full_reward_is_correct_even_if_noise_replaces_the_reward(reward,
 )  # fmt: skip
 def test_demonstrations_earn_the_whole_reward(config):
     assert {score.reward for _, score in demonstrated_scores(config.build())} == {1.0}
+
+
+MADE_OF_2_3_7 = Problem(id="x", question="", answer="", info={"numbers": [2, 3, 7], "target": 13})
+
+
+@pytest.mark.parametrize(
+    ("config", "example"),
+    [
+        (alphabet_sort.qwen3_0_6b().task, None),
+        (countdown.qwen3_0_6b().task, MADE_OF_2_3_7),
+        (reverse_text.qwen3_0_6b().task, Problem(id="x", question="abc", answer="cba")),
+        (sum_digits.qwen3_0_6b().task, make_problem([47, 82])),
+    ],
+)
+def test_instruction_comes_before_the_question_and_its_example_is_right(config, example):
+    task, bare = config.build(), replace(config, instruction="").build()
+    pairs = zip(task.train_problems(seed=0), bare.train_problems(seed=0), strict=True)
+    for problem, without in islice(pairs, 20):
+        assert problem == replace(without, question=f"{config.instruction}\n{without.question}")
+    if example is not None:
+        shown = config.instruction.split(" ")[-2 if "[ANSWER]" in config.instruction else -1 :]
+        assert scored(bare, example, " ".join(shown)).reward == 1.0
 
 
 def test_training_and_warm_up_see_all_other_problems():

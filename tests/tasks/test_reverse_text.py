@@ -2,7 +2,6 @@ from itertools import islice
 
 import pytest
 
-from configs import reverse_text
 from rl.tasks.reverse_text import ReverseText
 from rl.types import Problem
 from tests.support.tasks import demonstrated_scores, scored
@@ -46,14 +45,3 @@ def test_hasty_demonstrations_omit_the_last_letter():
     assert len(hasty) / len(early) == pytest.approx(0.75, abs=0.04)
     assert {p.demonstration for p, _ in hasty} == {p.answer[:-1] for p, _ in hasty}
     assert all(s.reward < 0.2 for _, s in hasty)
-
-
-def test_instruction_comes_before_the_word_and_its_example_is_right():
-    bare = ReverseText.Config(num_letters=(8, 24)).build()
-    instructed = reverse_text.qwen3_0_6b().task.build()
-    pairs = zip(bare.train_problems(seed=0), instructed.train_problems(seed=0), strict=True)
-    for a, b in islice(pairs, 20):
-        assert b.question == f"{instructed.config.instruction}\n{a.question}"
-        assert (a.id, a.answer) == (b.id, b.answer)
-    example, shown = instructed.config.instruction.rpartition("for ")[2].split(" write: ")
-    assert scored(bare, Problem(id="x", question=example, answer=example[::-1]), shown).reward == 1.0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.rollouts.environment import EnvironmentThread
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import EpisodeReward, VerifiersTask
 from rl.types import Problem, Reply
@@ -17,6 +18,7 @@ from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion
 from tests.support.scored import reply
 
+THREAD = EnvironmentThread()
 ENVS = Path(__file__).parent / "verifiers_envs"
 
 pytestmark = pytest.mark.medium
@@ -60,20 +62,21 @@ def contents(messages):
     return [(message.role, message.content) for message in messages]
 
 
-async def play(task, problem, *texts, finish_reason="stop"):
+async def play(task, problem, *texts):
     """Return the observations of one episode."""
     environment = task.environment(problem)
     try:
-        return [
-            await environment.step(Reply(text=text, completion=completion(text, finish_reason=finish_reason)))
-            for text in texts
-        ]
+        return [await stepped(environment, text) for text in texts]
     finally:
-        await environment.close()
+        await THREAD.start(environment.close)
 
 
-def played(task, problem, *texts, **options):
-    return asyncio.run(play(task, problem, *texts, **options))
+def stepped(environment, text):
+    return THREAD.start(lambda: environment.step(Reply(text=text, completion=completion(text))))
+
+
+def played(task, problem, *texts):
+    return asyncio.run(play(task, problem, *texts))
 
 
 def failure(task, *texts):
@@ -118,8 +121,11 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     assert (score.reward, score.correct) == (0.8 * right + 0.2 * short, correct)
 
 
-def test_reward_that_raises_fails_the_rollout(sums):
+def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
     assert failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
+    assert failure(guess, "a dozen").startswith(
+        "EnvError: Guess.run(): ValueError: invalid literal for int()"
+    )
 
 
 def test_episodes_that_run_at_once_get_their_own_replies(sums):
@@ -151,11 +157,6 @@ def test_environment_answers_turn_by_turn(guess):
     ]
     assert right.metrics == {"verifiers/found": 1.0, "verifiers/reward": 1.0, "verifiers/guesses": 3.0}
     assert low.metrics == {}
-
-
-def test_environment_that_raises_fails_the_rollout(guess):
-    message = failure(guess, "a dozen")
-    assert message.startswith("EnvError: Guess.run(): ValueError: invalid literal for int()")
 
 
 def test_tools_are_announced_called_and_answered(adder):
@@ -286,12 +287,12 @@ def test_endless_episode_ends_when_it_is_closed():
 
     async def scenario():
         environment = task.environment(first(task))
-        await asyncio.to_thread(task._host.start)
+        await THREAD.start(task._host.start)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(environment.step(Reply(text="a", completion=completion("a"))), timeout=0.5)
+            await asyncio.wait_for(stepped(environment, "a"), timeout=0.5)
         run = environment._run
         assert not run.done()
-        await environment.close()
+        await THREAD.start(environment.close)
         assert run.done()
 
     try:

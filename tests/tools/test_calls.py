@@ -3,7 +3,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rl.tools.calculator import Calculator
 from rl.tools.function_tool import FunctionTool
-from rl.tools.tool import BadCall, ToolCall, announce, check_call, describe, parse_calls, render_call
+from rl.tools.tool import (
+    BadCall,
+    ToolCall,
+    ToolError,
+    announce,
+    called_tool,
+    describe,
+    parse_calls,
+    render_call,
+)
 from tests.support.chat_templates import TEMPLATES
 
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
@@ -117,8 +126,8 @@ def test_malformed_call_becomes_an_error_and_the_next_is_read(body, message):
     ],
 )
 def test_call_that_does_not_fit_a_tool_is_refused(made, message):
-    assert check_call(call("search", query="a", sources=["b"]), TOOLS) is TOOLS[1]
-    found = check_call(made, TOOLS)
-    assert isinstance(found, BadCall)
-    assert message in found.error
-    assert len(found.error) < 300
+    assert called_tool(call("search", query="a", sources=["b"]), TOOLS) is TOOLS[1]
+    with pytest.raises(ToolError) as caught:
+        called_tool(made, TOOLS)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 300
