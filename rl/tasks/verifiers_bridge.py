@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -126,23 +127,27 @@ class Host:
         self._stopping = asyncio.Event()
         self._ready: asyncio.Future[None] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._thread = 0
 
     async def start(self) -> None:
         """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first time."""
         if self._ready is None:
+            self._thread = threading.get_ident()
             self._ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve(self._ready))
         await asyncio.shield(self._ready)
 
     def close(self) -> None:
-        """End the servers, from any thread but that of the environments."""
+        """End the servers, and wait until they have ended."""
         if self._serving is None:
             return
-        loop, ends = self._serving.get_loop(), self._end(self._serving)
-        if loop.is_running():
-            asyncio.run_coroutine_threadsafe(ends, loop).result()
+        loop = self._serving.get_loop()
+        if threading.get_ident() == self._thread:  # called by the garbage collector, which runs in any thread
+            self._stopping.set()
+        elif loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._end(self._serving), loop).result()
         else:
-            loop.run_until_complete(ends)
+            loop.run_until_complete(self._end(self._serving))
 
     async def _end(self, serving: asyncio.Task[None]) -> None:
         self._stopping.set()
