@@ -27,7 +27,6 @@ def test_world_is_read_from_torchruns_variables():
         (lambda: World.from_env({"WORLD_SIZE": "2", "RANK": "one", **ADDRESS}), "'one'"),
         (lambda: World(rank=2, size=2), "rank=2"),
         (lambda: CommConfig(init_timeout_s=0.0), "init_timeout_s=0"),
-        (lambda: CommConfig(train_timeout_s=0.0), "train_timeout_s=0"),
         (lambda: CommConfig(trace_buffer_size=-1), "trace_buffer_size=-1: must be at least 0"),
     ],
 )

@@ -328,13 +328,8 @@ def whole_weights(engine: TrainingEngine) -> Tensors:
 
 
 def whole_state(engine: TrainingEngine) -> Tensors:
-    """Return weights and optimizer state, unsharded, on every rank."""
-    states = engine.optimizer.state_tensors()
-    return whole_weights(engine) | {
-        f"{name}.{key}": to_numpy(tensor)
-        for name, parameter in engine.policy.trained_parameters.items()
-        for key, tensor in states[parameter].items()
-    }
+    """Return all that a checkpoint holds, unsharded, on every rank."""
+    return {name: to_numpy(tensor) for name, tensor in engine.checkpointer.tensors().items()}
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -64,10 +64,14 @@ def test_run_continues_with_the_same_bits(assets, tmp_path):
     assert first.optim_step().lr == pytest.approx(1e-2 * 3 / 8)  # the third of eight steps of warm-up
 
 
-def test_existing_folder_is_not_overwritten(trained):
+def test_save_is_refused_into_an_existing_folder_and_with_an_accumulated_gradient(trained):
     engine, folder = trained
     with pytest.raises(FileExistsError, match="at_2 already exists"):
         engine.save_checkpoint(folder)
+    engine.forward_backward(SAMPLES)
+    with pytest.raises(ValueError, match="gradient accumulated"):
+        engine.save_checkpoint(folder)
+    engine.drop_gradient()
     assert [path.name for path in Path(folder).parent.iterdir()] == ["at_2"]
 
 
@@ -90,32 +94,19 @@ def test_every_file_is_checked_before_anything_is_loaded(assets, tmp_path, name)
     assert_same(moments(engine), before_moments)
 
 
-def test_saving_with_an_accumulated_gradient_is_refused(assets, tmp_path):
-    engine = make_engine(assets)
-    engine.forward_backward(SAMPLES)
-    with pytest.raises(ValueError, match="gradient accumulated"):
-        engine.save_checkpoint(str(tmp_path / "checkpoint"))
-
-
-def test_model_only_load_resets_the_optimizer(trained, assets):
-    engine, folder = trained
-    other = make_engine(assets)
-    step(other)
-    assert other.load_checkpoint(folder, model_only=True) == other.policy_version == 0
-    assert_same(weights(other), weights(engine))
-    assert not any(moment.any() for moment in moments(other).values())
-
-
-def test_model_only_checkpoint_holds_only_the_model(trained, assets, tmp_path):
-    engine, _ = trained
-    folder = str(tmp_path / "model")
-    engine.save_checkpoint(folder, model_only=True)
-    assert sorted(saved_shapes(Path(folder))) == sorted(f"model.{name}" for name in weights(engine))
-    fresh = make_engine(assets)
+def test_model_is_loaded_alone_from_either_kind_of_checkpoint(trained, assets, tmp_path):
+    engine, whole = trained
+    alone = str(tmp_path / "model")
+    engine.save_checkpoint(alone, model_only=True)
+    assert sorted(saved_shapes(Path(alone))) == sorted(f"model.{name}" for name in weights(engine))
+    for folder in (whole, alone):
+        other = make_engine(assets)
+        step(other)
+        assert other.load_checkpoint(folder, model_only=True) == other.policy_version == 0
+        assert_same(weights(other), weights(engine))
+        assert not any(moment.any() for moment in moments(other).values())
     with pytest.raises(ValueError, match="holds only the model: load it with model_only"):
-        fresh.load_checkpoint(folder)
-    assert fresh.load_checkpoint(folder, model_only=True) == 0
-    assert_same(weights(fresh), weights(engine))
+        make_engine(assets).load_checkpoint(alone)
 
 
 @pytest.mark.parametrize(
@@ -157,36 +148,15 @@ def test_hugging_face_folder_is_loaded_as_a_new_start(assets, tmp_path):
     step(engine)
     engine.load_checkpoint(str(tmp_path / "exported"))
     assert_same(weights(engine), exported)
-
-
-def test_export_has_the_configured_dtype_and_the_tokenizer(assets, tmp_path):
-    engine = make_engine(assets)
     engine.config.checkpoint.export_dtype = "float16"
-    engine.export_hf(str(tmp_path / "exported"))
-    folder = HFFolder(tmp_path / "exported", tokenizer=True)
+    engine.export_hf(str(tmp_path / "half"))
+    folder = HFFolder(tmp_path / "half", tokenizer=True)
     adapter = small_spec().adapter(small_spec().model)
-    for name, tensor in read_parameters(folder, adapter, weights(engine)):
-        assert torch.equal(tensor, weights(engine)[name].to(torch.float16))
+    assert_same(dict(read_parameters(folder, adapter, exported)), {n: t.half() for n, t in exported.items()})
 
 
 def with_lora(assets, **settings):
     return make_engine(assets, converters=(LoRA.Config(rank=2, **settings),))
-
-
-def test_adapters_continue_with_optimizer_state_and_frozen_weights(assets, tmp_path):
-    engine = with_lora(assets, target_modules=("q_proj", "down_proj"))
-    step(engine)
-    engine.save_checkpoint(str(tmp_path / "adapters"))
-    names = saved_shapes(tmp_path / "adapters")
-    assert {f"model.{name}" for name in engine.policy.parameters} < names.keys()
-    assert {name.removesuffix(".exp_avg") for name in names if name.endswith(".exp_avg")} == {
-        f"optimizer.{name}" for name in engine.policy.trained_parameters
-    }
-    expected = [step(engine) for _ in range(2)]
-    fresh = with_lora(None, target_modules=("q_proj", "down_proj"))
-    assert fresh.load_checkpoint(str(tmp_path / "adapters")) == 1
-    assert [step(fresh) for _ in range(2)] == expected
-    assert_same(weights(fresh), weights(engine))
 
 
 # A saved adapter records the Hugging Face folder of its base weights.

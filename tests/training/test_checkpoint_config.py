@@ -79,12 +79,17 @@ def test_latest_or_named_step_of_a_folder_is_loaded(saved, tmp_path):
         find_load_source(replace(asked, load_step=3))
 
 
-def test_one_checkpoint_is_loaded_by_its_path(saved):
+def test_one_checkpoint_is_loaded_by_its_path_and_continued_if_it_is_whole(saved, tmp_path):
     asked = CheckpointConfig(initial_load_path=str(saved[4]))
     assert find_load_source(asked) == starting(saved[4])
     assert find_load_source(replace(asked, load_only=True)) == starting(saved[4])
     with pytest.raises(ValueError, match=r"step-4: must be .* a folder of step-<n> for load_step=4"):
         find_load_source(replace(asked, load_step=4))
+    of_model = save(tmp_path, 3, model_only=True)
+    asked = CheckpointConfig(initial_load_path=str(of_model))
+    assert find_load_source(asked) == starting(of_model)
+    with pytest.raises(ValueError, match=r"holds only the model .*, so it cannot be continued"):
+        find_load_source(replace(asked, initial_load_model_only=False))
 
 
 def test_shared_folder_with_checkpoints_is_continued(saved, tmp_path):
@@ -124,35 +129,23 @@ def test_end_of_an_earlier_run_is_not_overwritten(saved, tmp_path):
     assert find_load_source(replace(shared, last_save_in_hf=False)) == continuing(saved[10], 10)
 
 
-def test_model_only_checkpoint_can_be_started_from_but_not_continued(tmp_path):
-    path = save(tmp_path, 3, model_only=True)
-    asked = CheckpointConfig(initial_load_path=str(path))
-    assert find_load_source(asked) == starting(path)
-    with pytest.raises(ValueError, match=r"holds only the model .*, so it cannot be continued"):
-        find_load_source(replace(asked, initial_load_model_only=False))
-
-
-@pytest.mark.parametrize("fields", [{"load_step": 3}, {"load_only": True}])
-def test_loading_without_anything_to_load_is_refused(fields):
-    with pytest.raises(ValueError, match="there is no checkpoint to load"):
-        find_load_source(CheckpointConfig(**fields))
-
-
-def test_path_of_another_kind_is_refused(tmp_path):
-    def refused(**fields):
-        with pytest.raises(ValueError) as error:  # noqa: PT011
+def test_missing_source_or_one_of_another_kind_is_refused(tmp_path):
+    folder = tmp_path / "folder"
+    (tmp_path / "empty").mkdir()
+    for fields, says in (
+        ({"load_step": 3}, "there is no checkpoint to load"),
+        ({"load_only": True}, "there is no checkpoint to load"),
+        ({"initial_load_path": str(folder)}, "folder: there is no such folder"),
+        ({"initial_load_path": str(tmp_path / "empty")}, "must be a checkpoint, a folder of step-<n>"),
+    ):
+        with pytest.raises(ValueError, match=says):
             find_load_source(CheckpointConfig(**fields))
-        return str(error.value)
-
-    path = str(tmp_path / "folder")
-    assert "folder: there is no such folder" in refused(initial_load_path=path)
-    (tmp_path / "folder").mkdir()
-    assert "must be a checkpoint, a folder of step-<n>" in refused(initial_load_path=path)
-    asked = CheckpointConfig(initial_load_path=path, initial_load_in_hf=True)
-    assert find_load_source(asked) == starting(tmp_path / "folder")
-    for name, value in (("load_step", 3), ("exclude_from_loading", ("model.norm",))):
-        says = refused(initial_load_path=path, initial_load_in_hf=True, **{name: value})
-        assert "only for checkpoints: must not be set with initial_load_in_hf=True" in says
+    folder.mkdir()
+    asked = CheckpointConfig(initial_load_path=str(folder), initial_load_in_hf=True)
+    assert find_load_source(asked) == starting(folder)
+    for fields in ({"load_step": 3}, {"exclude_from_loading": ("model.norm",)}):
+        with pytest.raises(ValueError, match="only for checkpoints: must not be set with initial_load_in_hf"):
+            find_load_source(replace(asked, **fields))
 
 
 def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):
@@ -168,17 +161,14 @@ def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):
     assert saved_steps(tmp_path) == {}
 
 
-def test_own_model_only_checkpoint_can_end_a_run_but_not_continue_it(tmp_path):
+def test_own_checkpoint_that_cannot_be_continued_is_refused(tmp_path):
     save(tmp_path, 4, model_only=True)
-    source = own_checkpoint(tmp_path, num_steps=4)
+    source = own_checkpoint(tmp_path, num_steps=4)  # It ends the run.
     assert source is not None
     assert source.model_only
     with pytest.raises(ValueError, match=r"step-4 holds only the model .* move it away"):
         own_checkpoint(tmp_path, num_steps=5)
-
-
-def test_own_checkpoint_without_a_position_is_refused(tmp_path):
-    save(tmp_path, 4, position=False)
+    save(tmp_path, 5, position=False)
     with pytest.raises(ValueError, match="was not saved by a loop"):
         own_checkpoint(tmp_path, num_steps=9)
 

@@ -38,17 +38,9 @@ def refused(engine, folder, **options):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"alpha": 64.0},
-        # q, k and v are one weight, whose factors have the same shapes.
-        {"target_modules": ("q_proj", "k_proj")},
-        {"rank": 3, "alpha": 6.0},
-    ],
-)
-def test_adapters_with_other_settings_are_refused(assets, saved, settings):
-    engine = with_lora(assets, **settings)
+def test_adapters_with_other_settings_are_refused(assets, saved):
+    # q, k and v are one weight, whose factors have the same shapes.
+    engine = with_lora(assets, target_modules=("q_proj", "k_proj"))
     for options in ({}, {"model_only": True}):
         says = refused(engine, saved / "lora", **options)
         assert "made with LoRA (rank=2, alpha=4.0, target_modules=['q_proj', 'v_proj']" in says
@@ -77,29 +69,20 @@ def test_another_architecture_is_refused(assets, saved, tmp_path):
 
 def test_exclusion_that_names_nothing_is_refused(assets, saved):
     engine = make_engine(assets)
-    says = refused(engine, saved / "plain", exclude=["model.nrm"])
-    assert "'model.nrm' names nothing that would be loaded" in says
-    says = refused(engine, saved / "plain", model_only=True, exclude=["optimizer"])
-    assert "'optimizer' names nothing" in says
+    for exclude, options in (("model.nrm", {}), ("optimizer", {"model_only": True})):
+        says = refused(engine, saved / "plain", exclude=[exclude], **options)
+        assert f"{exclude!r} names nothing that would be loaded" in says
 
 
-def copy_with(assets, folder, *, file, old, new):
-    """Copy the assets with one file edited."""
-    shutil.copytree(assets, folder)
-    text = (folder / file).read_text()
-    assert old in text
-    (folder / file).write_text(text.replace(old, new))
-    return str(folder)
-
-
-def test_other_tokens_are_refused_with_both_folders(assets, saved, tmp_path):
-    other = copy_with(assets, tmp_path / "other", file="tokenizer.json", old="[ANSWER]", new="[RESULT]")
-    engine = make_engine(other)
+def test_other_tokens_are_refused_unless_excluded(assets, saved, tmp_path):
+    shutil.copytree(assets, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace("[ANSWER]", "[RESULT]"))
+    engine = make_engine(str(tmp_path / "other"))
     for model_only in (False, True):
         says = refused(engine, saved / "plain", model_only=model_only)
         assert (
-            f"plain was made with the tokenizer of {assets}, this run has {other} (tokenizer.json diff"
+            f"plain was made with the tokenizer of {assets}, this run has {file.parent} (tokenizer.json"
             in says
         )
     assert engine.load_checkpoint(str(saved / "plain"), exclude=("tokenizer",)) == 1
-    assert engine.load_checkpoint(str(saved / "plain"), model_only=True, exclude=("tokenizer",)) == 0

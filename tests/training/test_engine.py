@@ -101,13 +101,7 @@ def test_result_reports_the_fill_of_the_micro_batches():
     )
     # The three samples of 13 tokens share a prompt of 4, of which 3 inputs have no trained target.
     shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(samples)
-    assert shared.packing == Packing(
-        num_micro_batches=2,
-        num_packed=54,
-        num_padding=0,
-        num_room=80,
-        num_attended=sum(sums) - 2 * (1 + 2 + 3),
-    )
+    assert shared.packing == replace(apart.packing, num_packed=54, num_attended=sum(sums) - 2 * (1 + 2 + 3))
     assert shared.num_tokens == 60
 
 
@@ -207,7 +201,7 @@ def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
     with pytest.raises(ValueError, match="there are no samples"):
         engine.forward_backward([])
     engine.forward(SAMPLES)
-    assert all(p.grad is None for p in engine.policy.parameters.values())
+    assert not gradients(engine)
     with pytest.raises(ValueError, match="without an accumulated gradient"):
         engine.optim_step()
     nothing = replace(SAMPLES[3], mask=np.zeros_like(SAMPLES[3].mask))
@@ -311,10 +305,6 @@ def test_forward_returns_the_result_of_forward_backward_and_keeps_the_gradient(a
     for ours, theirs in zip(logprobs_of(measured), logprobs_of(reference), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert engine.optim_step().grad_norm == other.optim_step().grad_norm
-    assert (
-        make_engine(assets).forward(SAMPLES).loss_sum
-        == make_engine(assets).forward_backward(SAMPLES).loss_sum
-    )
 
 
 def test_dropped_gradient_does_not_reach_the_step(assets):
@@ -346,15 +336,11 @@ def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(
     assert none.forward_backward(SAMPLES, return_logprobs=[]).logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("places", "says"),
-    [
-        ([0, 13], r"return_logprobs=\[0, 13\]: must be different sample indices from 0 to 12"),
-        ([3, 3], r"return_logprobs=\[3, 3\]: must be different"),
-    ],
-)
-def test_invalid_sample_indices_are_refused_before_computing(assets, places, says):
+@pytest.mark.parametrize("places", [[0, 13], [3, 3]])
+def test_invalid_sample_indices_are_refused_before_computing(assets, places):
     engine = make_engine(assets)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(
+        ValueError, match=r"return_logprobs=.*: must be different sample indices from 0 to 12"
+    ):
         engine.forward_backward(SAMPLES, return_logprobs=places)
-    assert all(p.grad is None for p in engine.policy.parameters.values())
+    assert not gradients(engine)

@@ -109,25 +109,16 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
     assert not any(bias.any() for bias in buffers.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"load_balance_rate": 0.1}, r"experts.load_balance_rate=0.1: must be 0.0 for a model without"),
-        ({"force_load_balance": True}, r"experts.force_load_balance=True: must be False for a model without"),
-    ],
-)
-def test_balance_settings_of_a_dense_model_are_refused_by_name(settings, named):
-    check_experts(small_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
-    with pytest.raises(ValueError, match=named):
-        check_experts(small_spec().model, balance=ExpertBalance.Config(**settings), converters=[])
-
-
-def test_float8_is_refused_for_a_mixture():
-    check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[LoRA.Config()])
+def test_settings_without_effect_are_refused():
+    dense, mixture, off = small_spec().model, moe_spec().model, ExpertBalance.Config()
+    check_experts(dense, balance=off, converters=[Float8.Config()])
+    check_experts(mixture, balance=off, converters=[LoRA.Config()])
+    for name, value in (("load_balance_rate", 0.1), ("force_load_balance", True)):
+        with pytest.raises(
+            ValueError, match=f"experts.{name}={value}: must be .* for a model without experts"
+        ):
+            check_experts(dense, balance=ExpertBalance.Config(**{name: value}), converters=[])
     with pytest.raises(ValueError, match="converters has Float8: must not for a model with experts"):
-        check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
-
-
-def test_rate_without_effect_is_refused():
+        check_experts(mixture, balance=off, converters=[Float8.Config()])
     with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
         ExpertBalance.Config(load_balance_rate=0.1, force_load_balance=True)

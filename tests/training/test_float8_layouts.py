@@ -1,9 +1,8 @@
-"""Float8 all-gathers of FSDP2, alone and with LoRA, give the numbers of one device.
+"""Float8 all-gathers of FSDP2 give the numbers of one device.
 
-Scales by row and other layouts are among the cases of test_layout_options.py.
+Scales by row, LoRA and other layouts are among the cases of test_layout_options.py.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -12,56 +11,44 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl.distributed.sharding import unwrapped
-from rl.models.converter import ModelConverter
 from rl.models.float8 import Float8
-from rl.models.lora import LoRA
-from rl.types import OptimParams
 from tests.support.distributed import run_ranks
-from tests.training.layouts import float8_samples, join, parallelism, to_numpy, whole_gradients
-from tests.training.parts import RANK, assert_near, even_spec, make_engine
+from tests.training.layouts import float8_samples, parallelism, to_numpy, whole_gradients
+from tests.training.parts import assert_near, even_spec, make_engine
 from tests.training.test_layouts import assert_same_result
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
-KINDS = ("float8", "float8 and LoRA")
-of_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def measure(layout: str, kind: str, folder: str) -> dict[str, Any]:
+def measure(layout: str, folder: str) -> dict[str, Any]:
     """Take three steps, with a checkpoint written and loaded after the second."""
     gathers = layout != "one"
-    converters: list[ModelConverter.Config] = [
-        Float8.Config(
-            emulate=True,
-            enable_fsdp_float8_all_gather=gathers,
-            precompute_float8_dynamic_scale_for_fsdp=gathers,
-        )
-    ]
-    if kind == "float8 and LoRA":
-        converters.append(LoRA.Config(rank=RANK))
+    float8 = Float8.Config(
+        emulate=True,
+        enable_fsdp_float8_all_gather=gathers,
+        precompute_float8_dynamic_scale_for_fsdp=gathers,
+    )
     engine = make_engine(
         None,
         spec=even_spec(),
         parallelism=parallelism(layout),
         max_tokens_per_microbatch=20,
-        converters=tuple(converters),
+        converters=(float8,),
     )
-    # A gradient of mere rounding, as behind a factor of 0, must not make a whole step. In float8 only whole
-    # steps have the same bits in every layout.
-    params = OptimParams(eps=1e-3) if len(converters) > 1 else None
     samples = float8_samples()
     found: dict[str, Any] = {"whole": engine.forward_backward(samples)}
     found["gradients"] = whole_gradients(engine)
-    found["norms"] = [engine.optim_step(params).grad_norm]
+    found["norms"] = [engine.optim_step().grad_norm]
     engine.forward_backward(samples)
-    found["norms"].append(engine.optim_step(params).grad_norm)
+    found["norms"].append(engine.optim_step().grad_norm)
     engine.save_checkpoint(folder)
     engine.forward_backward(samples)
-    engine.optim_step(params)
+    engine.optim_step()
     found["scales"] = {"stepped": weight_scales(engine)}
     engine.load_checkpoint(folder)
     found["scales"]["loaded"] = weight_scales(engine)
     engine.forward_backward(samples)
-    found["norms"].append(engine.optim_step(params).grad_norm)
+    found["norms"].append(engine.optim_step().grad_norm)
     found["parameters"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
     found["losses"] = [engine.forward_backward(samples).loss_sum]
     for parameter in engine.policy.parameters.values():
@@ -70,11 +57,6 @@ def measure(layout: str, kind: str, folder: str) -> dict[str, Any]:
     found["losses"].append(engine.forward_backward(samples).loss_sum)
     engine.close()
     return found
-
-
-def measure_all(folder: str) -> dict[str, dict[str, Any]]:
-    join("fsdp2")
-    return {kind: measure("fsdp2", kind, f"{folder}/{kind}") for kind in KINDS}
 
 
 def scale_ahead(parameter):
@@ -93,34 +75,16 @@ def weight_scales(engine):
     ]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(measure_all, 2, str(tmp_path_factory.mktemp("float8")), timeout_s=250)
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    return functools.cache(lambda kind: measure("one", kind, str(folder / kind)))
-
-
-@of_kinds
-def test_gathered_float8_equals_one_device(ranks, one, kind):
-    expected = one(kind)
-    for rank in (rank[kind] for rank in ranks):
+def test_gathered_float8_equals_one_device_with_the_scales_of_the_current_weights(tmp_path):
+    expected = measure("one", str(tmp_path / "one"))
+    for rank in run_ranks(measure, 2, "fsdp2", str(tmp_path / "fsdp2"), timeout_s=250):
         assert_same_result(rank["whole"], expected["whole"])
         assert_near(rank["gradients"], expected["gradients"])
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert_near(rank["parameters"], expected["parameters"])
-
-
-@of_kinds
-def test_precomputed_scales_belong_to_the_current_weights_and_are_used(ranks, kind):
-    for rank in (rank[kind] for rank in ranks):
         for scales in rank["scales"].values():
             assert len(scales) == 8
             assert [scale for scale, _ in scales] == pytest.approx([wanted for _, wanted in scales], rel=1e-6)
-        if kind == "float8":
-            assert rank["scales"]["stepped"] != rank["scales"]["loaded"]
+        assert rank["scales"]["stepped"] != rank["scales"]["loaded"]
         with_scales, with_other_scales = rank["losses"]
         assert abs(with_other_scales - with_scales) > 0.1

@@ -135,24 +135,29 @@ def test_sampling_uses_the_dtype_of_the_trainers_forward(assets):
 
 def test_served_weights_are_a_snapshot(assets):
     async def use(local):
+        drawn = []
+
+        async def draw():
+            drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+
         await local.serve(await local.push())
-        drawn = [await local.generate(PROMPTS, sampling=SAMPLING)]
+        await draw()
         await train(local)
-        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await draw()
         version = await local.push()
         await train(local)  # The pushed weights are a copy, independent of the trainer.
-        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await draw()
         await local.serve(version)
-        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await draw()
         await local.serve(await local.push())
-        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await draw()
         return drawn
 
-    first, trained, pushed, served, last = with_backend(use, assets=assets)
-    assert ids_of(first) == ids_of(trained) == ids_of(pushed)
-    versions = [int(group[0][0].policy_versions[0]) for group in (first, trained, pushed, served, last)]
-    assert versions == [0, 0, 0, 3, 6]
-    assert len({str(ids_of(groups)) for groups in (pushed, served, last)}) == 3
+    drawn = with_backend(use, assets=assets)
+    ids = [ids_of(groups) for groups in drawn]
+    assert ids[0] == ids[1] == ids[2]
+    assert [int(groups[0][0].policy_versions[0]) for groups in drawn] == [0, 0, 0, 3, 6]
+    assert len({str(some) for some in ids[2:]}) == 3
 
 
 # Cancelled and closed

@@ -39,6 +39,8 @@ from tests.support.tensor_bytes import TensorBytes
 from tests.training.parts import make_sample, moe_spec
 
 BOUND = 0.15
+LENGTH = 64
+"""Number of input tokens of each sample."""
 NUM_PROCESSES = 2
 """Number of processes that measure at the same time, with one thread each."""
 
@@ -53,11 +55,8 @@ class Shape:
     hidden_dim: int
     vocab_size: int
     num_tokens: int
-    length: int
-    """Tokens of each sample."""
     num_experts: int = 0
     """Number of experts, each as wide as `hidden_dim`; 0 for a dense model."""
-    num_experts_per_token: int = 2
     tied: bool = True
     """The output head shares the embedding's weight."""
 
@@ -78,34 +77,18 @@ class Shape:
         if not self.num_experts:
             return dataclasses.replace(model_registry("tiny"), model=model)
         model.block.feed_forward = MoE.Config(
-            num_experts=self.num_experts,
-            num_experts_per_token=self.num_experts_per_token,
-            hidden_dim=self.hidden_dim,
+            num_experts=self.num_experts, num_experts_per_token=2, hidden_dim=self.hidden_dim
         )
         return dataclasses.replace(moe_registry("tiny"), model=model)
 
 
 # Each shape is dominated by another part, and takes a second or two to compute.
-PARAMETERS = Shape(
-    dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128, length=64
-)
-ACTIVATIONS = Shape(
-    dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048, length=128
-)
-LOGITS = Shape(
-    dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024, length=128
-)
-MIXED = Shape(
-    dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024, length=256
-)
-EXPERTS = Shape(
-    dim=256, num_layers=6, num_heads=8, hidden_dim=256, vocab_size=2048, num_tokens=256, length=64,
-    num_experts=16,
-)  # fmt: skip
-ROUTED = Shape(
-    dim=128, num_layers=8, num_heads=8, hidden_dim=128, vocab_size=320, num_tokens=2048, length=128,
-    num_experts=8,
-)  # fmt: skip
+PARAMETERS = Shape(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
+ACTIVATIONS = Shape(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
+LOGITS = Shape(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
+MIXED = Shape(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
+EXPERTS = dataclasses.replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
+ROUTED = dataclasses.replace(ACTIVATIONS, hidden_dim=128, num_experts=8)
 FOUR_LAYERS = dataclasses.replace(ACTIVATIONS, num_layers=4, num_tokens=4096)
 UNTIED = dataclasses.replace(PARAMETERS, num_layers=4, vocab_size=16_384, tied=False)
 HEAD = dataclasses.replace(LOGITS, dim=512, num_tokens=512, tied=False)
@@ -193,8 +176,8 @@ def measure(case):
         engine = TrainingEngine(
             config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
         )
-        num_samples = 2 * case.shape.num_tokens // case.shape.length * engine.policy.data_rank.count
-        samples = [make_sample(length=case.shape.length + 1, seed=i) for i in range(num_samples)]
+        num_samples = 2 * case.shape.num_tokens // LENGTH * engine.policy.data_rank.count
+        samples = [make_sample(length=LENGTH + 1, seed=i) for i in range(num_samples)]
         assert len(engine.policy.pack(samples)) == 2
         for step in (samples[: engine.policy.data_rank.count], samples):
             tracked.peak = 0
@@ -286,30 +269,21 @@ def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
     assert adapted.merged == 4 * (8 * matrices + 2 * 2 * 512 * 1536)
 
 
-def test_lora_fits_when_full_training_does_not():
-    config = qwen3_8b().trainer
-    config.parallelism.data_parallel_shard_degree = 1
+def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
+    root = qwen3_8b()
+    config, degrees = root.trainer, ParallelismConfig().degrees(1)
     config.activation_checkpoint.mode = "full"
-    degrees = config.parallelism.degrees(1)
-    every = config.estimate_memory(qwen3_8b().model, degrees=degrees, on_gpu=True)
+    every = config.estimate_memory(root.model, degrees=degrees, on_gpu=True)
     config.converters = LORA
-    adapted = config.estimate_memory(qwen3_8b().model, degrees=degrees, on_gpu=True)
-    with pytest.raises(ValueError, match="the trainer needs"):
+    adapted = config.estimate_memory(root.model, degrees=degrees, on_gpu=True)
+    says = r"GB a rank at the peak \(parameters .* its device has 140 GB: raise"
+    with pytest.raises(ValueError, match=says):
         check_device_memory(every, device_bytes=140 * 10**9, compiled=False)
     check_device_memory(adapted, device_bytes=140 * 10**9, compiled=False)
     # 8.19 billion weights in float32 and in bfloat16; or, instead of the latter, a merged copy without embeddings.
     assert adapted.held == pytest.approx(33e9, rel=0.03)
     assert adapted.gathered == pytest.approx(16.4e9, rel=0.02)
     assert adapted.merged == pytest.approx(28e9, rel=0.05)
-
-
-def test_estimate_above_the_device_memory_is_refused_with_both_sizes_and_advice():
-    need = estimated(CASES["parameters"])
-    check_device_memory(need, device_bytes=need.total, compiled=False)
-    with pytest.raises(
-        ValueError, match=r"GB a rank at the peak \(parameters .* its device has .* GB: raise"
-    ):
-        check_device_memory(need, device_bytes=need.total - 1, compiled=False)
 
 
 SMALL_EXPERTS = 6 * 3 * 20 * 36

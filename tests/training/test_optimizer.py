@@ -43,35 +43,17 @@ def test_adamw_decays_separately_from_the_gradient_and_adam_within_it(name, expe
     assert parameter.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("momentum", 1.0), ("num_iterations", 0), ("lr_ratio", -1.0), ("lr_ratio", np.inf)]
-)
-def test_muon_setting_out_of_range_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}={value}"):
-        MuonConfig(**{field: value})
-
-
 def test_iteration_applies_the_quintic_to_each_singular_value():
     # Divided by the norm 5: 0.6 and 0.8; p(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5.
     once = orthogonalize(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), num_iterations=1)
     torch.testing.assert_close(once, torch.diag(torch.tensor([1.19327, 0.97648])), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
-def test_orthogonalization_sets_singular_values_near_one_and_keeps_vectors(shape):
-    u, _, vh = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
-    values = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.5])
-    u, vh = u[:, :6], vh[:6]
-    x = u.T @ orthogonalize(u * values @ vh, num_iterations=5) @ vh.T
-    assert (x - x.diagonal().diag()).norm() < 1e-5
-    assert ((x.diagonal() > 0.67) & (x.diagonal() < 1.21)).all()
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
-def test_plain_matrices_step_like_pytorchs_muon(nesterov, scale):
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
+@pytest.mark.parametrize(("nesterov", "scale"), [(True, "match_rms_adamw"), (False, "original")])
+def test_plain_matrices_step_like_pytorchs_muon(nesterov, scale, shape):
     generator = torch.Generator().manual_seed(2)
-    ours = nn.Parameter(torch.randn(24, 10, generator=generator))
+    ours = nn.Parameter(torch.randn(shape, generator=generator))
     theirs = nn.Parameter(ours.detach().clone())
     muon = Muon(
         config=MuonConfig(nesterov=nesterov, scale=scale, lr_ratio=0.5),
@@ -82,7 +64,7 @@ def test_plain_matrices_step_like_pytorchs_muon(nesterov, scale):
         [theirs], lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale
     )
     for _ in range(3):
-        ours.grad = torch.randn(24, 10, generator=generator)
+        ours.grad = torch.randn(shape, generator=generator)
         theirs.grad = ours.grad.clone()
         muon.step(lr=0.1, weight_decay=0.1, momentum=0.9)
         reference.step()
@@ -156,14 +138,7 @@ def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        {"lr": 3e-3},
-        {"betas": (0.5, 0.95)},
-        {"eps": 0.3},
-        {"weight_decay": 5.0},
-        {"max_norm": 0.05},
-    ],
+    "params", [{"lr": 3e-3, "weight_decay": 5.0}, {"betas": (0.5, 0.95), "eps": 0.3}, {"max_norm": 0.05}]
 )
 def test_step_divides_clips_and_takes_the_settings_of_this_step(assets, params):
     engine = make_engine(assets)
@@ -218,21 +193,10 @@ def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
     ("config", "message"),
     [
         ({"decay": "linear"}, "total_steps=0"),
-        (
-            {"decay": "cosine", "warmup_steps": 5, "total_steps": 5},
-            "total_steps=5, warmup_steps=5",
-        ),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"decay": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps=5, warmup_steps=5"),
         ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be at least 0 and at most 1"),
-        ({"decay_ratio": -0.1}, r"decay_ratio=-0\.1"),
-        (
-            {"decay": "linear", "total_steps": 10, "min_ratio": 1.0},
-            r"min_ratio=1\.0: nothing would decay",
-        ),
-        (
-            {"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04},
-            "decay_ratio=0.04, .*: nothing would decay",
-        ),
+        ({"decay": "linear", "total_steps": 10, "min_ratio": 1.0}, r"min_ratio=1\.0: nothing would decay"),
+        ({"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04}, "0.04, .*: nothing would decay"),
     ],
 )
 def test_impossible_schedule_is_refused(config, message):

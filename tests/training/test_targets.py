@@ -34,11 +34,6 @@ def several(k):
     return [with_targets(s, k=k, seed=i) for i, s in enumerate(SAMPLES)]
 
 
-def packing_of(result):
-    assert result.packing is not None
-    return result.packing
-
-
 def plain_targets(model, sample):
     """Return logprobs [T - 1] or [T - 1, K] of the sample's targets, with gradient."""
     logprobs_TV = plain_logprobs(model, sample)
@@ -58,7 +53,7 @@ def test_weighted_cross_entropy_of_given_targets_equals_plain_pytorch(assets, k)
         loss = loss - (weights * plain_targets(model, sample)).sum()
     loss.backward()
     result = engine.forward_backward(samples, loss=WEIGHTED)
-    assert packing_of(result).num_micro_batches > 3
+    assert result.packing.num_micro_batches > 3
     assert result.loss_sum == pytest.approx(loss.item(), rel=1e-5)
     assert result.num_valid_tokens == sum(s.mask.sum() for s in samples)
     assert result.num_tokens == sum(len(s.token_ids) - 1 for s in samples)
@@ -71,7 +66,7 @@ def test_logprobs_are_returned_by_sample_with_a_zero_first_entry(assets, k):
     samples = several(k)
     model = plain_model(engine)
     result = engine.forward_backward(samples, loss=WEIGHTED, return_logprobs=True)
-    assert packing_of(result).num_micro_batches > 3
+    assert result.packing.num_micro_batches > 3
     asked = engine.compute_logprobs(samples)
     for sample, logprobs, alike in zip(samples, logprobs_of(result), asked, strict=True):
         assert (logprobs.shape, logprobs.dtype) == (sample.targets.shape, np.float32)
@@ -91,7 +86,7 @@ def test_sequence_ratio_uses_the_ratio_mask_in_every_packing(assets):
     loss = GSPOLoss(clip_low=1.0, clip_high=1e9)
     engine, packed = make_engine(assets, max_tokens_per_microbatch=18), make_engine(assets)
     result, other = engine.forward_backward(samples, loss=loss), packed.forward_backward(samples, loss=loss)
-    assert packing_of(result).num_micro_batches != packing_of(other).num_micro_batches
+    assert result.packing.num_micro_batches != other.packing.num_micro_batches
     assert_near(gradients(packed), gradients(engine))
     assert result.ratio_mean == pytest.approx(other.ratio_mean, rel=1e-5)
     plain = make_engine(assets).forward_backward(SAMPLES, loss=loss)
@@ -122,13 +117,10 @@ def test_invalid_targets_are_refused_and_the_gradient_is_kept(assets, change, sa
     assert engine.optim_step().grad_norm > 0.0
 
 
-def test_several_targets_need_targets_and_no_ratio_mask(assets):
-    engine = make_engine(assets)
+def test_several_masks_need_targets(assets):
     sample = with_targets(make_sample(length=6, seed=1), k=2)
-    with pytest.raises(ValueError, match="sample 0: ratio_mask must be None with targets"):
-        engine.forward([replace(sample, ratio_mask=np.ones(6, dtype=bool))])
     with pytest.raises(ValueError, match=r"sample 0: mask has shape \[6, 2\]: must be \[6\]"):
-        engine.forward([replace(sample, targets=None)])
+        make_engine(assets).forward([replace(sample, targets=None)])
 
 
 def test_samples_with_other_targets_are_written_and_read(tmp_path):
