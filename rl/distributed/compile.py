@@ -104,20 +104,15 @@ def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
 def check_async_tensor_parallel(
     *, tensor_parallel_degree: int, compile_config: CompileConfig, device_type: str
 ) -> None:
-    """Raise ValueError naming a missing requirement that is visible without touching a GPU."""
-    prefix = "parallelism.async_tensor_parallel=True"
-    if device_type != "cuda":
+    """Raise ValueError if a requirement is missing that is visible without touching a GPU."""
+    compiles = compile_config.includes("model") and compile_config.backend == "inductor"
+    if device_type != "cuda" or tensor_parallel_degree == 1 or not compiles:
         raise ValueError(
-            f"{prefix} on device {device_type!r}: must be False: it copies through memory that GPUs share"
-        )
-    if tensor_parallel_degree == 1:
-        raise ValueError(
-            f"{prefix} with tensor_parallel_degree=1: must be False: there is nothing to overlap"
-        )
-    if not compile_config.includes("model") or compile_config.backend != "inductor":
-        raise ValueError(
-            f"{prefix} needs compile.enable=True, 'model' among compile.components and compile.backend="
-            "'inductor': the compiler makes the overlap"
+            f"parallelism.async_tensor_parallel=True on device {device_type!r} with "
+            f"tensor_parallel_degree={tensor_parallel_degree}, compile.enable={compile_config.enable}, "
+            f"compile.components={compile_config.components}, compile.backend={compile_config.backend!r}: must be "
+            "False, unless GPUs share the model ('cuda', a degree above 1) and 'inductor' compiles its blocks "
+            "('model' among the components), which makes the overlap"
         )
 
 

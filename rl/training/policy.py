@@ -262,32 +262,26 @@ class TokenValues:
         """
         self._policy = policy
         indices = range(len(samples)) if wanted is None else wanted
-        self._shapes = [samples[index].mask.shape for index in indices]
-        self._ends = np.cumsum([samples[index].mask.size for index in indices])
-        self._flat = np.zeros(self._ends[-1], dtype=np.float32)
-        self._parts = self._split(self._flat)
-        self._part_of = {index: part for part, index in enumerate(indices)}
+        self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if not self._policy.data_rank.speaks or self._part_of.keys().isdisjoint(batch.sample_indices):
+        if not self._policy.data_rank.speaks or self._values.keys().isdisjoint(batch.sample_indices):
             return
         for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
-            if (part := self._part_of.get(index)) is not None:
-                self._parts[part][:] = values
+            if index in self._values:
+                self._values[index][:] = values
 
     def collect(self) -> list[np.ndarray]:
         """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0 is 0."""
+        arrays = list(self._values.values())
         if self._policy.mesh is None:
-            return self._parts
+            return arrays
         # One data-parallel rank computed each token; on the others it is 0.
-        summed = torch.from_numpy(self._flat).to(self._policy.device)
+        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._policy.device)
         dist.all_reduce(summed)
-        return self._split(summed.cpu().numpy())
-
-    def _split(self, flat: np.ndarray) -> list[np.ndarray]:
-        parts = np.split(flat, self._ends[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class ReferencePolicy:

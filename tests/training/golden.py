@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import platform
-import tempfile
 from pathlib import Path
 
 import torch
@@ -76,17 +75,6 @@ def run_steps(option: str | None = None) -> Steps:
     finally:
         engine.close()
         torch.use_deterministic_algorithms(False)
-
-
-def run_steps_with_a_resume() -> Steps:
-    """Take half of the steps, save a checkpoint, and take the rest in another engine."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine()
-        steps = [run_step(engine, step) for step in range(NUM_STEPS // 2)]
-        engine.save_checkpoint(f"{folder}/half")
-        other = make_engine()
-        other.load_checkpoint(f"{folder}/half")
-        return steps + [run_step(other, step) for step in range(NUM_STEPS // 2, NUM_STEPS)]
 
 
 NEUTRAL = {

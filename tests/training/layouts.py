@@ -149,10 +149,11 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
 
     found["sparse"] = engine.forward_backward(samples[:1])
     found["not finite"] = provoke_nan(engine)
-    engine.load_checkpoint(f"{folder}/checkpoint")
-    found["restored"] = whole_state(engine)
-    engine.forward_backward(samples)
-    found["norms"].append(engine.optim_step().grad_norm)
+    found["continued"] = []
+    for _ in range(2):
+        engine.load_checkpoint(f"{folder}/checkpoint")
+        found["restored"] = whole_state(engine)
+        found["continued"].append((engine.forward_backward(samples).loss_sum, engine.optim_step().grad_norm))
     engine.close()
 
     half = make(kind, layout, assets, param_dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Background saves, retention, and the remains of a kill or a full disk."""
+"""Background saves, retention, the remains of a kill or a full disk, and errors of one rank raised on all."""
 
 import functools
 import os
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl.training.checkpoint import Checkpointer
 from rl.training.checkpoint_files import saved_steps, step_folder
 from rl.training.failures import CheckpointError
+from tests.support.distributed import run_ranks
 from tests.support.forked import die_at_flush, limit_files, run_in_fork
+from tests.training.layouts import parallelism
 from tests.training.parts import assert_near, make_engine, step
 
 
@@ -185,3 +188,43 @@ def test_full_disk_leaves_nothing_of_an_export(assets, tmp_path):
     error = error_on_full_disk(lambda: engine.export_hf(str(tmp_path / "hf")), num_bytes=3_000)
     assert f"{tmp_path / 'hf'} was not written, earlier content is unchanged: " in error
     assert entries(tmp_path) == []
+
+
+def fail_to_save(assets: str, folder: str) -> tuple[str, str]:
+    """Fill the disk of rank 1 only; return each rank's errors of the save and of loading a file damaged on
+    rank 1."""
+    engine = make_engine(
+        assets, parallelism=parallelism("fsdp2"), checkpoint=Checkpointer.Config(async_mode="async")
+    )
+    engine.save_checkpoint(str(step_folder(folder, 1)))
+    damaged = next(Path(folder, "step-1").glob("__1_*"))
+    content = bytearray(damaged.read_bytes())
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        content[-5] ^= 1
+        damaged.write_bytes(content)
+    dist.barrier()
+    try:
+        engine.load_checkpoint(str(step_folder(folder, 1)))
+        of_load = "nothing raised"
+    except ValueError as error:
+        of_load = str(error)
+    if os.environ["RANK"] == "1":
+        limit_files(2_000)
+    try:
+        engine.save_checkpoint(str(step_folder(folder, 2)), wait=False)
+        engine.checkpointer.wait()
+        of_save = "nothing raised"
+    except CheckpointError as error:
+        of_save = str(error)
+    return of_load, of_save
+
+
+@pytest.mark.medium
+def test_error_of_one_rank_is_raised_on_all_ranks(assets, tmp_path):
+    for of_load, of_save in run_ranks(fail_to_save, 2, assets, str(tmp_path), timeout_s=100):
+        assert "step-1/__1_0.distcp is corrupted" in of_load
+        assert "step-2 was not written" in of_save
+        assert "File too large" in of_save
+    assert list(saved_steps(tmp_path)) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

@@ -83,20 +83,21 @@ COMPILED = CompileConfig(enable=True)
 
 
 @pytest.mark.parametrize(
-    ("device_type", "degree", "compile", "says"),
+    ("device_type", "degree", "compile"),
     [
-        ("cpu", 2, COMPILED, "on device 'cpu': must be False"),
-        ("cuda", 1, COMPILED, "with tensor_parallel_degree=1: must be False"),
-        ("cuda", 2, CompileConfig(), "needs compile.enable=True"),
-        ("cuda", 2, CompileConfig(enable=True, components=("loss",), backend="aot_eager"), "'model' among"),
-        ("cuda", 2, CompileConfig(enable=True, backend="aot_eager"), "compile.backend='inductor'"),
+        ("cpu", 2, COMPILED),
+        ("cuda", 1, COMPILED),
+        ("cuda", 2, CompileConfig()),
+        ("cuda", 2, CompileConfig(enable=True, components=("loss",), backend="aot_eager")),
+        ("cuda", 2, CompileConfig(enable=True, backend="aot_eager")),
     ],
 )
-def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree, compile, says):
+def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree, compile):
     settings = ParallelismConfig(async_tensor_parallel=True, tensor_parallel_degree=degree)
     config = engine_config(parallelism=settings, compile=compile)
     checks = trainer_checks(config, small_spec(), world_size=degree, device_type=device_type)
-    with pytest.raises(ValueError, match=rf"parallelism.async_tensor_parallel=True .*{says}"):
+    says = rf"async_tensor_parallel=True on device '{device_type}' with tensor_parallel_degree={degree}, .* False"
+    with pytest.raises(ValueError, match=says):
         [check() for check in checks]
 
 

@@ -11,11 +11,7 @@ pytestmark = pytest.mark.medium
 def run_all():
     """Return machine and steps by option, from a process with one thread from its start."""
     runs = {option: golden.run_steps(option) for option in golden.NEUTRAL}
-    return golden.machine(), runs | {
-        "plain": golden.run_steps(),
-        "again": golden.run_steps(),
-        "resumed": golden.run_steps_with_a_resume(),
-    }
+    return golden.machine(), runs | {"plain": golden.run_steps(), "again": golden.run_steps()}
 
 
 @pytest.fixture(scope="module")

@@ -145,10 +145,11 @@ def test_every_rank_returns_the_same_bits(measured, case):
 @of_cases
 def test_checkpoint_and_export_hold_the_weights(measured, one, case, all_assets, folder):
     kind, layout = case
-    one(kind)
     ranks = measured(case)
     for rank in ranks:
         assert_near(rank["restored"], rank["state"], relative=0.0)
+        assert rank["continued"][0] == rank["continued"][1]  # bit for bit
+        assert rank["continued"][0] == pytest.approx(one(kind)["continued"][0], rel=1e-4)
     checkpoint = folder / "_".join(case) / "checkpoint"
     version, state = restore((kind, "one"), all_assets, str(checkpoint))
     assert version == 3
