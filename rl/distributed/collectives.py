@@ -19,11 +19,6 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-def group_name(mesh: DeviceMesh) -> str:
-    """Return the name of the process group of a one-dimensional mesh."""
-    return mesh.get_group().group_name
-
-
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"], group: str) -> Tensor:
     """Return the reduction in a new tensor, without gradient."""
     ops = torch.ops._c10d_functional

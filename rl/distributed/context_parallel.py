@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.collectives import GatherAlike, group_name
+from rl.distributed.collectives import GatherAlike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class ContextParallel:
         """Return the position on a one-dimensional mesh, or None if it has a single rank."""
         if mesh.size() == 1:
             return None
-        return cls(rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=group_name(mesh))
+        return cls(rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=mesh.get_group().group_name)
 
     def pad_multiple(self, multiple: int) -> int:
         """Return the divisor of T for equal pieces with a `multiple` of tokens on each rank."""

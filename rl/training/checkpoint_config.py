@@ -164,7 +164,7 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     shared = config.shared_folder
     if shared is None:
         return initial_source(config)
-    load_step = config.load_step if _names_own_step(config) else LATEST
+    load_step = config.load_step if config.initial_load_path is None else LATEST
     if not config.load_only:
         _check_free(config, shared, load_step)
         if repairs and load_step == LATEST:
@@ -240,18 +240,7 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
         )
     if state.model_only and position.step < num_steps:
         raise ValueError(f"{path} {_MODEL_ONLY}; move it away to continue from the checkpoint before it")
-    return LoadSource(
-        path=path,
-        model_only=state.model_only,
-        position=position,
-        whole=True,
-    )
-
-
-def _names_own_step(config: CheckpointConfig) -> bool:
-    """Return whether `load_step` is a step of `folder` rather than of `initial_load_path`."""
-    path, shared = config.initial_load_path, config.shared_folder
-    return path is None or (shared is not None and Path(path).expanduser().resolve() == shared.resolve())
+    return LoadSource(path=path, model_only=state.model_only, position=position, whole=True)
 
 
 def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:

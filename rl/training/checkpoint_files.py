@@ -119,7 +119,7 @@ def read_state(folder: str | Path) -> SavedState:
         ValueError: another version of this project wrote the file.
     """
     file = Path(folder) / STATE
-    values = {name: value for name, value in _read_json(file).items() if name != "format"}
+    values = _read_json(file)
     try:
         position = values.pop("position")
         return SavedState(
@@ -257,10 +257,10 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"checkpoint file {file} is missing: {file.parent} is not a complete checkpoint"
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = content["format"]
-    except (ValueError, TypeError, KeyError) as error:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found = content.pop("format")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
     if found != FORMAT:
         raise ValueError(f"checkpoint file {file} has format {found!r}; this version reads {FORMAT}")
-    return dict(content)
+    return content

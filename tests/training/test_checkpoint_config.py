@@ -99,10 +99,8 @@ def test_shared_folder_with_checkpoints_is_continued(saved, tmp_path):
         find_load_source(replace(shared, exclude_from_loading=("dataloader",)))
 
 
-@pytest.mark.parametrize("initial_load_path", [None, "saved"])
-def test_earlier_step_of_the_shared_folder_is_loaded_only_without_saving(saved, tmp_path, initial_load_path):
-    path = None if initial_load_path is None else str(tmp_path / initial_load_path)
-    shared = CheckpointConfig(folder=str(tmp_path / "saved"), initial_load_path=path)
+def test_earlier_step_of_the_shared_folder_is_loaded_only_without_saving(saved, tmp_path):
+    shared = CheckpointConfig(folder=str(tmp_path / "saved"))
     assert find_load_source(replace(shared, load_step=10)) == continuing(saved[10], 10)
     with pytest.raises(ValueError, match=r"load_step=4: .* also holds later steps up to 10"):
         find_load_source(replace(shared, load_step=4))
