@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -272,37 +271,21 @@ def check_source(
     """
     if source is None:
         return
-    exclude = config.trainer.checkpoint.exclude_from_loading
+    path, model_only = source.path, source.model_only
     num_steps, position = config.loop.num_steps, source.position
-    if is_checkpoint(source.path):  # a Hugging Face folder does not record its tokenizer
-        saved = read_state(source.path).tokenizer
-        present = start.tokenizer_fingerprint()
-        check_tokenizer(source.path, saved, present, model_only=source.model_only, exclude=exclude)
+    adapter = start.spec.adapter(start.spec.model)
+    model, converters = converted_model(config, model_spec=start.spec, num_gpus=num_gpus)
+    if not is_checkpoint(path):  # a Hugging Face folder, which does not record its tokenizer
+        HFFolder(path).check(model, adapter, names=set(converters.plain_names))
+        return
+    saved = read_state(path)
+    exclude = config.trainer.checkpoint.exclude_from_loading
+    present = start.tokenizer_fingerprint()
+    check_tokenizer(path, saved.tokenizer, present, model_only=model_only, exclude=exclude)
     if position is not None and position.step >= num_steps and not source.whole:
         raise ValueError(
-            f"loop.num_steps={num_steps}: {source.path} has done {position.step} steps already; give more to continue"
+            f"loop.num_steps={num_steps}: {path} has done {position.step} steps already; give more to continue"
         )
-    exclude = () if source.whole else exclude
-    _check_weights(
-        source.path, start.spec, config, model_only=source.model_only, exclude=exclude, num_gpus=num_gpus
-    )
-
-
-def _check_weights(
-    folder: Path,
-    spec: ModelSpec,
-    config: RunConfig,
-    *,
-    model_only: bool,
-    exclude: tuple[str, ...],
-    num_gpus: int,
-) -> None:
-    """Check that a checkpoint or Hugging Face folder fits the trainer's model and, for whole ones, its optimizer."""
-    adapter = spec.adapter(spec.model)
-    model, converters = converted_model(config, model_spec=spec, num_gpus=num_gpus)
-    if not is_checkpoint(folder):
-        HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
-        return
     tensors = model_tensors(model)
     if not model_only:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -310,11 +293,5 @@ def _check_weights(
         tensors |= optimizer_tensors(trained, optimizer)
         if config.trainer.reference.enable:
             tensors |= model_tensors(model, prefix=REFERENCE)
-    matching_tensors(
-        folder,
-        read_state(folder),
-        into=tensors,
-        converters=converters,
-        model_only=model_only,
-        exclude=exclude,
-    )
+    exclude = () if source.whole else exclude
+    matching_tensors(path, saved, into=tensors, converters=converters, exclude=exclude)

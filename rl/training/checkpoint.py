@@ -205,7 +205,6 @@ class Checkpointer(Configurable):
             saved,
             into=self.tensors(model_only=model_only),
             converters=self.policy.converters,
-            model_only=model_only,
             exclude=exclude,
         )
         content: dict[str, Any] = dict(tensors)

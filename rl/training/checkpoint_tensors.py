@@ -70,7 +70,6 @@ def matching_tensors(
     *,
     into: Mapping[str, Tensor],
     converters: ModelConverters,
-    model_only: bool,
     exclude: Sequence[str],
 ) -> dict[str, Tensor]:
     """Return the tensors of `into` to load: all that are not excluded, if names and shapes agree.
@@ -87,7 +86,8 @@ def matching_tensors(
     parts = {name.split(".")[0] for name in into}
     there: Shapes = {name: shape for name, shape in saved_shapes(path).items() if name.split(".")[0] in parts}
     names = {**needed, **there}
-    _check_exclusions(path, list(names), model_only=model_only, exclude=exclude)
+    others = (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
+    _check_exclusions(path, [*others, *names], exclude=exclude)
     needed, there = _without(needed, exclude), _without(there, exclude)
     differences = list(_converter_differences(saved, converters, names, exclude))
     differences += _tensor_differences(needed, there)
@@ -131,13 +131,12 @@ def _without(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
 
 
-def _check_exclusions(path: Path, names: list[str], *, model_only: bool, exclude: Sequence[str]) -> None:
-    others = (TOKENIZER,) if model_only else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
+def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str]) -> None:
     for pattern in exclude:
-        if not any(excluded(name, (pattern,)) for name in (*names, *others)):
+        if not any(excluded(name, (pattern,)) for name in names):
             raise ValueError(
                 f"exclude_from_loading: {pattern!r} names nothing that would be loaded from {path}; valid "
-                f"names are {', '.join((*others, *names[:3]))} ..."
+                f"names are {', '.join(names[:7])} ..."
             )
 
 
