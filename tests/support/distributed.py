@@ -15,14 +15,12 @@ import faulthandler
 import multiprocessing
 import os
 import socket
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 EXIT_S = 5.0
@@ -38,15 +36,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     Raises:
         RuntimeError: with the traceback of the first rank that raised, or the exit code of the one that died; the
             others are killed.
-        TimeoutError: naming the ranks that had not answered, with their stacks.
+        TimeoutError: naming the ranks that had not answered, which have written their stacks to stderr.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
-        return _run_ranks(function, num_ranks, args, timeout_s=timeout_s, stacks=Path(stacks))
-
-
-def _run_ranks(
-    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], *, timeout_s: float, stacks: Path
-) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     port = free_port()
@@ -55,22 +46,16 @@ def _run_ranks(
     try:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            stacks_of_rank = (stacks / f"{rank}.txt", timeout_s - STACKS_S)
             process: BaseProcess = context.Process(
                 target=_child,
-                args=(function, args, rank, num_ranks, port, theirs, stacks_of_rank),
+                args=(function, args, rank, num_ranks, port, theirs, timeout_s - STACKS_S),
                 daemon=True,
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        try:
-            results = _collect(pipes, processes, name=function.__name__, timeout_s=timeout_s)
-        except TimeoutError as error:
-            for file in sorted(stacks.iterdir()):
-                error.add_note(f"rank {file.stem}:\n{file.read_text()}")
-            raise
+        results = _collect(pipes, processes, name=function.__name__, timeout_s=timeout_s)
         for process in processes:
             process.join(EXIT_S)  # Killed ranks would leave their semaphores in /dev/shm.
         return results
@@ -112,10 +97,9 @@ def _child(
     num_ranks: int,
     port: int,
     pipe: Connection,
-    stacks: tuple[Path, float],
+    stacks_s: float,
 ) -> None:
-    file, after_s = stacks
-    faulthandler.dump_traceback_later(after_s, file=file.open("w"))
+    faulthandler.dump_traceback_later(stacks_s)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {
         "RANK": str(rank),
