@@ -141,9 +141,11 @@ def test_missing_source_or_one_of_another_kind_is_refused(tmp_path):
     folder.mkdir()
     asked = CheckpointConfig(initial_load_path=str(folder), initial_load_in_hf=True)
     assert find_load_source(asked) == starting(folder)
-    for fields in ({"load_step": 3}, {"exclude_from_loading": ("model.norm",)}):
+    for of_checkpoint in (
+        replace(asked, load_step=3), replace(asked, exclude_from_loading=("model.norm",))
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="only for checkpoints: must not be set with initial_load_in_hf"):
-            find_load_source(replace(asked, **fields))
+            find_load_source(of_checkpoint)
 
 
 def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):

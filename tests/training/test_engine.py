@@ -35,7 +35,7 @@ SAMPLES = make_samples()
 def naive(engine, samples):
     """Return numbers of each token, and gradients, of GRPO with bounds of 0.2, one sample after another."""
     model = plain_model(engine)
-    found = {name: [] for name in ("loss", "ratio", "clipped", "entropy", "difference")}
+    found: dict[str, list] = {name: [] for name in ("loss", "ratio", "clipped", "entropy", "difference")}
     for sample in samples:
         logprobs_TV = plain_logprobs(model, sample)
         mask, q, advantages = (

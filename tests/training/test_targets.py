@@ -34,6 +34,10 @@ def several(k):
     return [with_targets(s, k=k, seed=i) for i, s in enumerate(SAMPLES)]
 
 
+def num_micro_batches(result):
+    return result.packing.num_micro_batches
+
+
 def plain_targets(model, sample):
     """Return logprobs [T - 1] or [T - 1, K] of the sample's targets, with gradient."""
     logprobs_TV = plain_logprobs(model, sample)
@@ -53,7 +57,7 @@ def test_weighted_cross_entropy_of_given_targets_equals_plain_pytorch(assets, k)
         loss = loss - (weights * plain_targets(model, sample)).sum()
     loss.backward()
     result = engine.forward_backward(samples, loss=WEIGHTED)
-    assert result.packing.num_micro_batches > 3
+    assert num_micro_batches(result) > 3
     assert result.loss_sum == pytest.approx(loss.item(), rel=1e-5)
     assert result.num_valid_tokens == sum(s.mask.sum() for s in samples)
     assert result.num_tokens == sum(len(s.token_ids) - 1 for s in samples)
@@ -66,7 +70,7 @@ def test_logprobs_are_returned_by_sample_with_a_zero_first_entry(assets, k):
     samples = several(k)
     model = plain_model(engine)
     result = engine.forward_backward(samples, loss=WEIGHTED, return_logprobs=True)
-    assert result.packing.num_micro_batches > 3
+    assert num_micro_batches(result) > 3
     asked = engine.compute_logprobs(samples)
     for sample, logprobs, alike in zip(samples, logprobs_of(result), asked, strict=True):
         assert (logprobs.shape, logprobs.dtype) == (sample.targets.shape, np.float32)
@@ -86,7 +90,7 @@ def test_sequence_ratio_uses_the_ratio_mask_in_every_packing(assets):
     loss = GSPOLoss(clip_low=1.0, clip_high=1e9)
     engine, packed = make_engine(assets, max_tokens_per_microbatch=18), make_engine(assets)
     result, other = engine.forward_backward(samples, loss=loss), packed.forward_backward(samples, loss=loss)
-    assert result.packing.num_micro_batches != other.packing.num_micro_batches
+    assert num_micro_batches(result) != num_micro_batches(other)
     assert_near(gradients(packed), gradients(engine))
     assert result.ratio_mean == pytest.approx(other.ratio_mean, rel=1e-5)
     plain = make_engine(assets).forward_backward(SAMPLES, loss=loss)
