@@ -43,8 +43,9 @@ def naive(engine, samples):
             for values in (sample.mask, sample.generator_logprobs, sample.advantages)
         )
         valid = mask & q.isfinite()
-        p = logprobs_TV[range(len(q)), sample.token_ids[1:]]
-        ratio, advantages = (p - q).exp()[valid], advantages[valid]
+        p = logprobs_TV[range(len(q)), sample.token_ids[1:]][valid]
+        q, advantages = q[valid], advantages[valid]
+        ratio = (p - q).exp()
         plain, clipped = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
         loss = -torch.minimum(plain, clipped)
         loss.sum().backward()
@@ -52,7 +53,7 @@ def naive(engine, samples):
         found["ratio"] += ratio.tolist()
         found["clipped"] += (clipped < plain).tolist()
         found["entropy"] += (-(logprobs_TV.exp() * logprobs_TV).sum(1)[mask]).tolist()
-        found["difference"] += (p - q).abs()[valid].tolist()
+        found["difference"] += (p - q).abs().tolist()
     return found, {name: p.grad for name, p in model.named_parameters()}
 
 
