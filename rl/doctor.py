@@ -15,17 +15,17 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
 from rl.observability.span_reader import WAITS, ProcessState, read_states
 from rl.observability.stacks import request_stacks
-from rl.utils.processes import is_alive, kernel_state
+from rl.utils.processes import kernel_state
 
 MIN_EXPECTED_S = 60.0
 EXPECTED_STEPS = 5.0
@@ -36,55 +36,18 @@ SHOWN_EVENTS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessHealth:
-    """Health of one process of a run."""
-
-    state: ProcessState
-    is_alive: bool | None
-    """Liveness of the process; None on another machine."""
-    is_stopped: bool
-
-    def describe(self, *, run_is_finished: bool) -> str:
-        """Return one line about the process."""
-        state = self.state
-        where = f"pid {state.process.pid}" if state.is_here else f"pid {state.process.pid} on {state.host}"
-        how = {True: "alive", False: "ended" if run_is_finished else "dead", None: "elsewhere"}[self.is_alive]
-        how = "STOPPED" if self.is_stopped else how
-        version = "" if state.policy_version is None else f", version {state.policy_version}"
-        return f"{state.name:<16} {how:<9} {where}{version}: {state.describe()}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunHealth:
     """Health of a run and its processes."""
 
-    folder: Path
     status: Literal["running", "finished", "ended"]
     """`ended` means without having finished."""
-    last_step: int | None
-    last_step_age_s: float
-    """Time since the last line of metrics.jsonl."""
-    expected_s: float
-    """Longest time that the controller should wait for one thing."""
-    processes: tuple[ProcessHealth, ...]
-    events: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
     """Reasons why the run makes no progress; empty for a finished or healthy run."""
-
-    def describe(self) -> str:
-        step = f"the last step was step {self.last_step}, {self.last_step_age_s:.1f} s ago"
-        lines = [f"{self.folder}: {self.status}; {'no step is done' if self.last_step is None else step}"]
-        is_finished = self.status == "finished"
-        lines += [f"  {process.describe(run_is_finished=is_finished)}" for process in self.processes]
-        lines += [f"  event: {json.dumps(event)}" for event in self.events[-SHOWN_EVENTS:]]
-        lines += [f"PROBLEM: {problem}" for problem in self.problems]
-        if is_finished:
-            lines.append("the run has finished")
-        elif not self.problems:
-            lines.append(
-                f"no problem found; the controller may wait up to {self.expected_s:.0f} s for one thing"
-            )
-        return "\n".join(lines)
+    text: str
+    """Lines for the user, without stacks."""
+    states: dict[ProcessState, str]
+    """Each process with its liveness: alive, STOPPED, dead, ended (with its run), or elsewhere (on another
+    machine)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(health.describe(), flush=True)
+    print(health.text, flush=True)
     if not options.brief:
-        print(asyncio.run(_stacks(health)))
+        print(asyncio.run(_stacks(health, Path(options.folder).expanduser() / "logs")))
     return 1 if health.problems else 0
 
 
@@ -114,51 +77,58 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     run = RunFolder.to_read(folder)
     records = read_metrics(run.metrics)
     expected_s = _expected_s(run.config_json, records) if expected_s is None else expected_s
-    processes = tuple(map(_health, read_states(run.logs)))
-    controller = next((process for process in processes if process.state.role == "controller"), None)
+    states = {state: _liveness(state) for state in read_states(run.logs)}
+    controller = next((state for state in states if state.role == "controller"), None)
     status: Literal["running", "finished", "ended"] = "finished" if run.is_finished else "running"
-    problems = []
-    if status == "running" and controller is not None and controller.is_alive is False:
+    problems: list[str] = []
+    if status == "running" and controller is not None and states[controller] == "dead":
         status, problems = "ended", ["the controller is dead, and the run has not finished"]
     elif status == "running":
-        problems = _problems(processes, controller, expected_s)
-    steps = [int(record["step"]) for record in records]
-    return RunHealth(
-        folder=folder,
-        status=status,
-        last_step=max(steps, default=None),
-        last_step_age_s=max(0.0, time.time() - run.metrics.stat().st_mtime) if steps else 0.0,
-        expected_s=expected_s,
-        processes=processes,
-        events=tuple(read_events(run.events)),
-        problems=tuple(problems),
-    )
+        problems = _problems(states, controller, expected_s)
+    step = "no step is done"
+    if records:
+        age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
+        step = f"the last step was step {max(int(r['step']) for r in records)}, {age_s:.1f} s ago"
+    if status == "finished":
+        states = {state: "ended" if how == "dead" else how for state, how in states.items()}
+    lines = [f"{folder}: {status}; {step}", *(_describe(state, how) for state, how in states.items())]
+    lines += [f"  event: {json.dumps(event)}" for event in read_events(run.events)[-SHOWN_EVENTS:]]
+    lines += [f"PROBLEM: {problem}" for problem in problems]
+    if status == "finished":
+        lines.append("the run has finished")
+    elif not problems:
+        lines.append(f"no problem found; the controller may wait up to {expected_s:.0f} s for one thing")
+    return RunHealth(status=status, problems=tuple(problems), text="\n".join(lines), states=states)
 
 
-def _health(state: ProcessState) -> ProcessHealth:
+def _liveness(state: ProcessState) -> str:
     if not state.is_here:
-        return ProcessHealth(state=state, is_alive=None, is_stopped=False)
-    is_stopped = "stopped" in (kernel_state(state.process) or "")
-    return ProcessHealth(state=state, is_alive=is_alive(state.process), is_stopped=is_stopped)
+        return "elsewhere"
+    activity = kernel_state(state.process)
+    return "dead" if activity is None else "STOPPED" if "stopped" in activity else "alive"
+
+
+def _describe(state: ProcessState, how: str) -> str:
+    host = "" if state.is_here else f" on {state.host}"
+    version = "" if state.policy_version is None else f", version {state.policy_version}"
+    return f"  {state.name:<16} {how:<9} pid {state.process.pid}{host}{version}: {state.describe()}"
 
 
 def _problems(
-    processes: Sequence[ProcessHealth], controller: ProcessHealth | None, expected_s: float
+    states: Mapping[ProcessState, str], controller: ProcessState | None, expected_s: float
 ) -> list[str]:
     if controller is None:
         return ["the controller has recorded nothing"]
-    found = [f"{p.state.name} is dead" for p in processes if p.is_alive is False]
-    found += [f"{p.state.name} is stopped by a signal" for p in processes if p.is_stopped]
-    state = controller.state
-    silent_s = state.age_s(state.changed_s)
-    expected = f"expected are at most {expected_s:.0f} s"
-    waits = [wait for wait in state.open if wait.name.startswith(f"{WAITS}trainer")]
+    found = [f"{state.name} is dead" for state, how in states.items() if how == "dead"]
+    found += [f"{state.name} is stopped by a signal" for state, how in states.items() if how == "STOPPED"]
+    silent_s, expected = controller.age_s(controller.changed_s), f"expected are at most {expected_s:.0f} s"
+    waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
     if silent_s > expected_s:
         found.append(
             f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open spans: "
-            f"{state.describe()}"
+            f"{controller.describe()}"
         )
-    elif waits and (waits_s := max(state.age_s(wait.since_s) for wait in waits)) > expected_s:
+    elif waits and (waits_s := max(controller.age_s(wait.since_s) for wait in waits)) > expected_s:
         found.append(f"the controller {waits[0].name} for {waits_s:.0f} s, {expected}")
     return found
 
@@ -173,9 +143,9 @@ def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float
         return SETUP_S
 
 
-async def _stacks(health: RunHealth) -> str:
-    states = [process.state for process in health.processes if process.is_alive is not False]
-    texts = await asyncio.gather(*(request_stacks(state, health.folder / "logs") for state in states))
+async def _stacks(health: RunHealth, logs: Path) -> str:
+    states = [state for state, how in health.states.items() if how not in ("dead", "ended")]
+    texts = await asyncio.gather(*(request_stacks(state, logs) for state in states))
     blocks = [f"\n==== {s.name}: {s.describe()}\n{t.rstrip()}" for s, t in zip(states, texts, strict=True)]
     return "\n".join(blocks)
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import socket
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rl.models.batch_invariant.probe import processor
 from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
 
@@ -33,42 +35,24 @@ VARIABLES = (
 """Environment variables that are recorded; others may hold secrets."""
 
 
-def describe_environment(*, proc: Path = Path("/proc")) -> dict[str, Any]:
-    """Describe this process and machine, without unknown entries."""
-    memory = _field(proc / "meminfo", "MemTotal")
+def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, Any]:
+    """Describe this process and machine. `gpus` is the folder of the driver's descriptions."""
     installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
-    gpus = sorted((proc / "driver/nvidia/gpus").glob("*/information"))
-    found = {
+    lines = [line for file in sorted(gpus.glob("*/information")) for line in file.read_text().splitlines()]
+    return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "cpu": _field(proc / "cpuinfo", "model name"),
+        "cpu": processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
-        "memory_gib": memory and round(int(memory.split()[0]) / 2**20, 1),
-        "gpus": [_field(file, "Model") for file in gpus],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")],
         "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def write_environment(file: Path) -> None:
     """Write environment.json atomically; a full disk is a warning."""
     with optional_write(file), atomic_write(file) as temporary:
         temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
-
-
-def read_environment(file: Path) -> dict[str, Any]:
-    """Return the contents of environment.json, or nothing if the file is missing or damaged."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _field(file: Path, name: str) -> str | None:
-    """Return the value of the first line `name : value`, or None."""
-    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    match = re.search(rf"^{name}\s*:\s*(.*?)\s*$", text, flags=re.MULTILINE)
-    return match[1] if match else None

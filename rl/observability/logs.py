@@ -133,17 +133,16 @@ class _FileHandler(logging.Handler):
         super().close()
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, *, where: str = ""
+) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))
+    logging.getLogger(__name__).critical("uncaught exception%s", where, exc_info=(kind, error, trace))
 
 
 def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-    if args.exc_value is None or issubclass(args.exc_type, SystemExit):
-        return
-    name = args.thread.name if args.thread else "a thread"
-    logging.getLogger(__name__).critical(
-        "uncaught exception in %s", name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback)
-    )
+    if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
+        name = args.thread.name if args.thread else "a thread"
+        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback, where=f" in {name}")

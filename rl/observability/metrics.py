@@ -113,22 +113,13 @@ class Last:
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several ranks, calls or steps, each by its own reduction.
-
-    Raises:
-        TypeError: a name has two kinds of reduction.
-    """
+    """Merge the metrics of several ranks, calls or steps, each by its own reduction."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            if name not in merged:
-                merged[name] = metric
-            elif type(merged[name]) is type(metric):
-                merged[name] = merged[name].merge(metric)
-            else:
-                raise TypeError(
-                    f"{name} is reduced as {type(merged[name]).__name__} and {type(metric).__name__}"
-                )
+            earlier = merged.get(name, metric)
+            assert type(earlier) is type(metric), f"{name} is reduced as {earlier} and {metric}"
+            merged[name] = earlier.merge(metric) if name in merged else metric
     return merged
 
 

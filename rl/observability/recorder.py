@@ -75,16 +75,14 @@ class TrainedRollout:
     trainer_logprobs: np.ndarray | None = None
     """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them."""
 
-    def of_turns(self, turns: Sequence[Turn]) -> list[dict[str, np.ndarray]]:
-        """Split the arrays by turns."""
-        values = {
-            "trainer_logprobs": self.trainer_logprobs,
-            "advantages": self.advantages,
-            "mask": None if self.mask is None else self.mask.astype(np.int8),
-        }
+    def by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return the recorded fields of each turn."""
+        values = {"advantages": self.advantages, "trainer_logprobs": self.trainer_logprobs}
+        values["mask"] = None if self.mask is None else self.mask.astype(np.int8)
         ends = np.cumsum([len(turn.completion.token_ids) for turn in turns])[:-1]
         parts = {name: np.split(v, ends) for name, v in values.items() if v is not None}
-        return [{name: of[i] for name, of in parts.items()} for i in range(len(turns))]
+        short = {"advantages": _shortest, "mask": _shortest, "trainer_logprobs": _rounded}
+        return [{name: short[name](of[i]) for name, of in parts.items()} for i in range(len(turns))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,13 +120,17 @@ class Recorder:
     def step(self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]) -> None:
         """Record a step's groups, in order, and the groups that were dropped before it."""
         pairs = zip(batch.groups, trained_PG, strict=True)
-        groups = [_entries(group, trained, step=step, kind="train") for group, trained in pairs]
-        self._append([*self._chosen(groups), *self._chosen(_dropped(step, batch))])
+        self._record(
+            [_entries(group, trained, step=step, kind="train") for group, trained in pairs], step, batch
+        )
 
     def stopped(self, step: int, batch: Batch) -> None:
         """Record the producer's groups when the run stopped before this step's batch."""
-        groups = [_entries(group, step=step, kind="pending") for group in batch.groups]
-        self._append([*self._chosen(groups), *self._chosen(_dropped(step, batch))])
+        self._record([_entries(group, step=step, kind="pending") for group in batch.groups], step, batch)
+
+    def _record(self, groups: Sequence[list[Entry]], step: int, batch: Batch) -> None:
+        dropped = [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
+        self._append([*self._chosen(groups), *self._chosen(dropped)])
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Record an evaluation, and write pass_rates.jsonl if problems were sampled several times.
@@ -154,14 +156,11 @@ class Recorder:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
         turns = [self._turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
-            for fields, values in zip(turns, trained.of_turns(rollout.turns), strict=True):
-                fields |= {
-                    name: _rounded(v) if name == "trainer_logprobs" else _shortest(v)
-                    for name, v in values.items()
-                }
-        return {
+            for fields, more in zip(turns, trained.by_turn(rollout.turns), strict=True):
+                fields |= more
+        line = {
             **entry.head,
-            **({} if trained is None else {"advantage": _shortest(trained.advantages)}),
+            "advantage": None if trained is None else _shortest(trained.advantages),
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
@@ -169,10 +168,11 @@ class Recorder:
             "correct": score.correct,
             "parts": score.parts,
             "end": rollout.end,
-            **({} if score.failure is None else {"failure": score.failure}),
-            **({"unparsed": score.unparsed} if score.unparsed else {}),
+            "failure": score.failure,
+            "unparsed": score.unparsed or None,
             "turns": turns,
         }
+        return {name: value for name, value in line.items() if value is not None}
 
     def _turn(self, turn: Turn) -> dict[str, Any]:
         completion = turn.completion
@@ -180,11 +180,9 @@ class Recorder:
             "messages": [{"role": m.role, "content": m.content} for m in turn.messages],
             "reply": turn.text,
             "finish_reason": completion.finish_reason,
+            "reward": turn.observation.reward or None,
+            "metrics": turn.observation.metrics or None,
         }
-        if turn.observation.reward:
-            fields["reward"] = turn.observation.reward
-        if turn.observation.metrics:
-            fields["metrics"] = turn.observation.metrics
         if self.config.tokens:
             fields |= {
                 "prompt_ids": turn.prompt_ids,
@@ -192,7 +190,7 @@ class Recorder:
                 "logprobs": _rounded(completion.logprobs),
                 "policy_versions": _shortest(completion.policy_versions),
             }
-        return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
     def _append(self, entries: Sequence[Entry]) -> None:
         if not self.config.enable:
@@ -211,10 +209,6 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the rollouts of both files, oldest first, without damaged lines."""
     parts = (previous_file(path), path)
     return [rollout for part in parts for _, rollout in json_lines(part) if rollout is not None]
-
-
-def _dropped(step: int, batch: Batch) -> list[list[Entry]]:
-    return [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
 
 
 def _entries(

@@ -44,8 +44,11 @@ def summary(
     """
     num_steps = round(max((record["step"] for record in records), default=0))
     lines = [f"finished: {num_steps} steps in {format_duration(run_s)}"]
-    if text := _evaluations([record for record in records if "eval/correct" in record]):
-        lines.append(f"  evaluation      {text}")
+    if evaluations := [record for record in records if "eval/correct" in record]:
+        first, last = evaluations[0], evaluations[-1]
+        start = f"{first['eval/correct']:.3f} -> " if len(evaluations) > 1 else ""
+        found = f"{last['eval/correct']:.3f} of {last['eval/num_problems']:.0f} problems"
+        lines.append(f"  evaluation      correct {start}{found}")
     results = {
         "checkpoint": folder.checkpoints / f"step-{num_steps}",
         "Hugging Face": folder.checkpoints / "hf",
@@ -56,37 +59,21 @@ def summary(
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]
     if num_steps:
         lines.append(f"  report          python -m rl.report {folder.path}")
-    if (found := bottleneck(typical(records), config)) is not None:
-        lines += [f"  bottleneck      {found.sentence}", f"  would move it   {found.setting}"]
+    if (limit := bottleneck(typical(records), config)) is not None:
+        lines += [f"  bottleneck      {limit.sentence}", f"  would move it   {limit.setting}"]
     return "\n".join(lines)
-
-
-def _evaluations(records: Sequence[Mapping[str, float]]) -> str:
-    if not records:
-        return ""
-    first, last = records[0], records[-1]
-    start = f"{first['eval/correct']:.3f} -> " if len(records) > 1 else ""
-    return f"correct {start}{last['eval/correct']:.3f} of {last['eval/num_problems']:.0f} problems"
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     """Draw reward and correctness over steps, and below them the logprob difference of trainer and generator.
 
     A full disk is a warning, since the numbers are in the file.
-
-    Raises:
-        ValueError: the file has no step and no evaluation yet.
     """
-    records = read_metrics(metrics_path)
-    if not any(
-        name in record for record in records for name in ("reward/mean", "reward/correct", "eval/correct")
-    ):
-        raise ValueError(f"{metrics_path} has no steps to draw")
-
     # pyplot would share its global state with a notebook.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    records = read_metrics(metrics_path)
     figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
@@ -95,28 +82,24 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
         ("reward/correct", "correct, share of the step's samples", CORRECT),
     ):
         steps, values = _points(records, name)
-        if steps:
-            upper.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
-            upper.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=label)
+        upper.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
+        upper.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=label)
     steps, values = _points(records, "eval/correct")
     if steps:
         label = f"correct, held-out problems (greedy), last {values[-1]:.2f}"
         upper.plot(steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label)
     for name, label, width in (("logprob_diff/max", "max", 0.9), ("logprob_diff/mean", "mean", 1.8)):
         steps, values = _points(records, name)
-        if any(v > 0 for v in values):
-            lower.plot(steps, values, color=CORRECT, linewidth=width, label=label)
+        lower.plot(steps, values, color=CORRECT, linewidth=width, label=label)
+        if max(values, default=0.0) > 0:
             lower.set_yscale("log")
-        elif values:
-            lower.text(0.5, 0.6, "identical", transform=lower.transAxes, ha="center", color=CORRECT)
     upper.set_ylabel("reward, share correct")
     lower.set_ylabel("|trainer - generator|\nlogprob, nats")
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.grid(True, color="#e6e8ec", linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best", frameon=False, fontsize=9)
+        axes.legend(loc="best", frameon=False, fontsize=9)
     with optional_write(png_path), atomic_write(png_path) as file:
         figure.savefig(file, format="png")
 

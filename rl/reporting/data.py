@@ -24,6 +24,13 @@ from rl.observability.spans import SPANS_FOLDER
 from rl.utils.files import json_lines
 
 CONFIG, LOGS = "config.json", "logs"
+EXPECTED = {
+    METRICS: "no step is done, or the file was removed",
+    STATUS: "whether the run finished is unknown",
+    EVENTS: "losses and recoveries are unknown",
+    f"{LOGS}/{SPANS_FOLDER}": "there is no timeline",
+}
+"""Files of every run, and what is unknown without them, as in runs of older versions."""
 TOKENS_MB = 48.0
 """Size of rollout files above which the tokens of some steps are dropped."""
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "advantages", "mask")
@@ -66,24 +73,6 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         ValueError: the folder is missing, or is not a run's.
     """
     folder = Path(folder)
-    _check(folder)
-    problems: list[str] = []
-    steps, evaluations = _records(folder, problems)
-    rollouts = _rollouts(folder, problems, tokens_mb=tokens_mb)
-    return RunData(
-        folder=folder,
-        status=read_status(folder) if (folder / STATUS).exists() else None,
-        config=_config(folder, problems),
-        steps=steps,
-        evaluations=evaluations,
-        rollouts=rollouts,
-        events=_lines(folder / EVENTS, problems, lambda line: line if is_event(line) else None),
-        spans=_spans(folder / LOGS, problems),
-        problems=[*problems, *_missing(folder, steps)],
-    )
-
-
-def _check(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: there is no such folder; give the folder of a run, such as outputs/<name>"
@@ -91,6 +80,21 @@ def _check(folder: Path) -> None:
     of_run = (STATUS, METRICS, CONFIG)
     if not any((folder / name).is_file() for name in of_run):
         raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
+    problems = [
+        f"{name} is missing: {what}" for name, what in EXPECTED.items() if not (folder / name).exists()
+    ]
+    steps, evaluations = _records(folder, problems)
+    return RunData(
+        folder=folder,
+        status=read_status(folder),
+        config=_config(folder, problems),
+        steps=steps,
+        evaluations=evaluations,
+        rollouts=_rollouts(folder, problems, tokens_mb=tokens_mb),
+        events=_lines(folder / EVENTS, problems, lambda line: line if is_event(line) else None),
+        spans=_spans(folder / LOGS, problems),
+        problems=problems,
+    )
 
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -106,8 +110,6 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Return steps and evaluations by step; the later of two records of a step counts."""
-    if not (folder / METRICS).exists():
-        problems.append(f"{METRICS} is missing: no step is done, or the file was removed")
     by_step: tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]] = ({}, {})
     for record in _lines(folder / METRICS, problems, _record):
         is_evaluation = any(name.startswith("eval/") for name in record)
@@ -136,13 +138,9 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
         is_rollout = isinstance(line.get("step"), int) and isinstance(line.get("kind"), str)
         if not is_rollout or not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             return None
-        number = numbers.setdefault(line["step"], len(numbers))
-        left_out = TOKEN_FIELDS if number % keep_every else ()
-        kept = [
-            {name: value for name, value in turn.items() if value is not None and name not in left_out}
-            for turn in turns
-        ]
-        return {name: value for name, value in line.items() if value is not None} | {"turns": kept}
+        if numbers.setdefault(line["step"], len(numbers)) % keep_every:
+            turns = [{name: v for name, v in turn.items() if name not in TOKEN_FIELDS} for turn in turns]
+        return {name: value for name, value in line.items() if value is not None} | {"turns": turns}
 
     return [rollout for file in files for rollout in _lines(file, problems, take)]
 
@@ -180,20 +178,17 @@ def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
     return found
 
 
-def _missing(folder: Path, steps: list[dict[str, float]]) -> list[str]:
-    """Return sentences about files that every run of this version has and this run lacks."""
-    missing = []
-    if not (folder / STATUS).exists():
-        missing.append(f"{STATUS} is missing: whether the run finished is unknown")
-    if steps and not (folder / EVENTS).exists():
-        missing.append(f"{EVENTS} is missing: losses and recoveries are unknown")
-    if steps and not (folder / LOGS / SPANS_FOLDER).is_dir():
-        missing.append(f"{LOGS}/{SPANS_FOLDER} is missing: there is no timeline")
-    return [f"an older format: {what}" for what in missing]
-
-
 def _number(value: object) -> float | None:
     """Return a number of metrics.jsonl, where numbers that are not finite are strings; else None."""
     if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
         return float(value)
     return None
+
+
+def read_environment(file: Path) -> dict[str, Any]:
+    """Return the contents of environment.json, or nothing if the file is missing or damaged."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -73,13 +74,11 @@ def test_run_with_a_recent_step_is_healthy(watched):
     watched.write_metrics({"step": 3, "time/step_s": 2.0}, {"step": 4, "time/step_s": 30.0})
     watched.controller.begin("step 5", None)
     health = watched.examine()
-    assert (health.status, health.last_step, health.problems) == ("running", 4, ())
-    assert health.expected_s == 150.0
-    assert 0 <= health.last_step_age_s < 60
-    said = health.describe()
-    assert "running; the last step was step 4, 0." in said
-    assert f"controller[0]    alive     pid {os.getpid()}: step 5 for 0." in said
-    assert f"trainer[0]       alive     pid {watched.sleeper.pid}: idle for 0." in said
+    assert (health.status, health.problems) == ("running", ())
+    assert re.search(r"running; the last step was step 4, \d\.\d s ago", health.text)
+    assert f"controller[0]    alive     pid {os.getpid()}: step 5 for 0." in health.text
+    assert f"trainer[0]       alive     pid {watched.sleeper.pid}: idle for 0." in health.text
+    assert health.text.endswith("no problem found; the controller may wait up to 150 s for one thing")
 
 
 def test_silent_controller_is_a_problem(watched):
@@ -100,12 +99,11 @@ def test_dead_or_stopped_actor_is_a_problem(watched):
     os.waitpid(watched.sleeper.pid, os.WUNTRACED)
     health = watched.examine()
     assert health.problems == ("generator_1[0] is stopped by a signal",)
-    assert "generator_1[0]   STOPPED" in health.describe()
+    assert "generator_1[0]   STOPPED" in health.text
     watched.kill_sleeper()
     health = watched.examine()
     assert health.problems == ("generator_1[0] is dead",)
-    assert "generator_1[0]   dead" in health.describe()
-    assert "PROBLEM: generator_1[0] is dead" in health.describe()
+    assert "PROBLEM: generator_1[0] is dead" in health.text
 
 
 def test_run_without_its_controller_has_ended_or_finished(watched):
@@ -117,7 +115,7 @@ def test_run_without_its_controller_has_ended_or_finished(watched):
     watched.run.mark_finished()
     health = watched.examine()
     assert (health.status, health.problems) == ("finished", ())
-    assert health.describe().endswith("the run has finished")
+    assert health.text.endswith("the run has finished")
 
 
 def test_command_prints_spans_and_stacks_of_a_healthy_run(run, capsys):

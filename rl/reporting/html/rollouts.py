@@ -17,6 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
 from rl.observability.metrics import to_json
 
@@ -33,11 +35,8 @@ _COST_OF_A_ROLLOUT = 30
 _CHARACTERS_A_TOKEN = 4
 _GZIP_LEVEL = 6  # level 9 takes three times as long for 1% less
 TOKENIZER = "tokenizer.json"
-_PART_OF_A_CHARACTER = "\ufffd"
-_MOST_BYTES = 4
-"""Bytes of a character in UTF-8, and so the most tokens that share one."""
-_WORD_START = "▁"
-"""Space in SentencePiece's vocabularies, which is lost when a token is decoded alone."""
+_CUT_CHARACTER = "\ufffd"
+"""Shown for a reply's last token if it is a part of a character only."""
 
 Line = Mapping[str, Any]
 """Line of rollouts.jsonl, see rl/observability/recorder.py."""
@@ -241,7 +240,6 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._alone: dict[int, str] = {}
 
     @property
     def known(self) -> bool:
@@ -252,42 +250,13 @@ class TokenTexts:
 
         A character of several tokens belongs to the last of them, and the others are empty.
         """
-        pieces: list[str] = []
-        waiting: list[int] = []  # tokens of an incomplete character
-        for token_id in token_ids:
-            alone = self._text(token_id)
-            if _PART_OF_A_CHARACTER not in alone:
-                self._give_up(waiting, pieces)
-                pieces.append(alone)
-                continue
-            waiting.append(token_id)
-            pieces.append("")
-            together = self._decode(waiting)
-            if not together.endswith(_PART_OF_A_CHARACTER):
-                pieces[-1] = together
-                waiting.clear()
-            elif len(waiting) == _MOST_BYTES:
-                pieces[-_MOST_BYTES] = self._text(waiting.pop(0))
-        self._give_up(waiting, pieces)
-        return pieces
-
-    def _give_up(self, waiting: list[int], pieces: list[str]) -> None:
-        """Decode incomplete characters token by token."""
-        if waiting:
-            pieces[-len(waiting) :] = [self._text(token_id) for token_id in waiting]
-            waiting.clear()
-
-    def _text(self, token_id: int) -> str:
-        if token_id not in self._alone:
-            self._alone[token_id] = self._decode([token_id])
-        return self._alone[token_id]
-
-    def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
-            return "".join(f"<{token_id}>" for token_id in token_ids)
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-        token = self._tokenizer.id_to_token(token_ids[0]) or ""
-        return f" {text}" if token.startswith(_WORD_START) and not text.startswith(" ") else text
+            return [f"<{token_id}>" for token_id in token_ids]
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = [stream.step(self._tokenizer, token_id) or "" for token_id in token_ids]
+        if pieces and not pieces[-1]:
+            pieces[-1] = _CUT_CHARACTER
+        return pieces
 
 
 def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenTexts, str | None]:
