@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import socket
 import time
@@ -189,18 +188,12 @@ def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
 
 
 def _newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
-    """Yield the spans of one process in the last bytes of its files, newest file first."""
+    """Yield the spans of one process in the last bytes of its files."""
     role, _, rank = file.stem.rpartition("-")
-    for part in (file, previous_file(file)):
-        with contextlib.suppress(FileNotFoundError), part.open("rb") as lines:
-            num_skipped = os.fstat(lines.fileno()).st_size - num_bytes
-            if num_skipped > 0:
-                lines.seek(num_skipped)
-                lines.readline()  # the rest of a line
-            for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    yield _span(json.loads(line), role, int(rank))
-            num_bytes = max(0, -num_skipped)
+    parts = [part.read_bytes() for part in (previous_file(file), file) if part.exists()]
+    for line in b"".join(parts)[-num_bytes:].splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged, or the rest of a line
+            yield _span(json.loads(line), role, int(rank))
 
 
 def _span(event: dict[str, Any], role: str, rank: int) -> Span:

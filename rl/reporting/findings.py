@@ -27,7 +27,7 @@ from rl.reporting.evidence import (
     series,
     shown,
 )
-from rl.reporting.generator_rules import find_stale_generator, step_of, stop_reason
+from rl.reporting.generator_rules import find_stale_generator, stopped
 from rl.reporting.reward_rules import find_reward_hacking
 
 ENTROPY, EQUAL, CORRECT = "loss/entropy_mean", "reward/equal_groups", "reward/correct"
@@ -151,17 +151,17 @@ def find_failed_rewards(run: RunData) -> Finding | None:
 
 def find_not_finite(run: RunData) -> Finding | None:
     """Find a loss, gradient or reward that is NaN or infinite, in a record or as the reason of a stop."""
-    reason = stop_reason(run, "NonFiniteLossError")
-    for record in run.steps:
+    found = stopped(run, "NonFiniteLossError")
+    for record in reversed(run.steps):
         names = [n for n, v in record.items() if n.startswith(("loss/", "reward/")) and not math.isfinite(v)]
         if names:
-            since = int(record["step"])
-            sentence = f"{', '.join(sorted(names))} of step {since} is not finite."
-            break
-    else:
-        if reason is None:
-            return None
-        since, sentence = step_of(run, reason), f"The run stopped: {reason}"
+            found = (
+                int(record["step"]),
+                f"{', '.join(sorted(names))} of step {record['step']:g} is not finite.",
+            )
+    if found is None:
+        return None
+    since, sentence = found
     return Finding(
         kind="not_finite",
         title="Numbers of the loss are not finite",

@@ -40,13 +40,8 @@ def _by_versions(run: RunData) -> Finding | None:
         for r in evenly(trained[-32:], 2)
     ]
     evidence = shown(lag, behind, rollouts=rollouts)
-    reason = stop_reason(run, "StalePolicyError")
-    if reason is not None:
-        title, since, sentence = (
-            "The generator kept old weights",
-            step_of(run, reason),
-            f"The run stopped: {reason}",
-        )
+    if (stop := stopped(run, "StalePolicyError")) is not None:
+        title, (since, sentence) = "The generator kept old weights", stop
     else:
         title, num_minibatches = "The generator keeps old weights", run.setting("loop.num_minibatches", 1)
         bound = run.setting("loop.max_off_policy_steps", 0) * num_minibatches
@@ -75,16 +70,15 @@ def _by_versions(run: RunData) -> Finding | None:
     )
 
 
-def stop_reason(run: RunData, error: str) -> str | None:
-    """Return the reason of a stop because of this kind of error."""
+def stopped(run: RunData, error: str) -> tuple[int, str] | None:
+    """Return the step at which this kind of error stopped the run, and a sentence; None if it did not."""
     reasons = [str(event.get("reason", "")) for event in run.events if event["event"] == "stopped"]
-    return next((reason for reason in reasons if reason.startswith(error)), None)
-
-
-def step_of(run: RunData, reason: str) -> int:
-    """Return the step that a reason names, or the one after the last recorded step."""
-    match = IN_STEP.search(reason)
-    return int(match[1]) if match else int(run.steps[-1]["step"] if run.steps else 0) + 1
+    for reason in reasons:
+        if reason.startswith(error):
+            match = IN_STEP.search(reason)
+            done = int(run.steps[-1]["step"]) if run.steps else 0
+            return int(match[1]) if match else done + 1, f"The run stopped: {reason}"
+    return None
 
 
 def _token_lag(run: RunData) -> Series:

@@ -16,6 +16,7 @@ from rl.config.registry import resolve
 from rl.config.tree import ConfigError
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
+from rl.reporting.html.rollouts import short
 
 _OUTSIDE_STEP = ("step", "push", "pull", "canary", "eval")
 """Times that do not add up to the step."""
@@ -147,40 +148,32 @@ def curves(*sources: Records, max_points: int = MAX_POINTS) -> dict[str, Any]:
                     steps.append(record["step"])
                     values.append(value)
         found |= of_source
-    xs: dict[tuple[float | None, ...], int] = {}
+    xs: dict[tuple[float, ...], int] = {}
     series = {}
     for name, (steps, values) in found.items():
-        x, curve = _curve(np.asarray(steps, float), np.asarray(values, float), max_points=max_points)
+        x, curve = _curve(np.asarray(steps), np.asarray(values, float), max_points=max_points)
         series[name] = {"x": xs.setdefault(tuple(x), len(xs)), **curve}
     return {"xs": [list(x) for x in xs], "series": series}
 
 
 def _curve(
     steps_N: np.ndarray, values_N: np.ndarray, *, max_points: int
-) -> tuple[list[float | None], dict[str, Any]]:
+) -> tuple[list[float], dict[str, Any]]:
     finite_N = np.isfinite(values_N)
-    bad = steps_N[~finite_N]
-    listed = {"bad": [_short(s) for s in bad[:MAX_BAD_STEPS]], "num_bad": len(bad)} if len(bad) else {}
+    bad = steps_N[~finite_N].tolist()
+    listed = {"bad": bad[:MAX_BAD_STEPS], "num_bad": len(bad)} if bad else {}
     if len(steps_N) <= max_points:
-        return [_short(s) for s in steps_N], {"y": [_short(v) for v in values_N], **listed}
+        return steps_N.tolist(), {"y": [short(v, _DIGITS) for v in values_N], **listed}
     width = math.ceil(len(steps_N) / max_points)
-    x: list[float | None] = []
+    x: list[float] = []
     columns: dict[str, list[float | None]] = {"y": [], "low": [], "high": []}
     for start in range(0, len(steps_N), width):
         part, kept = slice(start, start + width), finite_N[start : start + width]
         good = values_N[part][kept]
-        x.append(_short(steps_N[part][(len(kept) - 1) // 2]))
+        x.append(steps_N[part][(len(kept) - 1) // 2].item())
         for name, merge in (("y", np.mean), ("low", np.min), ("high", np.max)):
-            columns[name].append(_short(merge(good)) if len(good) else None)
+            columns[name].append(short(merge(good), _DIGITS) if len(good) else None)
     return x, {**columns, **listed}
-
-
-def _short(value: float) -> float | None:
-    """Return the number with few digits, as an integer if it is one; None if it is not finite."""
-    if not math.isfinite(value):
-        return None
-    short = float(f"{value:.{_DIGITS}g}") if abs(value) < 10**_DIGITS else float(value)
-    return int(short) if short.is_integer() else short
 
 
 # Config

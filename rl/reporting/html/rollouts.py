@@ -169,8 +169,8 @@ class _Chunk:
                 "prompt": self._prompt(turn.get("prompt_ids")),
                 "num_prompt": len(turn.get("prompt_ids") or ()),
                 "tokens": [self._piece(pair) for pair in zip(ids, self.token_texts.pieces(ids), strict=True)],
-                "logprobs": [_short(p) for p in turn.get("logprobs") or ()],
-                "diffs": [_short(d) for d in _differences(turn)],
+                "logprobs": [short(p) for p in turn.get("logprobs") or ()],
+                "diffs": [short(d) for d in _differences(turn)],
                 "advantages": _numbers(turn.get("advantages", advantage)),
                 "mask": _numbers(turn.get("mask")),
                 "versions": _numbers(turn.get("policy_versions")),
@@ -205,20 +205,20 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _short(value: Any) -> float | None:
-    """Return the number with four digits, which is enough to show."""
+def short(value: Any, digits: int = 4) -> float | None:
+    """Return the number with a few digits, which is enough to show; None if it is not finite."""
     number = _finite(value)
-    return None if number is None else float(f"{number:.4g}")
+    return None if number is None else float(f"{number:.{digits}g}")
 
 
 def _numbers(value: Any) -> Any:
-    return [_short(v) for v in value] if isinstance(value, list) else value
+    return [short(v) for v in value] if isinstance(value, list) else value
 
 
 def _mean(value: Any) -> float | None:
     """Return the mean of one number or a list of numbers."""
     numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
-    return _short(sum(numbers) / len(numbers)) if numbers else None
+    return short(sum(numbers) / len(numbers)) if numbers else None
 
 
 def pack(value: Any) -> str:
