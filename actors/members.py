@@ -16,8 +16,7 @@ from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, en
 
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
 from rl.observability.logs import setup_logging
-from rl.observability.span_reader import read_state
-from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig
+from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
 from rl.utils.processes import ProcessId, without_collections
 from rl.weights.monarch_env import SETTINGS

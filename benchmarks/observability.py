@@ -42,7 +42,7 @@ from rl.observability.loggers import TensorBoardConfig, TrackioConfig, WandbConf
 from rl.observability.metrics import MetricsWriter, Record, Sink
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.sinks import RunSinks, SinksConfig, open_sinks
-from rl.observability.span_reader import read_spans
+from rl.observability.timeline import read_spans
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.renderer import make_renderer
 from rl.training.engine import TrainingEngine

@@ -23,7 +23,7 @@ from typing import Literal
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
-from rl.observability.span_reader import WAITS, ProcessState, read_states
+from rl.observability.spans import WAITS, ProcessState, read_states
 from rl.observability.stacks import request_stacks
 from rl.utils.processes import kernel_state
 

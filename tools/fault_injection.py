@@ -20,8 +20,7 @@ from pathlib import Path
 
 from actors.members import HOOK_VARIABLE
 from actors.processes import with_descendants
-from rl.observability.span_reader import ProcessState, read_states
-from rl.observability.spans import RECORDER
+from rl.observability.spans import RECORDER, ProcessState, read_states
 from rl.utils.processes import ProcessId, identify, kill, parent_of
 
 VICTIMS = ("trainer", "generator", "reward", "host", "controller")

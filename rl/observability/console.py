@@ -16,7 +16,7 @@ from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
 from rl.observability.progress import TolerantStream, is_terminal, print_line, progress
-from rl.observability.span_reader import read_states
+from rl.observability.spans import read_states
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -209,13 +209,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         return
     _refuse_foreign(path)
     status = read_status(path)
-    if status == "finished" and not overwrite:
-        raise ValueError(f"{path} holds a finished run; choose another name, or --overwrite to replace it")
-    if status == "running" and not overwrite:
-        raise ValueError(
-            f"{path} holds an unfinished run (it failed or was killed); continue it with --resume {path}, "
-            "choose another name, or --overwrite to replace it"
-        )
+    if status is not None and not overwrite:
+        found = {
+            "finished": "a finished run;",
+            "running": f"an unfinished run (it failed or was killed); continue it with --resume {path},",
+        }
+        raise ValueError(f"{path} holds {found[status]} choose another name, or --overwrite to replace it")
 
 
 def read_status(path: Path) -> Literal["running", "finished"] | None:

@@ -11,7 +11,7 @@ Two files of a run's logs hold the recording of a process:
   time, also when the process is stopped or dead, and on a full disk.
 - `spans/<role>-<rank>.jsonl`: the spans that have ended, one Chrome trace event a line.
 
-`rl.observability.span_reader` reads both.
+`read_states` reads the former, `rl.observability.timeline` the latter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.utils.files import BoundedFile
-from rl.utils.processes import identify
+from rl.utils.processes import ProcessId, identify
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -47,6 +47,10 @@ SPANS_FOLDER = "spans"
 STATE_BYTES = 4096
 MAX_OPEN_NAMES = 12
 """Names of open spans that the state file lists; the oldest are kept."""
+WAITS = "waits for "
+"""Prefix of the names of spans that wait for another process."""
+_READ_ATTEMPTS = 20
+"""Attempts to read a state file that is being written."""
 MAX_NAME_CHARACTERS = 100
 MAX_ERROR_CHARACTERS = 200
 
@@ -233,3 +237,103 @@ def _describe_error(error: Exception) -> str:
 
 RECORDER = SpanRecorder()
 """The recorder of this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenSpan:
+    """The open spans of one name in one process."""
+
+    name: str
+    num: int
+    version: int | None
+    """Policy version of the oldest span."""
+    since_s: float
+    """Start of the oldest span, in seconds since 1970."""
+
+    def __str__(self) -> str:
+        times = "" if self.num == 1 else f" ({self.num} times)"
+        return f"{self.name}{times}{'' if self.version is None else f' of version {self.version}'}"
+
+
+class FailedSpan(NamedTuple):
+    """The last span that ended with an error."""
+
+    name: str
+    error: str
+    """Class and beginning of the message."""
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessState:
+    """Open spans of one process. Times are in seconds since 1970, by the clock of the process."""
+
+    role: str
+    rank: int
+    host: str
+    process: ProcessId
+    clock_offset_s: float
+    """Difference between the clock of the process and the monotonic clock of its machine."""
+    policy_version: int | None
+    """Policy version of the latest span that had one."""
+    open: tuple[OpenSpan, ...]
+    """Open spans, oldest first; empty while the process waits for requests."""
+    changed_s: float
+    """Time at which a span last began or ended."""
+    failed: FailedSpan | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}[{self.rank}]"
+
+    @property
+    def is_here(self) -> bool:
+        """True for a process of this machine."""
+        return self.host == socket.gethostname()
+
+    def age_s(self, at_s: float) -> float:
+        """Return the seconds since one of this state's times."""
+        now_s = time.monotonic() + self.clock_offset_s if self.is_here else time.time()
+        return max(0.0, now_s - at_s)
+
+    def describe(self) -> str:
+        """Return the open spans and their ages, such as "forward_backward of version 3 for 12.0 s"."""
+        text = ", ".join(f"{span} for {self.age_s(span.since_s):.1f} s" for span in self.open)
+        text = text or f"idle for {self.age_s(self.changed_s):.1f} s"
+        if self.failed is None:
+            return text
+        age_s = self.age_s(self.failed.at_s)
+        return f"{text}; {self.failed.name} failed {age_s:.1f} s ago: {self.failed.error}"
+
+
+def read_state(file: Path) -> ProcessState:
+    """Read the state file of one process.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a state file.
+    """
+    for _ in range(_READ_ATTEMPTS):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(file.read_bytes())
+            if record["write"] == record["end"]:
+                return _state(record)
+    raise ValueError(f"{file} is not the state file of a process")
+
+
+def read_states(logs: Path) -> Iterator[ProcessState]:
+    """Yield the states of all processes of a run by name, without unreadable files."""
+    for file in sorted((logs / STATE_FOLDER).glob("*.json")):
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            yield read_state(file)
+
+
+def _state(record: dict[str, Any]) -> ProcessState:
+    failed = record["failed"]
+    names = ("role", "rank", "host", "clock_offset_s", "policy_version", "changed_s")
+    return ProcessState(
+        **{name: record[name] for name in names},
+        process=ProcessId(record["pid"], record["start_ticks"]),
+        open=tuple(OpenSpan(**span) for span in record["open"]),
+        failed=None if failed is None else FailedSpan(**failed),
+    )

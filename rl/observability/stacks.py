@@ -23,8 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from rl.observability.span_reader import ProcessState
-from rl.observability.spans import STATE_FOLDER
+from rl.observability.spans import STATE_FOLDER, ProcessState
 from rl.utils.processes import catches, is_alive, kernel_state
 
 SIGNAL = signal.SIGUSR1

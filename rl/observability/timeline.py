@@ -1,4 +1,4 @@
-"""A run's timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""The ended spans of a run, and its timeline as a Chrome trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each process is a track with one async event for each span, so that spans may overlap. Open spans reach to the
 last moment at which any process ended a span. The events of events.jsonl are marks across all tracks.
@@ -6,22 +6,112 @@ last moment at which any process ended a span. The events of events.jsonl are ma
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS
-from rl.observability.span_reader import Span, kind_of, read_spans, read_states, role_order
-from rl.observability.spans import TimelineConfig
-from rl.utils.files import atomic_write
+from rl.observability.spans import SPANS_FOLDER, WAITS, TimelineConfig, read_states
+from rl.utils.files import atomic_write, previous_file
+
+MAX_BYTES = 1 << 27
+"""Bytes of ended spans that are read: about a million spans."""
+_KINDS = {
+    "wait": WAITS,
+    "generate": "generate",
+    "reward": "score",
+    "pack": "pack",
+    "forward_backward": "forward|compute_|drop_gradient",
+    "optim": "optim_step",
+    "push": "push",
+    "pull": "pull",
+    "checkpoint": "save|finish_saving|load|export",
+    "step": r"step \d+",
+    "evaluate": "evaluat|greedy",
+    "setup": "setup|start|warm|sleep|wake|close|import",
+}
+"""Kinds of spans, for colours and sums, with the pattern that their names begin with."""
+_ROLES = ("controller", "trainer", "generator", "reward")
 
 Event = dict[str, Any]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A span that has ended, with times in seconds since 1970."""
+
+    role: str
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
+    version: int | None = None
+    """Policy version of the weights that were read or made."""
+    error: str | None = None
+    """Class and beginning of the message of the error that ended the span."""
+    unfinished: bool = False
+
+    @property
+    def process(self) -> str:
+        return f"{self.role}[{self.rank}]"
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@functools.lru_cache(maxsize=4096)
+def kind_of(name: str) -> str:
+    """Return the kind of the spans of this name; `other` if no pattern matches."""
+    return next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), "other")
+
+
+def role_order(role: str) -> int:
+    """Return the place of a role from top to bottom; other roles follow."""
+    return next((place for place, name in enumerate(_ROLES) if role.startswith(name)), len(_ROLES))
+
+
+def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
+    """Return the ended spans of all processes of a run, by start time.
+
+    Damaged lines are skipped. If there are more than `max_bytes`, each process gets an equal share for its
+    newest spans.
+    """
+    files = [file for file in (logs / SPANS_FOLDER).glob("*.jsonl") if not file.stem.endswith(".1")]
+    spans = [span for file in files for span in _newest(file, num_bytes=max_bytes // len(files))]
+    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+
+def _newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
+    """Yield the spans of one process in the last bytes of its files."""
+    role, _, rank = file.stem.rpartition("-")
+    parts = [part.read_bytes() for part in (previous_file(file), file) if part.exists()]
+    for line in b"".join(parts)[-num_bytes:].splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged, or the rest of a line
+            yield _span(json.loads(line), role, int(rank))
+
+
+def _span(event: dict[str, Any], role: str, rank: int) -> Span:
+    start_s, args = float(event["ts"]) / 1e6, event["args"]
+    return Span(
+        role=role,
+        rank=rank,
+        name=str(event["name"]),
+        start_s=start_s,
+        end_s=start_s + float(event["dur"]) / 1e6,
+        version=args.get("version"),
+        error=args.get("error"),
+    )
 
 
 def write_timeline(logs: Path, destination: Path) -> int:

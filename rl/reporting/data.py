@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rl.config.json import value_at
 from rl.observability.events import is_event
 from rl.observability.run_folder import EVENTS, METRICS, ROLLOUTS, STATUS, read_status
-from rl.observability.span_reader import Span, read_spans
 from rl.observability.spans import SPANS_FOLDER
+from rl.observability.timeline import Span, read_spans
 from rl.utils.files import json_lines
 
 CONFIG, LOGS = "config.json", "logs"
@@ -46,15 +46,15 @@ class RunData:
     """`running` includes runs that were killed; None for a version without the status file."""
     config: dict[str, Any]
     """config.json: `module`, `config` (the function's name) and `values`; empty if unreadable."""
-    steps: list[dict[str, float]]
+    steps: list[dict[str, float]] = field(default_factory=list)
     """Records of steps, by step."""
-    evaluations: list[dict[str, float]]
+    evaluations: list[dict[str, float]] = field(default_factory=list)
     """Records of evaluations, by step."""
-    rollouts: list[dict[str, Any]]
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
     """Lines of rollouts.jsonl and of the file before it, oldest first (`rl.observability.recorder`)."""
-    events: list[dict[str, Any]]
-    spans: list[Span]
-    problems: list[str]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """Sentences about files that are missing or unreadable."""
 
     def setting(self, path: str, default: Any = None) -> Any:

@@ -14,7 +14,7 @@ from actors.trainer import PolicyTrainer, wait_for_pushes
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.observability.machine_limits import Workload
-from rl.observability.span_reader import read_spans
+from rl.observability.timeline import read_spans
 from rl.training.config import ReferenceConfig
 from rl.types import TrainingSample
 from rl.weights.store import WeightStore

@@ -22,14 +22,3 @@ def test_new_events_follow_an_unfinished_line(tmp_path):
         {"time": 3.0, "event": "resumed", "step": 4},
     ]
     assert read_events(tmp_path / "none.jsonl") == []
-
-
-def test_full_disk_is_logged_once(tmp_path, caplog):
-    folder = tmp_path / "not a folder"
-    folder.write_text("")
-    events = Events(folder / "events.jsonl")
-    events.add("started")
-    events.add("finished")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{folder}/events.jsonl was not written: Not a directory; the run goes on"
-    ]

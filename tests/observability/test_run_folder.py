@@ -9,21 +9,16 @@ from rl.observability.run_folder import SINK_FOLDERS, RunFolder, cut_back, read_
 from rl.types import LoopPosition
 
 
-def test_new_folder_has_its_parts_and_is_unfinished(tmp_path):
+def test_finished_folder_is_refused_and_left_unchanged(tmp_path):
     with RunFolder.create(tmp_path / "a" / "b", "run") as folder:
         assert folder.path == tmp_path / "a" / "b" / "run"
         assert folder.logs.is_dir()
         assert folder.checkpoints.is_dir()
-        assert folder.metrics == folder.path / "metrics.jsonl"
         assert read_status(folder.path) == "running"
-
-
-def test_finished_folder_is_refused_and_left_unchanged(tmp_path):
-    with RunFolder.create(tmp_path, "run") as folder:
         folder.metrics.write_text("{}\n")
         folder.mark_finished()
     with pytest.raises(ValueError, match=r"holds a finished run.*--overwrite"):
-        RunFolder.create(tmp_path, "run")
+        RunFolder.create(tmp_path / "a" / "b", "run")
     assert folder.metrics.read_text() == "{}\n"
     assert read_status(folder.path) == "finished"
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from dataclasses import replace
 
-from rl.observability.span_reader import read_state
+from rl.observability.spans import read_state
 from rl.observability.stacks import excerpt, request_stacks
 from rl.utils.processes import identify
 from tests.support.watched_child import watched_child

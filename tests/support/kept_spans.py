@@ -12,7 +12,7 @@ from rl.utils.files import BoundedFile
 
 @contextmanager
 def kept_spans(logs: Path) -> Iterator[None]:
-    """Record ended spans, for `rl.observability.span_reader.read_spans(logs)` afterwards."""
+    """Record ended spans, for `rl.observability.timeline.read_spans(logs)` afterwards."""
     (logs / SPANS_FOLDER).mkdir(exist_ok=True)
     RECORDER.log = BoundedFile(logs / SPANS_FOLDER / "test-0.jsonl", max_bytes=1 << 20)
     try:

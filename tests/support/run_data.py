@@ -50,11 +50,8 @@ def run_data(
         status="finished",
         config={"values": {"loop": dict(loop or {})}},
         steps=steps,
-        evaluations=[],
         rollouts=list(rollouts),
         events=list(events),
-        spans=[],
-        problems=[],
     )
 
 

@@ -14,7 +14,6 @@ PRODUCT = ("losses", "rl", "actors", "configs")
 
 STAMPS = {
     "rl/observability/spans.py": "the origin of spans; they go on by the monotonic clock",
-    "rl/observability/span_reader.py": "ages of spans of other machines",
     "rl/observability/events.py": "the stamps of events",
     "rl/doctor.py": "how long ago the last step was, as the doctor shows it",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from rl.observability.bottleneck import bottleneck, typical
 from rl.observability.run_folder import ENVIRONMENT
-from rl.observability.span_reader import read_states
+from rl.observability.spans import read_states
 from rl.reporting.data import read_environment, read_run
 from rl.reporting.findings import KINDS, find
 from rl.reporting.html.overview import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rl.observability.span_reader import Span, kind_of, role_order
+from rl.observability.timeline import Span, kind_of, role_order
 
 MAX_BLOCKS = 40_000
 """Blocks of a page; timeline.json has every span, for Perfetto."""

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,8 @@ from rl.reporting.html.overview import breakdown, config_rows, curves, facts, re
 # Facts
 
 
-def run(**parts):
-    empty: dict[str, Any] = {"folder": Path("outputs/x"), "status": "running", "config": {}}
-    empty |= {name: [] for name in ("steps", "evaluations", "rollouts", "events", "spans", "problems")}
-    return RunData(**(empty | parts))
+def run(*, status="running", config=None, **parts):
+    return RunData(folder=Path("outputs/x"), status=status, config=config or {}, **parts)
 
 
 def step(number, **others):

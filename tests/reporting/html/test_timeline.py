@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.observability.span_reader import Span, kind_of
+from rl.observability.timeline import Span, kind_of
 from rl.reporting.html.timeline import pack_timeline
 
 
