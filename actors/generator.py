@@ -19,6 +19,7 @@ from actors.vllm.config import ENVIRONMENT, GeneratorConfig
 from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import GeneratorError
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
@@ -40,8 +41,7 @@ class VLLMGenerator(Actor, Configurable):
 
         def __post_init__(self) -> None:
             GeneratorConfig.__post_init__(self)
-            if self.num_replicas < 1:
-                raise ValueError(f"generator.num_replicas={self.num_replicas}: must be at least 1")
+            check_bounds(self, "num_replicas", at_least=1)
 
     def __init__(self, *, config: Config, model_spec: ModelSpec, store: WeightStore) -> None:
         """`model_spec` gives the model's family; the sizes come from the served folder."""
@@ -155,17 +155,17 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().aside(measure)
 
     async def _pull(self, snapshot: Snapshot, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
-        pulling = asyncio.ensure_future(self.store.pull(snapshot, state_dict=state_dict))
+        pulling = asyncio.create_task(self.store.pull(snapshot, state_dict=state_dict))
         self._pulling.add(pulling)
+        pulling.add_done_callback(self._pulling.discard)
         try:
-            await asyncio.wait({pulling})
-            if pulling.cancelled():
-                raise GeneratorError(f"the weight store was lost while version {snapshot.version} was pulled")
-            return pulling.result()
-        finally:
-            pulling.cancel()
-            await asyncio.wait({pulling})
-            self._pulling.discard(pulling)
+            return await pulling
+        except asyncio.CancelledError as error:
+            if (caller := asyncio.current_task()) is not None and caller.cancelling():
+                raise
+            raise GeneratorError(
+                f"the weight store was lost while version {snapshot.version} was pulled"
+            ) from error
 
     @endpoint
     @span("close")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.distributed.runtime import check_seed
 from rl.models.hf import HFFolder, read_json_object
 from rl.models.parallelize import check_tensor_parallel
@@ -31,14 +32,6 @@ nothing."""
 SMALLEST_CPU_HEAD_DIM = 32
 """Smaller heads take as much cache as heads of this size."""
 OnUpdate = Literal["drain", "keep", "recompute"]
-_POSITIVE = (
-    "tensor_parallel_degree",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cpu_kv_cache_gib",
-    "num_threads",
-    "rank_timeout_s",
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,19 +83,14 @@ class GeneratorConfig(Configurable.Config):
 
     def __post_init__(self) -> None:
         check_seed(self.seed, field="generator.seed", below=2**32)
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"generator.{name}={getattr(self, name)}: must be above 0")
-        if self.max_model_len < 2:
-            raise ValueError(f"generator.max_model_len={self.max_model_len}: must be at least 2")
+        check_bounds(self, "tensor_parallel_degree", "max_num_seqs", "num_threads", at_least=1)
+        check_bounds(self, "cpu_kv_cache_gib", "rank_timeout_s", above=0)
+        check_bounds(self, "max_model_len", at_least=2)
+        check_bounds(self, "gpu_memory_utilization", above=0, at_most=1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"generator.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
                 f"max_num_seqs={self.max_num_seqs}, as each running request takes a token a step"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0, at most 1"
             )
 
     def check_model(self, model: Any, *, on_gpu: bool | None = None) -> None:

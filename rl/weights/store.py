@@ -44,6 +44,7 @@ from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
 from rl.config.effect import only_if, unless
+from rl.config.tree import check_bounds
 from rl.observability.spans import span
 from rl.types import BoxSum
 from rl.utils.errors import RunError
@@ -124,11 +125,8 @@ class WeightStore(Configurable):
         """Absolute path of the folder for transport="files"; None: `weights` in the run's folder."""
 
         def __post_init__(self) -> None:
-            if not self.timeout_s > 0:
-                raise ValueError(f"timeout_s={self.timeout_s} must be positive")
-            for name in ("keep_versions", "num_threads"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_bounds(self, "timeout_s", above=0)
+            check_bounds(self, "keep_versions", "num_threads", at_least=1)
             if self.folder is not None and self.transport != "files":
                 raise ValueError(f"folder={self.folder!r} has no effect without transport='files'")
             if self.folder is not None and not Path(self.folder).expanduser().is_absolute():

@@ -22,16 +22,16 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_ca
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_degree": 0}, "generator.tensor_parallel_degree=0: must be above 0"),
-        ({"max_num_seqs": -1}, "generator.max_num_seqs=-1: must be above 0"),
-        ({"cpu_kv_cache_gib": 0.0}, "generator.cpu_kv_cache_gib=0.0: must be above 0"),
-        ({"rank_timeout_s": float("nan")}, "generator.rank_timeout_s=nan: must be above 0"),
-        ({"max_model_len": 1}, "generator.max_model_len=1: must be at least 2"),
+        ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0: must be at least 1"),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1: must be at least 1"),
+        ({"cpu_kv_cache_gib": 0.0}, "cpu_kv_cache_gib=0.0: must be above 0"),
+        ({"rank_timeout_s": float("nan")}, "rank_timeout_s=nan: must be above 0"),
+        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         (
             {"max_num_seqs": 128, "max_num_batched_tokens": 127},
             "generator.max_num_batched_tokens=127: must be at least max_num_seqs=128",
         ),
-        ({"gpu_memory_utilization": 1.2}, "generator.gpu_memory_utilization=1.2: must be above 0, at most 1"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization=1.2: must be above 0 and at most 1"),
     ],
 )
 def test_setting_out_of_range_is_refused_by_name(settings, message):

@@ -94,8 +94,8 @@ def test_only_the_folder_of_a_killed_run_is_replaced(tmp_path, config):
         ({"folder": "/shared/weights"}, "folder='/shared/weights' has no effect without transport='files'"),
         ({"folder": "weights", "transport": "files"}, "folder='weights' must be an absolute path"),
         ({"state_dict_key": "a/b"}, "state_dict_key='a/b' must be the plain name of a folder"),
-        ({"num_threads": 0}, "num_threads=0 must be at least 1"),
-        ({"keep_versions": 0}, "keep_versions=0 must be at least 1"),
+        ({"num_threads": 0}, "num_threads=0: must be at least 1"),
+        ({"keep_versions": 0}, "keep_versions=0: must be at least 1"),
     ],
 )
 def test_invalid_settings_are_refused(settings, message):
