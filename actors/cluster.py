@@ -122,12 +122,7 @@ class Cluster:
             self.reward = Role(reward, start=self._restart_reward, supervisor=self._supervisor)
         self.trainer = Role(trainer)
         members: Sequence[Role] = [
-            Role(
-                group,
-                start=partial(self._restart_generator, number),
-                supervisor=self._supervisor,
-                done="serves again",
-            )
+            Role(group, start=partial(self._restart_generator, number), supervisor=self._supervisor)
             for number, group in enumerate(started)
         ]
         if config.launch.share_gpus:
@@ -182,27 +177,16 @@ class Cluster:
         if reason is None:
             raise error
         async with self.pool.without_weights():
-            try:
-                await self._supervisor.restart(
-                    self.trainer.name,
-                    reason=reason,
-                    start=self._replace_trainer,
-                    done="is set up again",
-                    at_least=at_least,
-                )
-            except RunError as used_up:
-                raise used_up from error
+            await self._supervisor.restart(
+                self.trainer.name, reason=reason, start=self._replace_trainer, at_least=at_least
+            )
 
     async def _replace_trainer(self) -> None:
         await self._end_lost(self.placements.trainer)
         # The store's actors are dead; its files may take a while to remove.
         self.store.forget()
-        try:
-            await run_aside(self.store.discard, name="weight store", limit_s=self.store.config.timeout_s)
-        except TimeoutError as slow:
-            raise RunError(
-                f"the versions that the lost trainer has pushed cannot be removed: {slow}"
-            ) from slow
+        limit_s = self.store.config.timeout_s
+        await run_aside(self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s)
         self.trainer.replace(await self._start_trainer())
         await self.pool.use_store()
 

@@ -18,7 +18,7 @@ from actors.config import RunConfig
 from actors.hosts import describe
 from actors.placement import place_actors
 from actors.plan import make_plan
-from actors.run import CheckedRun, checked_run, started_run, write_timeline
+from actors.run import CheckedRun, checked_run, started_run
 from actors.training import Training
 from rl.config.configurable import Configurable
 from rl.config.json import to_dict
@@ -57,8 +57,13 @@ class Controller(Configurable):
             print(describe(config.launch, place_actors(config, num_gpus=num_gpus())), flush=True)
             return Path(config.dump_folder)
         with checked_run(config, source=self.source) as checked:
+            started = time.monotonic()
             self._train(checked)
-        return checked.folder.path
+            run_s = time.monotonic() - started
+        folder = checked.folder
+        records = read_metrics(folder.metrics)
+        print_line(summary(records, folder=folder, run_s=run_s, config=to_dict(config)))
+        return folder.path
 
     def explain(self, form: ExplanationForm) -> int:
         """Print the run that this config describes, and what is refused of it; return the exit status.
@@ -86,11 +91,6 @@ class Controller(Configurable):
             raise stopped from error
 
     async def _main(self, checked: CheckedRun, stop: StopRequest) -> None:
-        started = time.monotonic()
         async with started_run(checked, stop=stop) as run:
             await Training(run, stop=stop).run()
             run.folder.mark_finished()
-            await asyncio.to_thread(write_timeline, run)
-            run_s = time.monotonic() - started
-            records = read_metrics(run.folder.metrics)
-            print_line(summary(records, folder=run.folder, run_s=run_s, config=to_dict(self.config)))

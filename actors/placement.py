@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.config import ClusterConfig
@@ -131,28 +130,25 @@ def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, l
     On this machine, whose hosts may be simulated, the roles divide the devices. On a cluster a host has one
     role, but generator replicas may share hosts.
     """
-    replicas, replica_size, num_trainers = (
-        config.generator.num_replicas, config.generator.tensor_parallel_degree, config.trainer.num_procs
-    )  # fmt: skip
-    launch = config.launch
-    available: int | None = num_gpus
-    divided = not launch.share_gpus
+    launch, where, available = config.launch, "this machine", num_gpus
+    num_trainers, replicas = config.trainer.num_procs, config.generator.num_replicas
+    replica_size, divided = config.generator.tensor_parallel_degree, not launch.share_gpus
+    chosen = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
     if launch.on_cluster:
-        available, divided = launch.gpus_per_host, False
-        replicas = launch.replicas_per_host
-        replica_size //= launch.generator_hosts
+        where, divided, replicas = "a host (launch.gpus_per_host)", False, launch.replicas_per_host
         num_trainers //= launch.trainer_hosts
-    where = "a host (launch.gpus_per_host)" if launch.on_cluster else "this machine"
+        replica_size //= launch.generator_hosts
+    num_generators = replicas * replica_size
+    needed = num_trainers + num_generators if divided else max(num_trainers, num_generators)
+    if launch.on_cluster:
+        asked = launch.gpus_per_host
+        available = max(needed, *(1 + gpu for gpu in chosen), 0) if asked is None else asked
     if available == 0:
-        if launch.trainer_gpus or launch.generator_gpus:
+        if chosen:
             raise ValueError(
                 f"launch.trainer_gpus and launch.generator_gpus must be None: {where} has no GPU"
             )
         return None, None
-    num_generators = replicas * replica_size
-    needed = num_trainers + num_generators if divided else max(num_trainers, num_generators)
-    if available is None:
-        available = 1 + max((needed - 1, *(launch.trainer_gpus or ()), *(launch.generator_gpus or ())))
     if needed > available:
         raise ValueError(
             f"trainer.num_procs={config.trainer.num_procs} and generator.num_replicas="
@@ -160,13 +156,21 @@ def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, l
             f"{config.generator.tensor_parallel_degree} need {needed} GPUs on {where}"
             f"{' that they share' if launch.share_gpus else ''}, which has {available}"
         )
-    every = tuple(range(available))
-    trainer = launch.trainer_gpus or _first(num_trainers, every, but=divided and launch.generator_gpus)
-    if launch.share_gpus:
-        every = (*trainer, *(gpu for gpu in every if gpu not in trainer))
-    generators = launch.generator_gpus or _first(num_generators, every, but=divided and trainer)
-    _check_devices("trainer_gpus", trainer, num_trainers, available=available, where=where)
-    _check_devices("generator_gpus", generators, num_generators, available=available, where=where)
+    every = range(available)
+    taken = launch.generator_gpus or () if divided else ()
+    trainer = launch.trainer_gpus or tuple([gpu for gpu in every if gpu not in taken][:num_trainers])
+    others = [gpu for gpu in every if gpu not in trainer]
+    order = [*trainer, *others] if launch.share_gpus else others if divided else every
+    generators = launch.generator_gpus or tuple(order[:num_generators])
+    for name, devices, number in (
+        ("trainer_gpus", trainer, num_trainers),
+        ("generator_gpus", generators, num_generators),
+    ):
+        if len(devices) != number or max(devices) >= available:
+            raise ValueError(
+                f"launch.{name}={devices}: must be {number} devices, one for each process, and {where} has "
+                f"{available} GPUs, numbered 0 to {available - 1}"
+            )
     if divided and set(trainer) & set(generators):
         raise ValueError(
             f"launch.trainer_gpus={trainer} and launch.generator_gpus={generators} have devices in common: "
@@ -174,17 +178,3 @@ def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, l
         )
     slots = [generators[i * replica_size : (i + 1) * replica_size] for i in range(replicas)]
     return trainer, [slots[i % replicas] for i in range(config.generator.num_replicas)]
-
-
-def _check_devices(name: str, devices: Devices, number: int, *, available: int, where: str) -> None:
-    if len(devices) != number or max(devices) >= available:
-        raise ValueError(
-            f"launch.{name}={devices}: must be {number} devices, one for each process, and {where} has "
-            f"{available} GPUs, numbered 0 to {available - 1}"
-        )
-
-
-def _first(num: int, devices: Sequence[int], *, but: Devices | bool | None) -> Devices:
-    """Return the first devices that are not in `but`."""
-    taken = but if isinstance(but, tuple) else ()
-    return tuple([gpu for gpu in devices if gpu not in taken][:num])

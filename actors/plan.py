@@ -68,7 +68,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     """
     check_sinks(config.sinks)
     task: Task = config.task.build()
-    environments = tried_environments(config, task=task)
+    environments = Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
     resumed = None if resumes is None else find_resumed(config, resumes)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
@@ -142,21 +142,17 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
         return resumed
 
 
-def tried_environments(config: RunConfig, *, task: Task) -> Environments:
-    """Return environments with the time limits of the run."""
-    return Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
-
-
-def _cache(config: RunConfig) -> Path:
-    return Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-
-
 def untrained_start(config: RunConfig) -> StartingPoint:
     """Return the starting point without a warm-up; nothing is written yet."""
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
         return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
-    return random_model(_cache(config), spec=spec, seed=config.seed)
+    return random_model(starting_points(config.dump_folder), spec=spec, seed=config.seed)
+
+
+def starting_points(dump_folder: str) -> Path:
+    """Return the folder of the starting points that runs share."""
+    return Path(dump_folder).expanduser().absolute() / STARTING_POINTS
 
 
 def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
@@ -166,27 +162,23 @@ def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
 
 
 def starting_point(
-    config: RunConfig,
-    *,
-    task: Task,
-    source: LoadSource | None,
-    environments: Environments | None = None,
+    config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
     """Return the origin of the run's weights and the model with its kernels; nothing is written yet.
 
-    `environments` play the demonstrations; None creates new ones.
+    `environments` play the demonstrations.
     """
     untrained = untrained_start(config)
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
     return warmed_up_model(
-        _cache(config),
+        starting_points(config.dump_folder),
         spec=untrained.spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
-            environments or tried_environments(config, task=task),
+            environments,
             renderer=renderer_of(config, untrained),
         ),
         arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),

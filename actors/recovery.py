@@ -89,7 +89,6 @@ class Supervisor:
         *,
         reason: str,
         start: Callable[[], Awaitable[T]],
-        done: str = "works again",
         at_least: int = 1,
     ) -> T:
         """Return the result of `start`, which is called again after pauses if the role is lost during it.
@@ -118,7 +117,7 @@ class Supervisor:
                 reason = first_line(error)
                 continue
             after_s = self._now_s() - lost_at
-            logger.warning("%s %s after %.1f s", role, done, after_s)
+            logger.warning("%s is restarted after %.1f s", role, after_s)
             self._events("recovered", role=role, after_s=round(after_s, 2))
             return started
         raise AssertionError("unreachable")
@@ -133,7 +132,6 @@ class Role:
         *,
         start: Callable[[], Awaitable[ActorGroup]] | None = None,
         supervisor: Supervisor | None = None,
-        done: str = "works again",
     ) -> None:
         """Without `start` and `supervisor` the actors are not restarted here, and a loss is an error."""
         self.group = group
@@ -142,7 +140,6 @@ class Role:
         self.restarting: asyncio.Task[None] | None = None
         self._start = start
         self._supervisor = supervisor
-        self._done = done
 
     @property
     def name(self) -> str:
@@ -216,7 +213,7 @@ class Role:
         self, start: Callable[[], Awaitable[ActorGroup]], supervisor: Supervisor, *, reason: str
     ) -> None:
         try:
-            self.group = await supervisor.restart(self.name, reason=reason, start=start, done=self._done)
+            self.group = await supervisor.restart(self.name, reason=reason, start=start)
         except RunError as error:
             self.failure = error
         except BaseException as error:

@@ -12,11 +12,10 @@ makes the run's folder, `started_run` starts the actors.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -113,7 +112,6 @@ async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIte
         async with started_run(checked) as run:
             await load_start(run.trainer, config=config, plan=run.plan)
             yield run
-            await asyncio.to_thread(write_timeline, run)
 
 
 @contextmanager
@@ -127,8 +125,10 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
         ValueError: the config cannot run; nothing was written, and an earlier run of that name is as it was.
     """
     check_fields(config)
-    opened = _new_folder if source.resumes is None else _resumed_folder
-    with _saving_alone(config.trainer.checkpoint), opened(config, source) as (folder, plan, changes):
+    with ExitStack() as stack:
+        _lock_shared_checkpoints(config.trainer.checkpoint, stack)
+        opened = _new_folder if source.resumes is None else _resumed_folder
+        folder, plan, changes = opened(config, source, stack)
         if config.print_config:
             print_line(json.dumps(to_dict(config), indent=2))
         print_line(f"run folder: {folder.path}")
@@ -145,37 +145,50 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
         folder.mark_finished()
 
 
-@contextmanager
-def _new_folder(config: RunConfig, source: ResolvedRun) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
+def _lock_shared_checkpoints(config: CheckpointConfig, stack: ExitStack) -> None:
+    """Lock a checkpoint folder outside of the run's folder before anything in it is read."""
+    if config.shared_folder is not None and config.saves:
+        otherwise = (
+            "choose another one or trainer.checkpoint.load_only, only one run at a time may save there"
+        )
+        stack.enter_context(
+            locked_folder(config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise)
+        )
+
+
+def _new_folder(
+    config: RunConfig, source: ResolvedRun, stack: ExitStack
+) -> tuple[RunFolder, Plan, Sequence[str]]:
     plan = make_plan(config)
-    with RunFolder.create(
+    folder = RunFolder.create(
         config.dump_folder,
         config.name or f"{source.module.replace('.', '-')}-{source.function}",
         time_stamp=config.name is None,
         overwrite=config.overwrite,
         inputs=plan.inputs(config),
         checkpoints=config.trainer.checkpoint.shared_folder,
-    ) as folder:
-        try:
-            _write_start(folder, plan, source)
-        except BaseException:
-            folder.discard()
-            raise
-        yield folder, plan, ()
-
-
-@contextmanager
-def _resumed_folder(
-    config: RunConfig, source: ResolvedRun
-) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
-    assert source.resumes is not None
-    with RunFolder.resume(source.resumes, checkpoints=config.trainer.checkpoint.shared_folder) as folder:
-        changes = changed_fields(folder.config_json, config)
-        with _logging(folder, config):
-            plan = make_plan(config, resumes=folder)
+    )
+    stack.enter_context(folder)
+    try:
         _write_start(folder, plan, source)
-        folder.reopen()
-        yield folder, plan, changes
+    except BaseException:
+        folder.discard()
+        raise
+    return folder, plan, ()
+
+
+def _resumed_folder(
+    config: RunConfig, source: ResolvedRun, stack: ExitStack
+) -> tuple[RunFolder, Plan, Sequence[str]]:
+    assert source.resumes is not None
+    folder = RunFolder.resume(source.resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+    stack.enter_context(folder)
+    changes = changed_fields(folder.config_json, config)
+    with _logging(folder, config):
+        plan = make_plan(config, resumes=folder)
+    _write_start(folder, plan, source)
+    folder.reopen()
+    return folder, plan, changes
 
 
 def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
@@ -196,7 +209,7 @@ def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
-    """Record the controller's events and spans in the folder; draw the timeline of a run that fails."""
+    """Record the controller's events and spans in the folder, and draw the timeline at the end of the run."""
     for file in (folder.logs / STATE_FOLDER).glob("*"):
         file.unlink()  # processes of the earlier attempt would count as dead
     catch_signal()
@@ -210,10 +223,8 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
     else:
         events.add("resumed", step=position.step)
         print_line(f"going on after step {position.step}")
-    has_failed = True
     try:
         yield events
-        has_failed = False
         events.add("finished")
     except BaseException as error:
         events.add("stopped", reason=f"{type(error).__name__}: {error}")
@@ -221,8 +232,7 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
     finally:
         RECORDER.stop()  # the state file keeps the last moment
         stop_writing_stacks()
-        if has_failed:
-            write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)  # shows the end
+        write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)
 
 
 @asynccontextmanager
@@ -281,11 +291,6 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
         store.discard()
 
 
-def write_timeline(run: Run) -> None:
-    """Write the timeline of a run that has reached its end."""
-    write_timeline_of_run(run.folder.logs, run.folder.timeline, timeline=run.config.timeline)
-
-
 def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:
     """Return one generator over all generators of the pool."""
     return Router([GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool)
@@ -307,19 +312,3 @@ async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) 
         yield process
     finally:
         await process.close()
-
-
-def _saving_alone(config: CheckpointConfig) -> AbstractContextManager[None]:
-    """Lock a checkpoint folder outside of the run's folder before anything in it is read.
-
-    Raises:
-        ValueError: another run saves there, or the folder cannot be made.
-    """
-    if config.shared_folder is None or not config.saves:
-        return nullcontext()
-    return locked_folder(
-        config.shared_folder,
-        as_what="trainer.checkpoint.folder",
-        otherwise="only one run at a time may save there: choose another trainer.checkpoint.folder, or "
-        "trainer.checkpoint.load_only",
-    )

@@ -9,7 +9,6 @@ folders without a lock, and kills the processes that still carry the id of the f
 from __future__ import annotations
 
 import atexit
-import getpass
 import logging
 import os
 import shutil
@@ -48,8 +47,8 @@ def temporary_files() -> Iterator[None]:
         logger.info("temporary files stay in %s: %s", tempfile.gettempdir(), error)
         yield
         return
-    # Compiled kernels are for later runs too: their cache stays at its usual path.
-    cache = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
+    # Compiled kernels are for later runs too: their cache is not in the folder.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     settings = {"TMPDIR": str(folder), INDUCTOR_CACHE: os.environ.get(INDUCTOR_CACHE, str(cache))}
     before, python_before = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
     os.environ.update(settings)
@@ -103,11 +102,3 @@ def _remove(folder: Path, lock: FileLock, owner: int) -> None:
     if os.getpid() == owner:  # not a forked copy of that process
         shutil.rmtree(folder, ignore_errors=True)
         Path(lock.lock_file).unlink(missing_ok=True)
-
-
-def _user() -> str:
-    """Return the user's name as PyTorch finds it; in a container a uid may have none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

@@ -105,7 +105,7 @@ def _liveness(state: ProcessState) -> str:
     if not state.is_here:
         return "elsewhere"
     activity = kernel_state(state.process)
-    return "dead" if activity is None else "STOPPED" if "stopped" in activity else "alive"
+    return "dead" if activity is None else "STOPPED" if "stop" in activity else "alive"
 
 
 def _describe(state: ProcessState, how: str) -> str:

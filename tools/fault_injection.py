@@ -18,10 +18,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from actors.members import HOOK_VARIABLE
 from actors.processes import with_descendants
 from rl.observability.spans import RECORDER, ProcessState, read_states
-from rl.utils.processes import ProcessId, identify, kill, parent_of
+from rl.utils.processes import ProcessId, identify, kill
 
 VICTIMS = ("trainer", "generator", "reward", "host", "controller")
 """host: that of the last generator, with all that runs on it; where hosts are simulated."""
@@ -112,7 +114,7 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     assert chosen is not None
     if victim != "host":
         return [chosen]
-    host = parent_of(chosen.pid)
+    host = identify(psutil.Process(chosen.pid).ppid())
     assert host is not None
     if any(s.role == "controller" and s.process == host for s in states):
         raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")

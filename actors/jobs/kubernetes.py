@@ -63,13 +63,8 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mappin
     assert config.image is not None, "refused by LaunchConfig"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
     for group, num_hosts in groups.items():
-        resources: dict[str, str | int] = {}
-        if gpus_of[group]:
-            resources[config.gpu_resource] = gpus_of[group]
-        if config.cpus is not None:
-            resources["cpu"] = config.cpus
-        if config.memory is not None:
-            resources["memory"] = config.memory
+        asked = {config.gpu_resource: gpus_of[group] or None, "cpu": config.cpus, "memory": config.memory}
+        resources = {name: value for name, value in asked.items() if value is not None}
         image = ImageSpec(config.image, resources=resources or None, shared_memory_size=config.shared_memory)
         job.add_mesh(mesh_name(launch, group), num_hosts, image_spec=image, port=config.port)
     return job

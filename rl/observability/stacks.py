@@ -82,8 +82,8 @@ async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = 
     activity = kernel_state(state.process)
     if activity is None or not is_alive(state.process):
         return "no stacks: the process is dead"
-    if "stopped" in activity:
-        return f"no stacks: the process {activity}"
+    if "stop" in activity:
+        return "no stacks: the process is stopped by a signal"
     if not catches(state.process, SIGNAL):
         return "no stacks: the process does not listen yet"
     file = _stacks_file(logs, role=state.role, rank=state.rank)
@@ -101,7 +101,7 @@ async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = 
         return f"no stacks: {error}"
     if text:
         return f"{text}(no stacks of tasks: the main thread does not run Python)\n"
-    return f"no stacks within {timeout_s:g} s: the process {kernel_state(state.process) or 'is dead'}"
+    return f"no stacks within {timeout_s:g} s: the process is {kernel_state(state.process) or 'dead'}"
 
 
 def _stacks_file(logs: Path, *, role: str, rank: int) -> Path:

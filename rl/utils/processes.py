@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_STATES = {
-    "R": "runs",
-    "S": "sleeps",
-    "D": "waits for a disk or a device",
-    "T": "is stopped by a signal",
-    "t": "is stopped by a debugger",
-    "I": "is idle",
-}
+import psutil
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +32,13 @@ class ProcessId:
 
 def identify(pid: int) -> ProcessId | None:
     """Return the process that has this pid now, or None if there is none or it is a zombie."""
-    if (fields := _stat(pid)) is None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    # The command, in parentheses, may itself hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
-
-
-def parent_of(pid: int) -> ProcessId | None:
-    """Return the parent of a process."""
-    return None if (fields := _stat(pid)) is None else identify(int(fields[1]))
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -60,10 +52,11 @@ def kill(process: ProcessId) -> None:
 
 
 def kernel_state(process: ProcessId) -> str | None:
-    """Return the scheduler's state of a process, such as "sleeps", or None if it is dead."""
-    if not is_alive(process) or (fields := _stat(process.pid)) is None:
-        return None
-    return _STATES.get(fields[0], f"is in state {fields[0]}")
+    """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is dead."""
+    with suppress(psutil.NoSuchProcess):
+        state = psutil.Process(process.pid).status()
+        return state if is_alive(process) else None
+    return None
 
 
 def catches(process: ProcessId, number: int) -> bool:
@@ -74,16 +67,6 @@ def catches(process: ProcessId, number: int) -> bool:
         return False
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1) and is_alive(process)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat that follow the command."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command, in parentheses, may itself hold spaces and parentheses.
-    return stat.rpartition(")")[2].split()
 
 
 @contextmanager

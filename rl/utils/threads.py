@@ -29,13 +29,17 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, coroutine).result()
 
 
+class OverdueError(RunError, TimeoutError):
+    """A function in a thread did not return in time."""
+
+
 async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
     """Run a function in a daemon thread and return its result.
 
     `asyncio.to_thread` would wait for the thread when the process ends.
 
     Raises:
-        TimeoutError: the function is still running after `limit_s`.
+        OverdueError: the function is still running after `limit_s`.
     """
     thread = WorkerThread(name)
     limit = asyncio.timeout(limit_s)
@@ -45,7 +49,7 @@ async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | No
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise TimeoutError(f"{name}: not done after {limit_s:g} s") from error
+        raise OverdueError(f"{name}: not done after {limit_s:g} s") from error
     finally:
         thread.stop(timeout_s=0.0)
 
@@ -87,10 +91,6 @@ class WorkerThread:
                 future.set_exception(error)
 
 
-class WriteTimeoutError(RunError, TimeoutError):
-    """A background write did not finish in time."""
-
-
 class BackgroundWriter:
     """Runs writes in a thread, one after another; an error surfaces before the next write begins."""
 
@@ -109,14 +109,14 @@ class BackgroundWriter:
         """Wait for the write that is under way, and raise its error once.
 
         Raises:
-            WriteTimeoutError: the disk hangs.
+            OverdueError: the disk hangs.
         """
         if (writing := self._writing) is not None:
             try:
                 await asyncio.shield(writing)
-            except TimeoutError as error:
+            except OverdueError:
                 self._hangs = True
-                raise WriteTimeoutError(str(error)) from error
+                raise
             finally:
                 if writing.done():
                     self._writing = None

@@ -47,7 +47,7 @@ def stopped(group, rank):
     """Stop a process with SIGSTOP for the block; yield its pid."""
     process = group.processes[rank]
     os.kill(process.pid, signal.SIGSTOP)
-    while kernel_state(process) != "is stopped by a signal":
+    while kernel_state(process) != "stopped":
         os.sched_yield()
     try:
         yield process.pid

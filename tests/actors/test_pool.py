@@ -44,7 +44,6 @@ class PoolRun:
                 cast(Any, MortalGenerator(f"generator_{i}")),
                 start=partial(self.restart, i),
                 supervisor=self.supervisor,
-                done="serves again",
             )
             for i in range(num_generators)
         ]

@@ -98,7 +98,7 @@ def test_failed_start_is_another_loss_and_recovery_time_counts_from_the_first(ca
         "reward is lost: rank 1 of 2 is dead; starting it again (1 of 3)",
         "reward is lost: start 1 failed; starting it again in 2 s (2 of 3)",
         "reward is lost: start 2 failed; starting it again in 4 s (3 of 3)",
-        "reward works again after 21.0 s",
+        "reward is restarted after 21.0 s",
     ]
 
 
