@@ -149,7 +149,8 @@ def _lock_shared_checkpoints(config: CheckpointConfig, stack: ExitStack) -> None
     """Lock a checkpoint folder outside of the run's folder before anything in it is read."""
     if config.shared_folder is not None and config.saves:
         otherwise = (
-            "choose another one or trainer.checkpoint.load_only, only one run at a time may save there"
+            "only one run at a time may save there: choose another trainer.checkpoint.folder, or "
+            "trainer.checkpoint.load_only"
         )
         stack.enter_context(
             locked_folder(config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise)

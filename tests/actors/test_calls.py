@@ -12,15 +12,12 @@ from actors.calls import (
     ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    may_hang,
 )
 from actors.config import Timeouts
 from actors.hang_report import add_hang_report
 from actors.members import LogSettings
-from rl.distributed.process_group import CollectiveTimeoutError
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
-from rl.weights.types import WeightTimeoutError
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -29,25 +26,6 @@ from tests.support.monarch_meshes import monarch_meshes
 def test_deadline_that_is_not_positive_is_refused(value):
     with pytest.raises(ValueError, match=f"train_s={value}: must be above 0"):
         Timeouts(train_s=value)
-
-
-def late(role):
-    return ActorTimeoutError("no answer", role=role)
-
-
-@pytest.mark.parametrize(
-    ("error", "hangs"),
-    [
-        (late("trainer"), True),
-        (late("generator_0"), False),
-        (late(""), True),
-        (WeightTimeoutError("pull"), True),
-        (CollectiveTimeoutError("rank 0"), True),
-        (ActorCallError("trainer.optim_step failed"), False),
-    ],
-)
-def test_role_that_may_hang_is_not_called(error, hangs):
-    assert may_hang("trainer", after=error) is hangs
 
 
 pytestmark = pytest.mark.timeout(120)

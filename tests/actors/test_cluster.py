@@ -36,7 +36,7 @@ from tests.support.clusters import (
     processes,
 )
 from tests.support.fakes import rollout_of
-from tests.support.fleet_actors import DeadlyLoss, InspectedGenerator, InspectedStore, InspectedTrainer
+from tests.support.fleet_actors import DeadlyLoss, InspectedGenerator, InspectedTrainer
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.scored import replied
 
@@ -56,17 +56,14 @@ def running(tmp_path_factory):
         generator=inspected(CONFIG.generator, InspectedGenerator, can_sleep=True),
     )
     with monarch_meshes() as meshes:
-        store = InspectedStore.Config().build(dtype="float32")
-        running = RunningCluster(meshes, tmp_path_factory.mktemp("cluster"), config=config, store=store)
+        running = RunningCluster(meshes, tmp_path_factory.mktemp("cluster"), config=config)
         yield running
         meshes.run(running.cluster.close())
 
 
 def test_only_compute_threads_use_several_cores(running):
-    """The engines compute in threads of their own; actors and volumes use one thread."""
+    """The engines compute in threads of their own; actors use one thread."""
     cluster = running.cluster
-    volumes = running.run(cluster.store.asked.num_compute_threads.call())
-    assert [num for _, num in volumes.items()] == [1, 1]
     assert running.run(running.pool.members[0].call("num_compute_threads")) == [1]
     assert running.run(cluster.trainer.call("num_compute_threads")) == [(2, 1), (2, 1)]
 

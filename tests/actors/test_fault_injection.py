@@ -1,7 +1,6 @@
 """Faults that kill a chosen process once, at a chosen moment."""
 
 import json
-import os
 import signal
 import subprocess
 
@@ -54,22 +53,3 @@ def test_last_process_of_the_role_dies_once_at_the_chosen_count(victims, armed, 
     told = json.loads((tmp_path / "fault-push-generator.json").read_text())
     assert told["fault"] == {"phase": "push", "victim": "generator", "count": 2, "delay_s": 0.0}
     assert told["pids"] == [last.pid]
-
-
-def test_host_is_killed_with_all_its_processes(tmp_path, armed):
-    shell = "sleep 60 & echo $!; sleep 61 & echo $!; wait"
-    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        pids = [int(host.stdout.readline()) for _ in range(2)]
-        processes = [identify(pid) for pid in pids]
-        SpanRecorder().start(tmp_path, role="generator", rank=0)
-        file = tmp_path / "state" / "generator-0.json"
-        assert processes[0] is not None
-        told = json.loads(file.read_text()) | {"pid": pids[0], "start_ticks": processes[0].start_ticks}
-        file.write_text(json.dumps(told))
-        armed(phase="pull", victim="host")
-        with span("pull"):
-            assert host.wait(20) == -signal.SIGKILL
-        host.stdout.read()  # until all holders of the other end are about to exit
-    while any(identify(pid) == process for pid, process in zip(pids, processes, strict=True)):
-        os.sched_yield()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.calls import ActorLostError, is_caused_by_timeout
+from actors.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout, may_hang
 from actors.hang_report import ProcessReport, add_hang_report, format_reports, report_run, write_reports
 from actors.members import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
@@ -73,15 +73,21 @@ class RemoteError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_one"),
+    ("error", "is_timeout", "trainer_hangs"),
     [
-        (WeightTimeoutError("x"), True),
-        (raised_from(RunError("x"), TimeoutError()), True),
-        (raised_from(RunError("x"), RemoteError(TimeoutError())), True),
-        (raised_from(RunError("x"), raised_from(KeyError("y"), CollectiveTimeoutError("z"))), True),
-        (raised_from(RunError("x"), RemoteError(KeyError("y"))), False),
-        (RunError("x"), False),
+        (WeightTimeoutError("x"), True, True),
+        (raised_from(RunError("x"), TimeoutError()), True, True),
+        (raised_from(RunError("x"), RemoteError(TimeoutError())), True, True),
+        (raised_from(RunError("x"), raised_from(KeyError("y"), CollectiveTimeoutError("z"))), True, True),
+        (ActorTimeoutError("x", role="trainer"), True, True),
+        (ActorTimeoutError("x", role="generator_0"), True, False),
+        (ActorTimeoutError("x"), True, True),
+        (raised_from(RunError("x"), RemoteError(KeyError("y"))), False, False),
+        (RunError("x"), False, False),
     ],
 )
-def test_errors_caused_by_timeouts_are_recognised(error, is_one):
-    assert is_caused_by_timeout(error) is is_one
+def test_errors_caused_by_timeouts_are_recognised_and_the_role_that_may_hang(
+    error, is_timeout, trainer_hangs
+):
+    assert is_caused_by_timeout(error) is is_timeout
+    assert may_hang("trainer", after=error) is trainer_hangs

@@ -46,22 +46,6 @@ def check_environments(environments):
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_simulated_hosts_and_their_processes_die_with_a_killed_controller():
-    controller, run = start("wait")
-    try:
-        controller.kill()
-        controller.wait(timeout=60)
-        assert wait_until_gone(run["pids"]) == []
-    finally:
-        # Files do outlive a killed controller.
-        for file in run["files"]:
-            Path(file).unlink()
-        controller.communicate(timeout=60)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_process_that_dies_on_another_host_is_named_by_its_rank_in_time():
     """Monarch alone reports it, since a controller cannot look at processes of other hosts."""

@@ -14,7 +14,7 @@ from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import check_files, saved_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
-from tests.support.runs import act_after_line, kill_role, run_to_the_end, signal_group
+from tests.support.runs import kill_role, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
 LONG = (pytest.mark.slow, pytest.mark.long)
@@ -25,7 +25,7 @@ FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behind(tmp_path, watch):
     run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150, env=watch.environment())
     assert run.status == 1
-    assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
+    assert watch.left(grace_s=GRACE_S, run_folder=run.folder) == []
     assert "nan" in run.output
     assert "step 2: loss nan at policy version 1" in run.output
     assert "Traceback" not in run.output
@@ -46,10 +46,10 @@ def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behin
 @pytest.mark.long
 def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(tmp_path):
     before = list_shared_memory()
-    run = act_after_line(
+    run = run_to_the_end(
         tmp_path, "killed", *FAULTY, "short", "--recovery.max_restarts", "0",
         "--loop.num_steps", "500", "--loop.eval_every", "500", "--loop.sampling.max_tokens", "96",
-        line="reward", act=kill_role("trainer"), limit_s=150,
+        after=("reward", kill_role("trainer")), limit_s=150,
     )  # fmt: skip
     assert run.status == 1, run.output
     assert "evaluation at step 0 (8 problems): done after" in run.output
@@ -68,16 +68,6 @@ def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     assert not drop_files_of_others(list_shared_memory() - before, own=())
 
 
-def test_run_interrupted_in_a_step_leaves_nothing_behind(tmp_path, watch):
-    run = act_after_line(
-        tmp_path, "stop", *FAULTY, "short", "--loop.num_steps", "500",
-        line="reward", act=signal_group(signal.SIGINT), limit_s=150, env=watch.environment(),
-    )  # fmt: skip
-    assert run.status == 130, run.output
-    assert "Traceback" not in run.output
-    assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
-
-
 def temporary(watch):
     return sorted(path.name for path in watch.folder.iterdir() if path.suffix != ".lock")
 
@@ -91,13 +81,12 @@ def temporary(watch):
     ],
 )
 def test_killed_controller_leaves_one_folder_which_the_next_start_removes(tmp_path, watch, options, line):
-    run = act_after_line(
+    run = run_to_the_end(
         tmp_path, "killed", *FAULTY, "short", "--loop.num_steps", "500", *options,
-        line=line, act=subprocess.Popen.kill, limit_s=150, env=watch.environment(),
+        after=(line, subprocess.Popen.kill), limit_s=150, env=watch.environment(),
     )  # fmt: skip
     assert run.status == -signal.SIGKILL
-    left = watch.left(grace_s=GRACE_S, run_folder=run.folder, temporary=False)
-    assert str(left) == "nothing"
+    assert watch.left(grace_s=GRACE_S, run_folder=run.folder, temporary=False) == []
     (folder,) = temporary(watch)
     assert folder.startswith(PREFIX)
     assert [path.name for path in remove_dead(watch.folder)] == [folder]

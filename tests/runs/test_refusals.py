@@ -24,23 +24,20 @@ from tests.training.parts import write_assets
 FAULTY = ("--module", "tests.support.faulty_configs")
 
 
+def status_of(*options: str) -> object:
+    try:
+        return main(options, default_module="sum_digits", default_config="tiny", prog="test")
+    except SystemExit as error:
+        return error.code
+
+
 @pytest.fixture
 def refused(tmp_path, capsys):
     """Return a function that starts a run, expects exit status 2 and no run folder, and returns stderr."""
     dump_folder = tmp_path / "outputs"
 
     def start(*options: str) -> str:
-        status: object
-        try:
-            status = main(
-                ["--dump_folder", str(dump_folder), "--name", "run", *options],
-                default_module="sum_digits",
-                default_config="tiny",
-                prog="test",
-            )
-        except SystemExit as error:
-            status = error.code
-        assert status == 2
+        assert status_of("--dump_folder", str(dump_folder), "--name", "run", *options) == 2
         assert not dump_folder.is_dir()
         return capsys.readouterr().err
 
@@ -147,43 +144,26 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp_p
         tensors.write_bytes(whole)
 
 
-def test_run_does_not_clear_the_folder_it_loads_from(checkpoints, tmp_path, capsys):
-    with RunFolder.create(tmp_path, "good") as folder:
-        shutil.copytree(checkpoints / "step-3", folder.checkpoints / "step-3")
-        folder.mark_finished()
-    options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite"]
-    options += ["--trainer.checkpoint.initial_load_path", str(folder.checkpoints)]
-    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
-    told = capsys.readouterr().err
-    assert (
-        f"trainer.checkpoint.initial_load_path='{folder.checkpoints}' lies in the folder of the run" in told
-    )
-    assert (folder.checkpoints / "step-3" / "__0_0.distcp").is_file()
-    assert read_status(folder.path) == "finished"
-
-
 def test_dump_folder_that_is_a_file_is_refused(refused, tmp_path):
     (tmp_path / "outputs").write_text("")
     assert "cannot be a run's folder: Not a directory" in refused()
 
 
-def test_run_that_would_replace_its_starting_point_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [("trainer.checkpoint.initial_load_path", ""), ("hf_assets_path", "hf")],
+)
+def test_run_does_not_clear_what_it_loads(field, given, checkpoints, tmp_path, capsys):
     with RunFolder.create(tmp_path, "good") as folder:
-        weights = write_random_model(folder.checkpoints / "hf", spec=model_registry("tiny"), seed=0)
+        shutil.copytree(checkpoints / "step-3", folder.checkpoints / "step-3")
+        write_random_model(folder.checkpoints / "hf", spec=model_registry("tiny"), seed=0)
         folder.mark_finished()
-    before = {file.name: file.read_bytes() for file in weights.iterdir()}
-    options = [
-        "--dump_folder",
-        str(tmp_path),
-        "--name",
-        "good",
-        "--overwrite",
-        "--hf_assets_path",
-        str(weights),
-    ]
-    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
-    assert f"hf_assets_path='{weights}' lies in the folder of the run" in capsys.readouterr().err
-    assert {file.name: file.read_bytes() for file in weights.iterdir()} == before
+    before = {path: path.read_bytes() for path in folder.checkpoints.rglob("*") if path.is_file()}
+    given = str(folder.checkpoints / given)
+    options = ("--dump_folder", str(tmp_path), "--name", "good", "--overwrite", f"--{field}", given)
+    assert status_of(*options) == 2
+    assert f"{field}='{given}' lies in the folder of the run" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.checkpoints.rglob("*") if path.is_file()} == before
     assert read_status(folder.path) == "finished"
 
 
@@ -192,9 +172,7 @@ def resume(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> s
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
     }
-    argv = ["--resume", str(folder), *options]
-    status = main(argv, default_module="sum_digits", default_config="tiny", prog="test")
-    assert status == 2
+    assert status_of("--resume", str(folder), *options) == 2
     told = capsys.readouterr().err
     assert "Traceback" not in told
     after = {path: path.read_bytes() for path in before if path.exists()}
@@ -256,7 +234,7 @@ def test_checkpoint_folder_in_use_by_another_run_is_refused_before_anything_is_r
     options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite", "True"]
     options += ["--trainer.checkpoint.folder", str(shared)]
     with locked_folder(shared, as_what="x", otherwise="x"):
-        assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+        assert status_of(*options) == 2
     told = capsys.readouterr().err
     assert f"{shared} is in use by process" in told
     assert "choose another trainer.checkpoint.folder, or trainer.checkpoint.load_only" in told

@@ -8,7 +8,7 @@ import pytest
 from rl.loop.state import read_loop_state
 from rl.observability.recorder import read_rollouts
 from rl.training.checkpoint_files import saved_steps
-from tests.support.runs import SHORT, act_after_line, run_to_the_end, signal_group
+from tests.support.runs import SHORT, run_to_the_end, signal_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 LIMIT_S = 240
@@ -19,8 +19,8 @@ def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tm
     ahead = (
         *SHORT, "--loop.num_steps", "400", "--loop.max_off_policy_steps", "3", "--recorder.num_groups", "8",
     )  # fmt: skip
-    stopped = act_after_line(
-        tmp_path, "run", *ahead, line=f"{'4':>7}  ", act=signal_group(signal.SIGINT), limit_s=LIMIT_S
+    stopped = run_to_the_end(
+        tmp_path, "run", *ahead, after=(f"{'4':>7}  ", signal_group(signal.SIGINT)), limit_s=LIMIT_S
     )
     assert stopped.status == 130, stopped.output
     assert "stopped by Ctrl-C" in stopped.output.splitlines()[-1]
@@ -48,9 +48,9 @@ def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tm
 
 @pytest.mark.timeout(3 * LIMIT_S + 60)
 def test_stopped_run_saves_and_resumes_from_the_last_undamaged_checkpoint(tmp_path):
-    stopped = act_after_line(
+    stopped = run_to_the_end(
         tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--trainer.checkpoint.interval", "2",
-        line=f"{'3':>7}  ", act=signal_group(signal.SIGTERM), limit_s=LIMIT_S,
+        after=(f"{'3':>7}  ", signal_group(signal.SIGTERM)), limit_s=LIMIT_S,
     )  # fmt: skip
     assert stopped.status == 143, stopped.output
     assert re.search(r"saving step \d+, then ending; again to end at once", stopped.output)

@@ -67,7 +67,6 @@ class RunningCluster:
         folder: Path,
         *,
         config: ClusterConfig = CONFIG,
-        store: WeightStore | None = None,
     ) -> None:
         self._meshes = meshes
         self.folder = folder
@@ -76,7 +75,7 @@ class RunningCluster:
         self.cluster = Cluster(
             config,
             launcher=meshes.launcher,
-            store=store or WeightStore.Config().build(dtype="float32"),
+            store=WeightStore.Config().build(dtype="float32"),
             parity=ParityText(token_ids=TEXT, max_diff=0.0),
             model_spec=SPEC,
             hf_assets_path=self.assets,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from monarch.actor import ProcMesh, endpoint
+from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.generator import VLLMGenerator
@@ -17,8 +17,7 @@ from actors.trainer import PolicyTrainer
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.distributed.process_group import World
-from rl.weights.shared_memory import Volume
-from rl.weights.store import Snapshot, WeightStore
+from rl.weights.store import Snapshot
 
 
 class InspectedTrainer(PolicyTrainer):
@@ -61,26 +60,6 @@ class _Misused:
             return await self.store.pull(self.stale, state_dict=state_dict)
         aside = {name: tensor.clone() for name, tensor in state_dict.items()}
         return await self.store.pull(snapshot, state_dict=aside)
-
-
-class InspectedVolume(Volume):
-    @endpoint
-    async def num_compute_threads(self) -> int:
-        return torch.get_num_threads()
-
-
-class InspectedStore(WeightStore):
-    """Store with an additional volume in each process that answers questions."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(WeightStore.Config):
-        pass
-
-    asked: Any = None
-
-    async def start(self, mesh: ProcMesh) -> None:
-        await super().start(mesh)
-        self.asked = mesh.spawn("asked_volume", InspectedVolume)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

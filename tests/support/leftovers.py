@@ -16,7 +16,6 @@ import tempfile
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -31,22 +30,6 @@ CACHES = ("torchinductor_", getpass.getuser())
 """Names of temporary folders that other programs use later; Monarch's log contains the user's name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leftovers:
-    processes: dict[int, str] = field(default_factory=dict)
-    """Command line by pid."""
-    ports: tuple[int, ...] = ()
-    shared_memory: tuple[str, ...] = ()
-    temporary: tuple[str, ...] = ()
-    locks: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.processes or self.ports or self.shared_memory or self.temporary or self.locks)
-
-    def __str__(self) -> str:
-        return repr(self) if self else "nothing"
-
-
 class Watch:
     """Watch over one process at a time."""
 
@@ -58,35 +41,36 @@ class Watch:
 
     def environment(self) -> dict[str, str]:
         """Return the environment to start the process with."""
-        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        caches = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
-        return {**os.environ, **caches, MARK: self.mark, "TMPDIR": str(self.folder)}
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests")
+        return {
+            **os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, MARK: self.mark, "TMPDIR": str(self.folder),
+        }  # fmt: skip
 
-    def processes(self) -> list[ProcessId]:
-        return [process for process in carrying_environment(MARK, self.mark) if process.pid != os.getpid()]
-
-    def left(self, *, grace_s: float, run_folder: Path | None = None, temporary: bool = True) -> Leftovers:
-        """Return everything left after the process has exited and its last children have had the grace
-        time."""
+    def left(self, *, grace_s: float, run_folder: Path, temporary: bool = True) -> list[str]:
+        """Return all that is left after the process has exited and its last children have had the grace time."""
         deadline = time.monotonic() + grace_s
         while (left := self._now(run_folder, temporary=temporary)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
-    def _now(self, run_folder: Path | None, *, temporary: bool) -> Leftovers:
+    def _now(self, run_folder: Path, *, temporary: bool) -> list[str]:
+        left: list[str] = []
         processes, files = self.processes(), self._files() - self._before
-        shared = {path for path in files if path.parent == SHARED_MEMORY}
-        own = [process.pid for process in processes]
-        shared_names = drop_files_of_others((path.name for path in shared), own=own)
-        return Leftovers(
-            processes={process.pid: _command(process.pid) for process in processes},
-            ports=tuple(sorted(port for process in processes for port in listening_ports(process.pid))),
-            shared_memory=tuple(sorted(shared_names)),
-            temporary=tuple(
-                sorted(str(path) for path in files if temporary and path.parent != SHARED_MEMORY)
-            ),
-            locks=() if run_folder is None or is_unlocked(run_folder / ".lock") else (f"{run_folder}/.lock",),
-        )
+        for process in processes:
+            with suppress(psutil.Error):
+                found = psutil.Process(process.pid)
+                ports = [s.laddr.port for s in found.net_connections("tcp") if s.status == psutil.CONN_LISTEN]
+                left.append(f"process {process.pid}: {' '.join(found.cmdline())}, listening on {ports}")
+        shared = [path.name for path in files if path.parent == SHARED_MEMORY]
+        left += drop_files_of_others(shared, own=[process.pid for process in processes])
+        if temporary:
+            left += [str(path) for path in files if path.parent != SHARED_MEMORY]
+        if not is_unlocked(run_folder / ".lock"):
+            left.append(f"{run_folder}/.lock")
+        return left
+
+    def processes(self) -> list[ProcessId]:
+        return [process for process in carrying_environment(MARK, self.mark) if process.pid != os.getpid()]
 
     def end(self) -> None:
         """Kill the remaining children of the process."""
@@ -96,17 +80,3 @@ class Watch:
     def _files(self) -> set[Path]:
         paths = (path for folder in (SHARED_MEMORY, self.folder) for path in folder.iterdir())
         return {path for path in paths if not path.name.startswith(CACHES)}
-
-
-def listening_ports(pid: int) -> list[int]:
-    """Return the TCP ports on which a process listens."""
-    with suppress(psutil.Error):
-        sockets = psutil.Process(pid).net_connections("tcp")
-        return [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
-    return []
-
-
-def _command(pid: int) -> str:
-    with suppress(psutil.Error):
-        return " ".join(psutil.Process(pid).cmdline())
-    return "(ended meanwhile)"

@@ -26,7 +26,6 @@ class FinishedRun:
     output: str
     """Standard output and standard error, interleaved."""
     folder: Path
-    seconds: float
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -72,34 +71,6 @@ def command(dump_folder: Path, name: str, *options: str, resumes: bool = False) 
     return [*run, "--dump_folder", str(dump_folder), "--name", name, *options]
 
 
-def run_to_the_end(
-    dump_folder: Path,
-    name: str,
-    *options: str,
-    limit_s: float,
-    resumes: bool = False,
-    env: Mapping[str, str] | None = None,
-) -> FinishedRun:
-    """Run, or resume an earlier run of that name, until it ends within `limit_s`."""
-    started = time.monotonic()
-    done = subprocess.run(
-        command(dump_folder, name, *options, resumes=resumes),
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit_s,
-    )
-    return FinishedRun(
-        status=done.returncode,
-        output=done.stdout,
-        folder=dump_folder / name,
-        seconds=time.monotonic() - started,
-    )
-
-
 Act = Callable[[subprocess.Popen[str]], None]
 """What a test does to a run, given its controller."""
 
@@ -129,19 +100,22 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
 
 
-def act_after_line(
+def run_to_the_end(
     dump_folder: Path,
     name: str,
     *options: str,
-    line: str,
-    act: Act,
     limit_s: float,
+    resumes: bool = False,
     env: Mapping[str, str] | None = None,
+    after: tuple[str, Act] | None = None,
 ) -> FinishedRun:
-    """Run until `line` is printed, act, and wait for the end."""
-    started = time.monotonic()
+    """Run, or resume an earlier run of that name, until it ends within `limit_s`.
+
+    Args:
+        after: a text and what is done to the run once it prints that text.
+    """
     run = subprocess.Popen(
-        command(dump_folder, name, *options),
+        command(dump_folder, name, *options, resumes=resumes),
         cwd=ROOT,
         env={**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -154,19 +128,15 @@ def act_after_line(
     assert run.stdout is not None
     printed: list[str] = []
     try:
-        for text in run.stdout:
-            printed.append(text)
-            if line in text:
-                act(run)
-                break
+        if after is not None:
+            for text in run.stdout:
+                printed.append(text)
+                if after[0] in text:
+                    after[1](run)
+                    break
         rest, _ = run.communicate(timeout=limit_s)
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-    return FinishedRun(
-        status=run.returncode,
-        output="".join(printed) + rest,
-        folder=dump_folder / name,
-        seconds=time.monotonic() - started,
-    )
+    return FinishedRun(status=run.returncode, output="".join(printed) + rest, folder=dump_folder / name)
