@@ -1,8 +1,8 @@
-"""Process that ends a run's hosts if the controller was killed: `python -m actors.guard RUN`.
+"""Process that cleans up once the controller has ended, however it ended: `python -m actors.guard RUN`.
 
-Workers of ProcessJob and jobs of a scheduler outlive the process that asked for them. The controller writes
-its job to the guard's stdin, and kills the guard once it has ended the job itself. If stdin closes before that,
-the controller is gone and the guard ends the job. Monarch is imported only then.
+Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed. The controller
+writes to the guard's stdin what has to be called then. When the controller ends, stdin closes, and the guard
+kills what is left of the run on this machine and makes that call. Monarch is imported only then.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import pickle
 import signal
 import subprocess
 import sys
-from typing import Any
+import time
+from collections.abc import Callable
 
 from actors.processes import RUN, RUN_VARIABLE, carrying_environment, import_path
-from rl.utils.processes import kill
+from rl.utils.processes import is_alive, kill
 
 END_LIMIT_S = 120
 
 
 class Guard:
-    """The controller's handle of its guard process."""
+    """The controller's handle of a guard process."""
 
-    def __init__(self, job: Any) -> None:
-        """Start the process for a job that has been applied."""
+    def __init__(self, clean_up: Callable[[], object]) -> None:
+        """Start the process; `clean_up` must pickle."""
         env = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "actors.guard", RUN],
@@ -35,11 +36,11 @@ class Guard:
             start_new_session=True,  # Ctrl-C is for the controller
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(base64.b64encode(pickle.dumps(job)) + b"\n")
+        self._process.stdin.write(base64.b64encode(pickle.dumps(clean_up)) + b"\n")
         self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """End the guard: the job has ended, or the controller takes care of it."""
+        """End the guard: the controller has cleaned up itself."""
         self._process.kill()
         self._process.communicate()
 
@@ -47,14 +48,17 @@ class Guard:
 def main(run: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    job = sys.stdin.buffer.readline()
+    clean_up = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()  # ends when the controller does
-    if not job:
+    if not clean_up:
         return
-    for process in carrying_environment(RUN_VARIABLE, run):
-        kill(process)
     signal.alarm(END_LIMIT_S)  # ends this process if a scheduler does not answer
-    pickle.loads(base64.b64decode(job)).kill()
+    left = carrying_environment(RUN_VARIABLE, run)
+    for process in left:
+        kill(process)
+    while any(map(is_alive, left)):  # they may still write files
+        time.sleep(0.01)
+    pickle.loads(base64.b64decode(clean_up))()
 
 
 if __name__ == "__main__":

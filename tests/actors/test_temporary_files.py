@@ -1,9 +1,8 @@
-"""Temporary files of a run: one folder, removed at the end or by the next run."""
+"""Temporary files of a run: one folder, removed once its process has ended."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from actors import processes, temporary_files
+from actors import guard, temporary_files
 from actors.processes import RUN_VARIABLE
-from actors.temporary_files import MAX_PATH, PREFIX, remove_dead
+from actors.temporary_files import MAX_PATH, PREFIX
 from rl.utils.processes import identify, is_alive, kill
 from tests.support.forked import run_in_fork
 
@@ -25,9 +24,10 @@ import json, os, sys, tempfile
 from actors.temporary_files import temporary_files
 with temporary_files():
     inside = tempfile.mkdtemp()
+    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 with temporary_files():
     again = tempfile.mkdtemp()
-print(json.dumps([inside, again, tempfile.gettempdir(), os.environ["TMPDIR"], os.path.isdir(inside)]))
+print(json.dumps([inside, again, cache, tempfile.gettempdir(), os.environ["TMPDIR"], os.path.isdir(inside)]))
 """
 
 
@@ -38,50 +38,49 @@ def parent():
         yield Path(folder)
 
 
-def folders(parent):
-    return [path for path in parent.glob(f"{PREFIX}*") if path.is_dir()]
-
-
 def in_run(parent, function):
     """Run `function` as a run in a forked copy of this process; return its exit status and answer."""
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
-        processes.RUN = uuid.uuid4().hex[:8]
+        guard.RUN = uuid.uuid4().hex[:8]
+        temporary_files._folder.cache_clear()
         with temporary_files.temporary_files():
             return function()
 
     return run_in_fork(run)
 
 
-def test_run_has_one_temporary_folder_and_removes_it(parent):
+def gone(is_left):
+    """Return True once `is_left` returns False, within 20 s."""
+    deadline = time.monotonic() + 20
+    while (left := is_left()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not left
+
+
+def test_run_has_one_temporary_folder_which_goes_and_a_cache_which_stays(parent):
+    env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     ran = subprocess.run(
         [sys.executable, "-c", INSIDE],
-        env=os.environ | {"TMPDIR": str(parent)},
+        env=env | {"TMPDIR": str(parent)},
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
         check=True,
     )
-    inside, again, after, variable, was_there = json.loads(ran.stdout)
+    inside, again, cache, after, variable, was_there = json.loads(ran.stdout)
     (folder,) = {Path(path).parent for path in (inside, again)}
-    assert folder.parent == parent
+    assert folder.parent == Path(cache).parent == parent
     assert folder.name.startswith(PREFIX)
     assert was_there
     assert (after, variable) == (str(parent), str(parent))
-    assert list(parent.iterdir()) == []
+    assert gone(folder.exists)
 
 
-def test_compile_cache_is_kept_for_later_runs(parent, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    _, answer = in_run(parent, lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert Path(answer).parent == parent
-    assert Path(answer).name.startswith("torchinductor_")
-
-
-def test_next_run_removes_what_a_killed_run_left_and_spares_living_runs(parent):
+def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
-        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
+        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: guard.RUN})
         tempfile.mkdtemp()
         (parent / "pid").write_text(str(left.pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,22 +88,12 @@ def test_next_run_removes_what_a_killed_run_left_and_spares_living_runs(parent):
     status, _ = in_run(parent, be_killed)
     assert status == -signal.SIGKILL
     left = identify(int((parent / "pid").read_text()))
-    assert left is not None
-    (folder,) = folders(parent)
     try:
-
-        def live():
-            (mine,) = folders(parent)
-            return json.dumps([folder.exists(), [str(path) for path in remove_dead(parent)], mine.exists()])
-
-        status, answer = in_run(parent, live)
-        assert (status, json.loads(answer)) == (0, [False, [], True])
-        deadline = time.monotonic() + 10
-        while is_alive(left) and time.monotonic() < deadline:
-            os.sched_yield()
-        assert not is_alive(left)
+        assert gone(lambda: left is not None and is_alive(left))
+        assert gone(lambda: list(parent.glob(f"{PREFIX}*")))
     finally:
-        kill(left)
+        if left is not None:
+            kill(left)
 
 
 def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
@@ -113,6 +102,5 @@ def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     status, answer = in_run(deep, lambda: os.environ["TMPDIR"])
     assert status == 0
     assert re.fullmatch(rf"/tmp/{PREFIX}\w{{8}}", answer)
-    shutil.rmtree(answer)  # a forked copy leaves it to the next run
-    Path(f"{answer}.lock").unlink()
+    assert gone(Path(answer).exists)
     assert list(deep.iterdir()) == []

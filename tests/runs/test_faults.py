@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from actors.temporary_files import PREFIX, remove_dead
 from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import check_files, saved_steps
@@ -68,10 +67,6 @@ def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     assert not drop_files_of_others(list_shared_memory() - before, own=())
 
 
-def temporary(watch):
-    return sorted(path.name for path in watch.folder.iterdir() if path.suffix != ".lock")
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -80,14 +75,10 @@ def temporary(watch):
         pytest.param(("--launch.hosts", "process"), "reward", id="on simulated hosts", marks=LONG),
     ],
 )
-def test_killed_controller_leaves_one_folder_which_the_next_start_removes(tmp_path, watch, options, line):
+def test_killed_controller_leaves_nothing_behind(tmp_path, watch, options, line):
     run = run_to_the_end(
         tmp_path, "killed", *FAULTY, "short", "--loop.num_steps", "500", *options,
         after=(line, subprocess.Popen.kill), limit_s=150, env=watch.environment(),
     )  # fmt: skip
     assert run.status == -signal.SIGKILL
-    assert watch.left(grace_s=GRACE_S, run_folder=run.folder, temporary=False) == []
-    (folder,) = temporary(watch)
-    assert folder.startswith(PREFIX)
-    assert [path.name for path in remove_dead(watch.folder)] == [folder]
-    assert temporary(watch) == []
+    assert watch.left(grace_s=GRACE_S, run_folder=run.folder) == []

@@ -20,8 +20,11 @@ from actors.processes import SHARED_MEMORY, mapped_shared_memory
 MARK = "RELAY_TEST_SESSION"
 GRACE_S = 10.0
 """Time that the last processes may take to exit after the last test."""
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
-"""Processes of the interpreter itself, which exit with it."""
+HELPERS = (
+    "multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker",
+    "actors.guard",
+)  # fmt: skip
+"""Processes that exit with the interpreter."""
 
 
 class LeakError(Exception):

@@ -46,14 +46,14 @@ class Watch:
             **os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, MARK: self.mark, "TMPDIR": str(self.folder),
         }  # fmt: skip
 
-    def left(self, *, grace_s: float, run_folder: Path, temporary: bool = True) -> list[str]:
+    def left(self, *, grace_s: float, run_folder: Path) -> list[str]:
         """Return all that is left after the process has exited and its last children have had the grace time."""
         deadline = time.monotonic() + grace_s
-        while (left := self._now(run_folder, temporary=temporary)) and time.monotonic() < deadline:
+        while (left := self._now(run_folder)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
-    def _now(self, run_folder: Path, *, temporary: bool) -> list[str]:
+    def _now(self, run_folder: Path) -> list[str]:
         left: list[str] = []
         processes, files = self.processes(), self._files() - self._before
         for process in processes:
@@ -63,8 +63,7 @@ class Watch:
                 left.append(f"process {process.pid}: {' '.join(found.cmdline())}, listening on {ports}")
         shared = [path.name for path in files if path.parent == SHARED_MEMORY]
         left += drop_files_of_others(shared, own=[process.pid for process in processes])
-        if temporary:
-            left += [str(path) for path in files if path.parent != SHARED_MEMORY]
+        left += [str(path) for path in files if path.parent != SHARED_MEMORY]
         if not is_unlocked(run_folder / ".lock"):
             left.append(f"{run_folder}/.lock")
         return left
