@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from actors.processes import RUN, RUN_VARIABLE, carrying_environment, import_path
+from actors import processes
+from actors.processes import RUN_VARIABLE, carrying_environment, import_path
 from rl.utils.processes import is_alive, kill
 
 END_LIMIT_S = 120
@@ -29,7 +30,7 @@ class Guard:
         """Start the process; `clean_up` must pickle."""
         env = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.guard", RUN],
+            [sys.executable, "-m", "actors.guard", processes.RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=env | {"PYTHONPATH": import_path()},

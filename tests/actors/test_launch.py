@@ -144,22 +144,21 @@ def read_until(controller, line):
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
-def test_first_signal_lets_the_loop_save_before_everything_ends():
-    controller, run = read_run("hear and save")
+@pytest.mark.parametrize(
+    ("how", "second", "said", "code"),
+    [
+        ("hear and save", None, "saves\nsaved\n", -signal.SIGINT),
+        ("hear", signal.SIGTERM, "", 128 + signal.SIGTERM),
+    ],
+)
+def test_first_signal_lets_the_loop_save_and_a_second_ends_everything_at_once(how, second, said, code):
+    controller, run = read_run(how)
     read_until(controller, "training\n")
     os.killpg(controller.pid, signal.SIGINT)
-    assert end(controller, run)[:2] == ("saves\nsaved\n", -signal.SIGINT)
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(120)
-def test_second_signal_ends_everything_at_once():
-    controller, run = read_run("hear")
-    read_until(controller, "training\n")
-    os.killpg(controller.pid, signal.SIGINT)
-    read_until(controller, "saves\n")
-    os.killpg(controller.pid, signal.SIGTERM)
-    assert end(controller, run)[:2] == ("", 143)
+    if second is not None:
+        read_until(controller, "saves\n")
+        os.killpg(controller.pid, second)
+    assert end(controller, run)[:2] == (said, code)
 
 
 @pytest.mark.medium

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import guard, temporary_files
+from actors import processes, temporary_files
 from actors.processes import RUN_VARIABLE
 from actors.temporary_files import MAX_PATH, PREFIX
 from rl.utils.processes import identify, is_alive, kill
@@ -43,7 +43,7 @@ def in_run(parent, function):
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
-        guard.RUN = uuid.uuid4().hex[:8]
+        processes.RUN = uuid.uuid4().hex[:8]
         temporary_files._folder.cache_clear()
         with temporary_files.temporary_files():
             return function()
@@ -80,7 +80,7 @@ def test_run_has_one_temporary_folder_which_goes_and_a_cache_which_stays(parent)
 
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
-        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: guard.RUN})
+        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
         tempfile.mkdtemp()
         (parent / "pid").write_text(str(left.pid))
         os.kill(os.getpid(), signal.SIGKILL)

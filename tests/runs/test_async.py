@@ -29,19 +29,3 @@ def test_two_hosts_train_while_two_others_generate_at_most_one_step_ahead(tmp_pa
     assert all(step["canary/logprob_diff"] <= 1e-5 for step in steps)
     logs = {path.name for path in (run.folder / "logs").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "generator_0-0.log", "generator_1-0.log"} <= logs
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_task_of_three_turns_trains_one_step_off_policy(tmp_path: Path) -> None:
-    """`make curves` shows that it learns."""
-    run = run_to_the_end(
-        tmp_path, "turns", "--module", "alphabet_sort", "--config", "tiny_noise", "--warmup.num_steps", "10",
-        "--loop.num_steps", "4", "--loop.groups_per_batch", "8", "--loop.eval_every", "0",
-        "--loop.max_off_policy_steps", "1",
-        "--generator.on_update", "keep", "--trainer.num_threads", "1", "--generator.num_threads", "1",
-        limit_s=300,
-    )  # fmt: skip
-    assert run.status == 0, run.output
-    assert {step["rollout/turns_mean"] for step in run.steps} == {3.0}
-    assert {step["age/max"] for step in run.steps} == {0, 1}
