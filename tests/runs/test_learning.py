@@ -3,7 +3,6 @@ made once.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,10 @@ def dump_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
-    """Return the tiny run of a seed with its warm-up; made once per seed."""
-    runs: dict[int, FinishedRun] = {}
-
-    def run(seed: int) -> FinishedRun:
-        if seed not in runs:
-            runs[seed] = run_to_the_end(
-                dump_folder, f"seed-{seed}", "--seed", str(seed), *STEPS, limit_s=FIRST_RUN_LIMIT_S
-            )
-            assert runs[seed].status == 0, runs[seed].output
-        return runs[seed]
-
+def run_of_seed_0(dump_folder: Path) -> FinishedRun:
+    """The tiny run with its warm-up."""
+    run = run_to_the_end(dump_folder, "seed-0", "--seed", "0", *STEPS, limit_s=FIRST_RUN_LIMIT_S)
+    assert run.status == 0, run.output
     return run
 
 
@@ -54,8 +45,8 @@ def starting_point(run: FinishedRun) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_run_matches_its_explanation(run_of_seed):
-    run, explanation = run_of_seed(0), explained("--seed", "0", *STEPS)
+def test_run_matches_its_explanation(run_of_seed_0):
+    run, explanation = run_of_seed_0, explained("--seed", "0", *STEPS)
     whole, step = explanation["run"], explanation["step"]
     assert len(run.steps) == whole["num_steps"]
     assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step["samples"]}
@@ -72,9 +63,8 @@ def test_run_matches_its_explanation(run_of_seed):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0])
-def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed, seed):
-    run = run_of_seed(seed)
+def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed_0):
+    run = run_of_seed_0
     first, last = run.evaluations[0], run.evaluations[max(run.evaluations)]
     assert first["eval/num_problems"] >= 256
     assert first["eval/format"] >= 0.9
@@ -87,9 +77,9 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
+@pytest.mark.usefixtures("run_of_seed_0")
+def test_noise_reward_teaches_nothing(dump_folder):
     """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all 80."""
-    run_of_seed(0)
     run = run_to_the_end(
         dump_folder, "noise", "--config", "tiny_noise", "--seed", "0", "--loop.num_steps", "40",
         limit_s=LATER_RUN_LIMIT_S,
@@ -101,9 +91,9 @@ def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
+def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed_0, dump_folder):
     run = run_to_the_end(
-        dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed(0)),
+        dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed_0),
         "--warmup", "None", "--loop.num_steps", "60", limit_s=LATER_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
@@ -115,8 +105,8 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
 
 
 @pytest.mark.timeout(900)
-def test_finished_run_names_its_files_and_its_bottleneck(run_of_seed):
-    run = run_of_seed(0)
+def test_finished_run_names_its_files_and_its_bottleneck(run_of_seed_0):
+    run = run_of_seed_0
     lines = run.output.splitlines()[-9:]
     finished, evaluation, checkpoint, exported, curve, timeline, report, bottleneck, setting = lines
     assert finished.startswith(f"finished: {len(run.steps)} steps in ")
@@ -141,13 +131,13 @@ def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.timeout(900)
 @torch.no_grad()
-def test_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_seed):
+def test_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_seed_0):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from configs.sum_digits import tiny
     from rl.training.engine import TrainingEngine
 
-    folder = run_of_seed(0).folder / "checkpoints"
+    folder = run_of_seed_0.folder / "checkpoints"
     (checkpoint,) = folder.glob("step-*")
     config = tiny().trainer
     engine = TrainingEngine(
