@@ -18,17 +18,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.calls import (
-    ActorCallError,
     ActorGroup,
     ActorLostError,
-    ActorTimeoutError,
     all_or_cancel,
     first_line,
 )
 from actors.config import ClusterConfig, LaunchConfig
 from actors.device_lock import DeviceLock
 from actors.generator import generator_env
-from actors.hosts import Hosts
 from actors.launch import Launcher, deadline, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityText
@@ -60,7 +57,6 @@ class Cluster:
     None if `config.reward.num_procs` is 0.
     """
 
-    hosts: Hosts
     trainer: Role
     pool: GeneratorPool
     reward: Role | None = None
@@ -110,7 +106,7 @@ class Cluster:
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
         config = self.config
-        self.hosts = await self.launcher.start_hosts(config.launch, self.placements)
+        await self.launcher.start_hosts(config.launch, self.placements)
         # No role waits for another's set-up: the start takes as long as the slowest role.
         numbers = range(len(self.placements.generators))
         starts = [self._start_trainer(), *map(self._start_generator, numbers)]
@@ -182,7 +178,7 @@ class Cluster:
             )
 
     async def _replace_trainer(self) -> None:
-        await self._end_lost(self.placements.trainer)
+        await self.launcher.end_lost(self.placements.trainer)
         # The store's actors are dead; its files may take a while to remove.
         self.store.forget()
         limit_s = self.store.config.timeout_s
@@ -196,12 +192,12 @@ class Cluster:
         return await self.pool.pull(version, generators=generators)
 
     async def _restart_generator(self, number: int) -> ActorGroup:
-        await self._end_lost(self.placements.generators[number])
+        await self.launcher.end_lost(self.placements.generators[number])
         return await self.pool.join(await self._start_generator(number))
 
     async def _restart_reward(self) -> ActorGroup:
         assert self.placements.reward is not None
-        await self._end_lost(self.placements.reward)
+        await self.launcher.end_lost(self.placements.reward)
         return await self._start_reward()
 
     async def _start_trainer(self) -> ActorGroup:
@@ -251,21 +247,8 @@ class Cluster:
         self, at: Placement, *, imports: Sequence[str], env: Mapping[str, str] | None = None
     ) -> RoleProcesses:
         """Start the processes of one role; importing modules is faster before there are actors."""
-        try:
-            role = await self.launcher.spawn_role(
-                at.role,
-                num_procs=at.procs_per_host,
-                threads=at.threads,
-                gpus=at.gpus,
-                env=QUIET_ENVIRONMENT | dict(env or {}),
-                host=None if at.hosts is None else self.hosts.meshes[at.hosts],
-                python=None if at.hosts is None else self.config.launch.python,
-                logs=self._logs,
-            )
-        except (ActorCallError, ActorTimeoutError):
-            if at.hosts is not None:
-                self.hosts.start_failed(at.hosts)
-            raise
+        env = QUIET_ENVIRONMENT | dict(env or {})
+        role = await self.launcher.spawn_role(at, env=env, logs=self._logs)
         async with deadline(self.config.timeouts.setup_s, f"importing modules in role {at.role!r}"):
             await role.members.import_modules.call(imports)
         return role
@@ -281,12 +264,6 @@ class Cluster:
             # The engine makes a setting of its own before it imports vllm.
             return ("actors.generator",)
         return ("actors.generator", "actors.vllm.core")
-
-    async def _end_lost(self, at: Placement) -> None:
-        """End what is left of a lost role, and replace its hosts if they are lost too."""
-        await self.launcher.stop_lost(at.role)
-        if at.hosts is not None:
-            await self.hosts.renew_lost(at.hosts)
 
 
 async def _reason_of_loss(trainer: Role, error: RunError) -> str | None:

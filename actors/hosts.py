@@ -2,7 +2,7 @@
 
 hosts = Hosts(launch, placements)
 await hosts.start()
-role = await launcher.spawn_role("trainer", ..., host=hosts.meshes["trainer"])
+processes = hosts.meshes["trainer"].spawn_procs(...)
 ...
 await hosts.end()
 """
@@ -73,7 +73,7 @@ class Hosts:
     """The hosts of a run in groups, each of which belongs to a job."""
 
     def __init__(self, launch: LaunchConfig, placements: Placements) -> None:
-        self._launch = launch
+        self.launch = launch
         self._placements = placements
         self.meshes: dict[str, HostMesh] = {}
         """Hosts by the name of their group; empty if all roles run on this machine."""
@@ -93,9 +93,9 @@ class Hosts:
             ActorCallError: no hosts are available; carries the scheduler's message.
         """
         if groups := self._placements.host_groups():
-            check_reachable(self._launch, hostname=socket.gethostname())
+            check_reachable(self.launch, hostname=socket.gethostname())
             configure(**DEATH_NOTICE)
-            await self._ask_for(groups, self._launch)
+            await self._ask_for(groups, self.launch)
 
     def start_failed(self, group: str) -> None:
         """Take the hosts of a group for lost."""
@@ -117,7 +117,7 @@ class Hosts:
             if before not in self._jobs.values():
                 await before.end()
             # The old job may still hold its name.
-            named = replace(self._launch, job_name=f"{self._launch.job_name[:MAX_NAME]}x{next(_numbers)}")
+            named = replace(self.launch, job_name=f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}")
             await self._ask_for({group: self._placements.host_groups()[group]}, named)
 
     async def end(self) -> None:

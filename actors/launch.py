@@ -1,7 +1,7 @@
 """Processes of a run: their start and their end.
 
     async with supervised() as launcher:
-        role = await launcher.spawn_role("trainer", num_procs=2, threads=1)
+        role = await launcher.spawn_role(Placement(role="trainer", num_procs=2))
         await setup_process_group_env(role)
         trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
         ...
@@ -19,12 +19,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
-from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
+from monarch.actor import MeshFailure, default_bootstrap_cmd, this_host
 
 from actors.calls import ActorCallError, ActorTimeoutError, describe_loss
 from actors.compat import SupervisionError, quiet_client_start, settle_monarch
@@ -40,7 +40,7 @@ from actors.members import (
     process_env,
     process_group_envs,
 )
-from actors.placement import Placements
+from actors.placement import Placement, Placements
 from actors.processes import (
     RUN,
     RUN_VARIABLE,
@@ -83,7 +83,7 @@ class Launcher:
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
 
-    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> Hosts:
+    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> None:
         """Start the hosts of a run; call it before `spawn_role`.
 
         Raises:
@@ -91,50 +91,46 @@ class Launcher:
         """
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
-        return self.hosts
 
     async def spawn_role(
-        self,
-        role: str,
-        *,
-        num_procs: int,
-        env: Mapping[str, str] | None = None,
-        threads: int = 1,
-        gpus: Sequence[int] | None = None,
-        host: HostMesh | None = None,
-        python: str | None = None,
-        logs: LogSettings | None = None,
+        self, at: Placement, *, env: Mapping[str, str] | None = None, logs: LogSettings | None = None
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
 
         Args:
-            role: names the mesh, and is `RELAY_ROLE` in the environment of its processes.
-            num_procs: processes per host.
+            at: its hosts, if it has any, were started by `start_hosts`.
             env: variables on top of this process's environment.
-            threads: compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one
-                machine slow each other down.
-            gpus: devices of the role, visible to all its processes; a process takes the one at
-                its LOCAL_RANK. None leaves visibility as it is.
-            host: one or more hosts; this machine when None.
-            python: path of the Python on the host; this process's when None.
             logs: destination of the processes' log records, states and spans.
 
         Raises:
             ActorTimeoutError: names the role and the number of processes.
             ActorCallError: a process did not come up; names the role.
         """
-        with quiet_client_start():
-            host = host or this_host()
-        command = default_bootstrap_cmd().with_env(process_env(role, threads, gpus) | dict(env or {}))
-        command.program = python or sys.executable
-        command.args = ["-m", "actors.process_main"]
+        command = default_bootstrap_cmd().with_env(process_env(at) | dict(env or {}))
+        command.program, command.args = sys.executable, ["-m", "actors.process_main"]
+        if at.hosts is not None:
+            assert self.hosts is not None
+            host, command.program = self.hosts.meshes[at.hosts], self.hosts.launch.python or sys.executable
+        else:
+            with quiet_client_start():
+                host = this_host()
         mesh = host.spawn_procs(
-            per_host={"procs": num_procs}, name=role, bootstrap=import_torch, bootstrap_command=command
+            per_host={"procs": at.procs_per_host},
+            name=at.role,
+            bootstrap=import_torch,
+            bootstrap_command=command,
         )
-        started = RoleProcesses(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
+        started = RoleProcesses(name=at.role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
         self.roles.append(started)
-        async with deadline(SPAWN_TIMEOUT_S, f"starting role {role!r} ({num_procs} processes a host)"):
-            answers = await started.members.set_up.call(role, logs)
+        try:
+            async with deadline(
+                SPAWN_TIMEOUT_S, f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
+            ):
+                answers = await started.members.set_up.call(at.role, logs)
+        except (ActorCallError, ActorTimeoutError):
+            if at.hosts is not None and self.hosts is not None:
+                self.hosts.start_failed(at.hosts)
+            raise
         started.logs = None if logs is None else logs.folder
         for rank, (_, (pid, hostname)) in enumerate(answers.items()):
             started.hostnames.append(hostname)
@@ -142,10 +138,12 @@ class Launcher:
                 started.local[rank] = process
         return started
 
-    async def stop_lost(self, name: str) -> None:
-        """Kill what is left on this host of a role that has lost a process, then `stop` it; idempotent."""
-        for role in [role for role in self.roles if role.name == name]:
+    async def end_lost(self, at: Placement) -> None:
+        """Kill what is left on this host of a role that has lost a process, and replace hosts that are lost too."""
+        for role in [role for role in self.roles if role.name == at.role]:
             await self.stop(role, timeout_s=LOST_STOP_TIMEOUT_S, is_lost=True)
+        if at.hosts is not None and self.hosts is not None:
+            await self.hosts.renew_lost(at.hosts)
 
     async def stop(
         self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S, is_lost: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
+from actors.placement import Placement
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
@@ -130,16 +131,16 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:
+def process_env(at: Placement) -> dict[str, str]:
     """Return the variables that a role's processes get on top of their host's environment."""
     env = {
-        "RELAY_ROLE": role,
+        "RELAY_ROLE": at.role,
         RUN_VARIABLE: RUN,
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(at.threads),
         "PYTHONPATH": import_path(),
     }
     # `rl.weights.monarch_env` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}
-    if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if at.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, at.gpus))
     return env

@@ -14,14 +14,17 @@ class Placement:
     """Hosts, processes and devices of one role."""
 
     role: str
+    """Name of the mesh, and `RELAY_ROLE` in the environment of the processes."""
     num_procs: int
-    hosts: str | None
+    hosts: str | None = None
     """Name of the role's group of hosts; None is the controller's machine."""
-    num_hosts: int
-    threads: int
-    """Compute threads of each process."""
-    gpus: tuple[int, ...] | None
-    """Devices visible to the role's processes on each of its hosts; None: all devices."""
+    num_hosts: int = 1
+    threads: int = 1
+    """Compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one machine slow each other
+    down."""
+    gpus: tuple[int, ...] | None = None
+    """Devices visible to the role's processes on each of its hosts, of which a process takes the one at its
+    LOCAL_RANK; None: all devices."""
 
     @property
     def procs_per_host(self) -> int:
@@ -98,8 +101,6 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
         num_procs=config.reward.num_procs,
         hosts=REWARD if launch.reward_hosts else None,
         num_hosts=max(1, launch.reward_hosts),
-        threads=1,
-        gpus=None,
     )
     return Placements(trainer=trainer, generators=generators, reward=reward)
 

@@ -75,7 +75,8 @@ class Room:
         launcher = self.fleet.launcher
         role = "generator" if case.startswith("generator") else case.removesuffix("_host")
         if case.endswith("_host"):
-            victims = self.fleet.hosts.processes["generator0" if role == "generator" else role]
+            assert launcher.hosts is not None
+            victims = launcher.hosts.processes["generator0" if role == "generator" else role]
         else:
             victims = [p for at in launcher.roles if at.name == role for p in at.local.values()]
         for victim in victims:

@@ -33,6 +33,7 @@ import torchstore
 from monarch.actor import ProcMesh
 
 from actors.launch import Launcher, setup_process_group_env
+from actors.placement import Placement
 from benchmarks.weight_sync_actors import Plan, SyncRank
 from rl.weights.checksum import check_sums
 from rl.weights.store import Snapshot, WeightStore
@@ -119,7 +120,9 @@ class Ranks:
     async def __aenter__(self) -> Ranks:
         case = self.case
         for role, num in (("writers", case.num_writers), ("readers", case.num_readers)):
-            processes = await self.launcher.spawn_role(role, num_procs=num, threads=self.threads)
+            processes = await self.launcher.spawn_role(
+                Placement(role=role, num_procs=num, threads=self.threads)
+            )
             self.meshes.append(processes.mesh)
             await setup_process_group_env(processes)
         self.writers, self.readers = (mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes)
@@ -181,7 +184,7 @@ async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[dict
     async with Ranks(case, threads=threads) as ranks:
         name = "plain"
         # As its own default, one volume in a process of its own.
-        volume = await ranks.launcher.spawn_role("volume", num_procs=1, threads=threads)
+        volume = await ranks.launcher.spawn_role(Placement(role="volume", num_procs=1, threads=threads))
         await torchstore.initialize(mesh=volume.mesh, store_name=name)
         push_s, pull_s = [], []
         for version in range(repeats):

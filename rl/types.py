@@ -298,7 +298,6 @@ class ForwardBackwardResult:
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
     """[T] float32 nats of each requested sample, entry t for token t, entry 0 is 0; [T, K] with K targets. None if
     no logprobs were requested."""
-    time_s: float
 
     @property
     def loss_mean(self) -> float:
@@ -313,7 +312,6 @@ class OptimStepResult:
     lr: float
     policy_version: int
     """Version of the weights after this step; each step increments it."""
-    time_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -227,7 +227,6 @@ class TrainingEngine(Configurable):
                 is kept.
             NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated.
         """
-        started = time.perf_counter()
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = self.config.training.max_norm
@@ -247,7 +246,6 @@ class TrainingEngine(Configurable):
             grad_norm=grad_norm,
             lr=settings["lr"],
             policy_version=self.policy_version,
-            time_s=time.perf_counter() - started,
         )
 
     def drop_gradient(self) -> None:

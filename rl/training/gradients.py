@@ -9,7 +9,6 @@ Shape legend: T packed tokens of one micro-batch, K targets of each where there 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -196,7 +195,6 @@ class CallSums:
             raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples)
         self.has_denominator = False
-        self._started = time.perf_counter()
         self._samples = samples
         self._policy = policy
         self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
@@ -275,7 +273,6 @@ class CallSums:
                 num_attended=round(sums["num_attended"]),
             ),
             logprobs=None if self._values is None else tuple(self._values.collect()),
-            time_s=time.perf_counter() - self._started,
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from actors import launch, members, processes
 from actors.calls import ActorTimeoutError
+from actors.placement import Placement
 from rl.utils.processes import identify
 from rl.weights.monarch_env import SETTINGS
 from tests.support.launch_controller import Holder
@@ -31,10 +32,10 @@ def test_address_for_other_hosts_belongs_to_this_machine():
 
 
 def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
-    env = members.process_env("trainer", 3, [4, 6])
+    env = members.process_env(Placement(role="trainer", num_procs=2, threads=3, gpus=(4, 6)))
     assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "4,6")
-    assert "CUDA_VISIBLE_DEVICES" not in members.process_env("reward", 1, None)
+    assert "CUDA_VISIBLE_DEVICES" not in members.process_env(Placement(role="reward", num_procs=1))
 
 
 def test_local_ranks_are_counted_per_host():

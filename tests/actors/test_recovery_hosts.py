@@ -29,14 +29,14 @@ def running(tmp_path_factory):
 
 def kill_host(running, group):
     """Kill the process of a host, and with it all actors on it."""
-    (host,) = running.cluster.hosts.processes[group]
+    (host,) = running.cluster.launcher.hosts.processes[group]
     kill(host)
     return host
 
 
 def test_killed_generator_host_is_replaced_and_other_hosts_stay(running):
     async def steps():
-        hosts = running.cluster.hosts.processes
+        hosts = running.cluster.launcher.hosts.processes
         before = await running.draw()
         others = [*hosts["trainer"], *hosts["generator1"]]
         host = kill_host(running, "generator0")

@@ -57,10 +57,9 @@ def minibatch(
         logprob_diff_max=3 * diff,
         logprobs_identical=diff == 0,
         loss_metrics=own or {},
-        time_s=0.0,
     )
     return TrainedMinibatch(
-        gradient=gradient, update=OptimStepResult(grad_norm=grad_norm, lr=lr, policy_version=1, time_s=0.0)
+        gradient=gradient, update=OptimStepResult(grad_norm=grad_norm, lr=lr, policy_version=1)
     )
 
 

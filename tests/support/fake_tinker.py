@@ -117,7 +117,7 @@ class FakeBackend:
             self.weights[model_id] -= params.lr * self.gradients[model_id]
             self.gradients[model_id] = 0.0
             weight = self.weights[model_id]
-            return OptimStepResult(grad_norm=weight, lr=params.lr, policy_version=0, time_s=0.0)
+            return OptimStepResult(grad_norm=weight, lr=params.lr, policy_version=0)
 
     async def save_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         async with self._call("save_model", model_id):
@@ -217,7 +217,6 @@ def _result(*, loss_sum: float, logprobs: tuple[np.ndarray, ...]) -> ForwardBack
         logprob_diff_max=0.0,
         logprobs_identical=True,
         logprobs=logprobs,
-        time_s=0.0,
     )
 
 

@@ -148,7 +148,6 @@ class FakePolicy:
             logprob_diff_max=self.logprob_diff,
             logprobs_identical=True,
             logprobs=tuple(self.logprobs_of(samples[place]) for place in places) or None,
-            time_s=0.0,
         )
 
     def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
@@ -158,7 +157,7 @@ class FakePolicy:
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         self.calls.append("optim_step")
         self.version += 1
-        return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version, time_s=0.0)
+        return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version)
 
     async def drop_gradient(self) -> None:
         self.calls.append("drop_gradient")

@@ -40,19 +40,9 @@ TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "R
 async def main(how: str, where: str, launcher: launch.Launcher) -> None:
     config = LAUNCHES[where]
     placement = placed(config, **ROLES)
-    hosts = await launcher.start_hosts(config, placement)
-    trainer, generator = placement.trainer, placement.generators[0]
+    await launcher.start_hosts(config, placement)
     roles = await asyncio.gather(
-        *(
-            launcher.spawn_role(
-                at.role,
-                num_procs=at.procs_per_host,
-                threads=at.threads,
-                env={"A": "b"},
-                host=hosts.meshes[at.hosts or ""],
-            )
-            for at in (trainer, generator)
-        )
+        *(launcher.spawn_role(at, env={"A": "b"}) for at in (placement.trainer, placement.generators[0]))
     )
     await launch.setup_process_group_env(roles[0])
     holders = [role.mesh.spawn("holder", Holder) for role in roles]

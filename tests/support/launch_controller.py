@@ -21,6 +21,7 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 from actors import launch
+from actors.placement import Placement
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.utils import processes
 
@@ -51,7 +52,9 @@ class Holder(Actor):
 
 
 async def main(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
-    roles = await asyncio.gather(*(launcher.spawn_role(name, num_procs=1) for name in ("first", "second")))
+    roles = await asyncio.gather(
+        *(launcher.spawn_role(Placement(role=name, num_procs=1)) for name in ("first", "second"))
+    )
     meshes = [role.mesh for role in roles]
     held = [await mesh.spawn("holder", Holder).hold.call_one() for mesh in meshes]
     pids = [pid for pids, _ in held for pid in pids]
@@ -64,7 +67,7 @@ async def main(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
             await asyncio.sleep(0.01)
         # The memory mappings of a dead process are unknown.
         Path(held[0][1]).unlink()
-        third = launcher.spawn_role("third", num_procs=1, env={"PYTHONHOME": "/nowhere"})
+        third = launcher.spawn_role(Placement(role="third", num_procs=1), env={"PYTHONHOME": "/nowhere"})
         failures = await asyncio.gather(third, return_exceptions=True)
         assert "failed to configure process" in str(failures[0])
         raise RuntimeError("as asked")

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, ProcMesh, endpoint
 
 from actors.launch import Launcher, setup_process_group_env
-from actors.members import RoleProcesses
+from actors.members import LogSettings, RoleProcesses
+from actors.placement import Placement
 
 T = TypeVar("T")
 
@@ -63,8 +64,15 @@ class Meshes:
             self.run(setup_process_group_env(role))
         return role.mesh
 
-    def spawn_role(self, name: str, **settings: Any) -> RoleProcesses:
-        return self.run(self.launcher.spawn_role(name, **settings))
+    def spawn_role(
+        self,
+        name: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        logs: LogSettings | None = None,
+        **settings: Any,
+    ) -> RoleProcesses:
+        return self.run(self.launcher.spawn_role(Placement(role=name, **settings), env=env, logs=logs))
 
     def pids(self, mesh: ProcMesh) -> list[int]:
         """Return the pids by rank."""
