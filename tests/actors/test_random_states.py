@@ -25,25 +25,13 @@ class Answering:
         return [None, None]
 
 
-def test_each_rank_gets_its_state_back_and_unknown_roles_are_skipped():
-    generator_1, generator_10, reward = (Answering(n) for n in ("generator_1", "generator_10", "reward"))
-    states = asyncio.run(ActorRandomStates([generator_1, generator_10]).random_states())
-    assert states == {
-        "generator_1-0": b"generator_1 0",
-        "generator_1-1": b"generator_1 1",
-        "generator_10-0": b"generator_10 0",
-        "generator_10-1": b"generator_10 1",
-    }
+def test_each_rank_gets_its_state_back_and_a_group_that_does_not_answer_is_a_warning(caplog):
+    saved = [Answering("generator_1"), Answering("generator_10"), Answering("generator_2", fails=True)]
+    states = asyncio.run(ActorRandomStates(saved).random_states())
+    assert states == {f"{g.name}-{rank}": f"{g.name} {rank}".encode() for g in saved[:2] for rank in range(2)}
     # The restored run has one generator less, and a reward process without a saved state.
-    asyncio.run(ActorRandomStates([generator_10, reward]).restore_random_states(states))
-    assert generator_10.restored == [{0: b"generator_10 0", 1: b"generator_10 1"}]
-    assert generator_1.restored == reward.restored == []
-
-
-def test_unanswered_call_fails_neither_a_save_nor_a_start(caplog):
-    groups = [Answering("generator_0", fails=True), Answering("reward")]
-    states = asyncio.run(ActorRandomStates(groups).random_states())
-    assert list(states) == ["reward-0", "reward-1"]
-    asyncio.run(ActorRandomStates(groups).restore_random_states({"generator_0-0": b"x"}))
-    for endpoint in ("random_states", "restore_random_states"):
-        assert f"{endpoint} of generator_0 failed: generator_0.{endpoint} failed" in caplog.text
+    restored = [Answering("generator_10"), Answering("generator_1", fails=True), Answering("reward")]
+    asyncio.run(ActorRandomStates(restored).restore_random_states(states))
+    assert [g.restored for g in restored] == [[{0: b"generator_10 0", 1: b"generator_10 1"}], [], []]
+    assert "random_states of generator_2 failed: generator_2.random_states failed" in caplog.text
+    assert "restore_random_states of generator_1 failed" in caplog.text
