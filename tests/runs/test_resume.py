@@ -68,7 +68,7 @@ def test_stopped_run_saves_and_resumes_from_the_last_undamaged_checkpoint(tmp_pa
     ended = run_to_the_end(tmp_path, "run", *more, limit_s=LIMIT_S, resumes=True)
     assert ended.status == 0, ended.output
     assert f"changed: loop.num_steps: 500 -> {last + 2}" in ended.output
-    assert f"{tensors} is corrupted: its crc32 is" in ended.output
+    assert f"{tensors} is corrupted: its checksum differs" in ended.output
     assert f"set aside as step-{last}.damaged, and an earlier one is taken" in ended.output
     assert (ended.folder / "checkpoints" / f"step-{last}.damaged").is_dir()
     assert [record["step"] for record in ended.steps] == list(range(1, last + 3))
