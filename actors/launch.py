@@ -204,8 +204,13 @@ class Launcher:
         """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._end_of_background)
         return task
+
+    def _end_of_background(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("%s ended: %s", task.get_name(), error)
 
     async def end_background(self, *, timeout_s: float) -> None:
         """Cancel all background tasks and wait until they have ended."""
