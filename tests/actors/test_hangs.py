@@ -87,7 +87,7 @@ def test_stopped_reward_process_is_named(running):
     short = replace(reward, timeouts=SHORT).at_rank(1)
     with stopped(reward, 1):
         with pytest.raises(ActorTimeoutError) as caught:
-            run(short.call("score", [[replied("1")]], True, False))
+            run(short.call("score", [[replied("1")]], False))
         lines, _ = reported(running, caught.value)
     expected = "reward.score of rank 1 of 2 gave no answer within 2.2 s (timeouts.score_s)"
     assert caught.value.message() == expected
