@@ -1,8 +1,9 @@
 """Checks of a task before a run starts: evaluation sets, prompts, environments, demonstrations, rubrics."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from actors.task_checks import check_demonstrations, check_task
 from rl.config.tree import rebuild
 from rl.loop.loop import Loop
-from rl.rollouts.environment import Environments, EnvironmentThread
+from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.types import Problem, Prompt, Reply, Rollout
@@ -22,14 +23,23 @@ PROBLEM = Problem(id="ask/one", question="one", answer="1", demonstration=("firs
 LONG = Problem(id="ask/long", question="a longer one", answer="1", demonstration=("first", "the second"))
 
 
+def _length(rollout: Rollout) -> float:
+    return float(len(rollout.text))
+
+
+TWO_TURNS = partial(Counting, turns=1)
+LENGTH = Rubric(criteria=(Criterion(name="length", function=_length),))
+
+
 @dataclass(kw_only=True)
 class Asking:
     """Task of two turns."""
 
     sets: Mapping[str, Sequence[Problem]] = field(default_factory=lambda: {"held_out": [PROBLEM]})
     training: Sequence[Problem] = (PROBLEM,)
+    kind: Callable[..., Counting] = TWO_TURNS
+    graded: Rubric = LENGTH
     made: list[Counting] = field(default_factory=list)
-    step_timeout_s: float = 60.0
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         return cycle(self.training)
@@ -41,19 +51,11 @@ class Asking:
         return self.sets
 
     def environment(self, problem: Problem) -> Counting:
-        self.made.append(Counting(problem=problem, turns=1))
+        self.made.append(self.kind(problem=problem))
         return self.made[-1]
 
     def rubric(self, *, seed: int) -> Rubric:
-        return Rubric(criteria=(Criterion(name="length", function=_length),), correct=_says_second)
-
-
-def _length(rollout: Rollout) -> float:
-    return float(len(rollout.text))
-
-
-def _says_second(rollout: Rollout) -> bool:
-    return rollout.text == "second"
+        return self.graded
 
 
 def check(task: Asking, *, renderer: Renderer = RENDERER, room: int = 9, **edits: Any) -> Prompt:
@@ -65,13 +67,9 @@ def check(task: Asking, *, renderer: Renderer = RENDERER, room: int = 9, **edits
         max_model_len=room + loop.sampling.max_tokens,
         time_limit_s=5.0,
         seed=0,
-        environments=tried(task),
+        environments=Environments(make=task.environment),
         renderer=renderer,
     )
-
-
-def tried(task: Asking) -> Environments:
-    return Environments(make=task.environment, thread=EnvironmentThread(), step_timeout_s=task.step_timeout_s)
 
 
 def test_prompts_of_every_evaluation_set_and_of_training_must_fit():
@@ -114,7 +112,7 @@ def test_missing_evaluation_problems_are_refused_and_an_empty_set_is_named():
 def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
     check_demonstrations(
         task.warmup_problems(seed=0),
-        environments=tried(task),
+        environments=Environments(make=task.environment),
         renderer=RENDERER,
         max_tokens=max_tokens,
         max_model_len=max_model_len,
@@ -141,20 +139,14 @@ class Odd(Counting):
         return None
 
 
-@dataclass(kw_only=True)
-class Answerless(Asking):
-    def environment(self, problem: Problem) -> Odd:
-        return Odd(problem=problem)
-
-
 def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
     says = r"`step` returned None, which is not an Observation.* in turn 1 of problem 'ask/one'"
     with pytest.raises(ValueError, match=says):
-        check(Answerless())
+        check(Asking(kind=Odd))
     with pytest.raises(ValueError, match=says):
-        demonstrations(Answerless(), max_tokens=20, max_model_len=100)
+        demonstrations(Asking(kind=Odd), max_tokens=20, max_model_len=100)
     with caplog.at_level(logging.WARNING):
-        check(Answerless(), max_failed_rewards=0.5)
+        check(Asking(kind=Odd), max_failed_rewards=0.5)
     assert "turn 1 of problem 'ask/one'" in caplog.text
 
 
@@ -164,16 +156,10 @@ class Unclosable(Counting):
         raise KeyError("board")
 
 
-@dataclass(kw_only=True)
-class Closeless(Asking):
-    def environment(self, problem: Problem) -> Unclosable:
-        return Unclosable(problem=problem, turns=1)
-
-
 def test_environment_that_does_not_close_is_refused():
     says = r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"
     with pytest.raises(ValueError, match=says):
-        check(Closeless())
+        check(Asking(kind=partial(Unclosable, turns=1)))
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])
@@ -201,28 +187,12 @@ class Quiz(Counting):
     single_turn: bool = True
 
 
-@dataclass(kw_only=True)
-class Quizzing(Asking):
-    def environment(self, problem: Problem) -> Quiz:
-        return Quiz(problem=problem)
-
-
 def test_several_turns_are_expected_unless_environment_or_limit_exclude_them():
     with pytest.raises(ValueError, match="no second turn"):
         check(Asking(), renderer=OneTurnRenderer(), episode__max_turns=2)
     check(Asking(), renderer=OneTurnRenderer(), episode__max_turns=1)
-    quiz = Quizzing(sets={"held_out": [replace(PROBLEM, demonstration="first")]})
+    quiz = Asking(kind=Quiz, sets={"held_out": [replace(PROBLEM, demonstration="first")]})
     check(quiz, renderer=OneTurnRenderer(), episode__max_turns=2)
-
-
-@dataclass(kw_only=True)
-class Graded(Asking):
-    """Task with a custom rubric."""
-
-    graded: Rubric
-
-    def rubric(self, *, seed: int) -> Rubric:
-        return self.graded
 
 
 def _second_question(rollout: Rollout) -> float:
@@ -243,7 +213,7 @@ def test_rubric_is_tried_on_the_demonstrated_episode_and_on_a_whole_group():
         Criterion(name="turns", function=_second_question),
         GroupCriterion(name="group", function=_above_mean),
     )
-    check(Graded(graded=Rubric(criteria=criteria)), group_size=2)
+    check(Asking(graded=Rubric(criteria=criteria)), group_size=2)
 
 
 def _breaks_on_silence(rollout: Rollout) -> float:
@@ -260,11 +230,11 @@ JUDGED = Rubric(criteria=(Criterion(name="judge", function=_asks_a_judge),))
 
 def test_failing_rubric_is_refused_unless_rewards_may_fail_or_a_judge_is_used(caplog):
     with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"):
-        check(Graded(graded=SILENCE))
+        check(Asking(graded=SILENCE))
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
-        check(Graded(graded=SILENCE), max_failed_rewards=0.5)
-        check(Graded(graded=JUDGED))
+        check(Asking(graded=SILENCE), max_failed_rewards=0.5)
+        check(Asking(graded=JUDGED))
     assert "reward 'own' raised ZeroDivisionError" in caplog.text
     assert "reward 'judge' raised OSError('connection refused')" in caplog.text
 
@@ -272,10 +242,10 @@ def test_failing_rubric_is_refused_unless_rewards_may_fail_or_a_judge_is_used(ca
 def test_rubric_without_a_demonstration_is_tried_on_one_turn_and_a_failure_is_a_warning(caplog):
     asked = {"held_out": [replace(PROBLEM, demonstration="")]}
     with caplog.at_level(logging.WARNING):
-        check(Graded(graded=SILENCE, sets=asked))
+        check(Asking(graded=SILENCE, sets=asked))
     assert "reward 'own' raised ZeroDivisionError" in caplog.text
     caplog.clear()
-    check(Graded(graded=Rubric(criteria=(Criterion(name="told", function=_says_one),)), sets=asked))
+    check(Asking(graded=Rubric(criteria=(Criterion(name="told", function=_says_one),)), sets=asked))
     assert caplog.text == ""
 
 

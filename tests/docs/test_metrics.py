@@ -151,12 +151,3 @@ def test_every_row_names_a_written_metric(written):
     documented = rows()
     used = {row_of(name, documented) for name in written}
     assert sorted(set(documented) - used) == []
-
-
-def test_names_that_depend_on_the_run_match_their_pattern():
-    documented = rows()
-    assert row_of("eval/hard/correct", documented) == "eval/<set>/<metric>"
-    assert row_of("eval/pass@4", documented) == "eval/pass@<k>"
-    assert row_of("eval/length", documented) == "eval/<function>"
-    assert row_of("environment/tools/calls", documented) == "environment/<name>"
-    assert row_of("unknown/thing", documented) is None

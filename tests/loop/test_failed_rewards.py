@@ -32,16 +32,12 @@ def rarely_right(prompt: str, sample: int) -> str:
 
 
 FAILING: dict[str, Any] = {"num_steps": 8, "groups_per_batch": 8, "group_size": 4, "max_failed_rewards": 0.1}
+AHEAD, DROPPING = {"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}
 
 
 @pytest.mark.parametrize(
     ("reply", "settings"),
-    [
-        (some_right, {"max_off_policy_steps": 0}),
-        (some_right, {"max_off_policy_steps": 3}),
-        (rarely_right, {"drop_zero_advantage_groups": True}),
-        (rarely_right, {"drop_zero_advantage_groups": True, "max_off_policy_steps": 3}),
-    ],
+    [(some_right, {}), (some_right, AHEAD), (rarely_right, DROPPING), (rarely_right, DROPPING | AHEAD)],
 )
 def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, settings):
     rubric, calls = failing_every(20)
@@ -51,16 +47,15 @@ def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, set
     assert sum(record["reward/num_failed"] for record in records) >= 8 * 32 // 20
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}])
-def test_a_run_whose_rewards_all_fail_stops_within_its_first_step(settings):
-    rubric, _ = failing_every(1)
-    says = r"^step 1: 4 of 4 rewards failed since the last batch; loop\.max_failed_rewards=0\.1 .*no judge"
+@pytest.mark.parametrize(
+    ("interval", "settings", "says"),
+    [
+        *((1, settings, r"^step 1: 4 of 4 rewards failed .*; loop\.max_failed_rewards=0\.1 .*no judge")
+          for settings in ({}, AHEAD, DROPPING)),
+        *((5, settings, "rewards failed since the last batch") for settings in (AHEAD, DROPPING)),
+    ],
+)  # fmt: skip
+def test_more_than_the_allowed_share_of_failed_rewards_stops_the_run(interval, settings, says):
+    rubric, _ = failing_every(interval)
     with pytest.raises(RunError, match=says):
-        run(SimulatedPolicy(reply=some_right), rubric=rubric, **FAILING | settings)
-
-
-@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}])
-def test_twice_the_allowed_share_of_failed_rewards_stops_the_run(settings):
-    rubric, _ = failing_every(5)
-    with pytest.raises(RunError, match=r"rewards failed since the last batch"):
         run(SimulatedPolicy(reply=rarely_right), rubric=rubric, **FAILING | settings)
