@@ -260,17 +260,13 @@ def idle_beside_others(config: RunConfig, parts: FoundParts, *, on_gpu: bool) ->
         "generator.gpu_memory_utilization": not on_gpu,
         "generator.enforce_eager": not on_gpu,
         "generator.can_sleep": not launch.share_gpus,
-        "generator.rank_timeout_s": config.generator.tensor_parallel_degree == 1,
         "trainer.comm": trainer.num_procs == 1,
         "trainer.parallelism.reshard_after_forward": is_whole,
-        "trainer.parallelism.loss_parallel": degrees.tp == 1,
         "trainer.training.cpu_offload": not on_gpu,
         "trainer.training.reduce_dtype": is_whole,
         "trainer.training.share_prompts": packs_alone,
         "reward.max_concurrency": not has_async_rewards,
         "weights.rdma": in_one_machine,
-        "sinks.write_s": not config.sinks.enabled,
-        "sinks.close_s": not config.sinks.enabled,
     }
     rules |= {f"trainer.loss.{name}": ratios_are_1 for name in loss}
     if parts.has_single_turns(seed=config.seed):

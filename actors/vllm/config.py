@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from rl.config.configurable import Configurable
+from rl.config.effect import unless
 from rl.config.tree import check_bounds
 from rl.distributed.runtime import check_seed
 from rl.models.hf import HFFolder, read_json_object
@@ -78,7 +79,7 @@ class GeneratorConfig(Configurable.Config):
     """Seed of calls whose sampling settings have none."""
     num_threads: int = 1
     """CPU threads of each rank."""
-    rank_timeout_s: float = 300.0
+    rank_timeout_s: float = field(default=300.0, metadata=unless("tensor_parallel_degree", 1))
     """Longest wait in seconds of a tensor-parallel rank for the others, in a step or an update."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl.config.effect import check_refused, refused
+from rl.config.effect import check_refused, refused, unless
 from rl.config.tree import check_bounds
 
 DP_REPLICATE = "dp_replicate"
@@ -85,7 +85,7 @@ class ParallelismConfig:
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Policy of FSDP for freeing a block's gathered parameters between forward and backward; default frees
     them."""
-    loss_parallel: bool = True
+    loss_parallel: bool = field(default=True, metadata=unless("tensor_parallel_degree", 1))
     """Compute logprobs and entropy from each tensor-parallel rank's part of the vocabulary; False gathers all
     logits on every rank."""
     async_tensor_parallel: bool = False

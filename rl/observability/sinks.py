@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from rl.config.effect import unless
 from rl.config.tree import check_bounds
 from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console, ConsoleConfig, make_console
@@ -68,9 +69,9 @@ class SinksConfig:
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    write_s: float = 60.0
+    write_s: float = field(default=60.0, metadata=unless("enabled", ()))
     """Seconds after which a warning says that a logger hangs."""
-    close_s: float = 30.0
+    close_s: float = field(default=30.0, metadata=unless("enabled", ()))
     """Seconds that the loggers have at the end of the run to write what is left; the rest is dropped."""
 
     def __post_init__(self) -> None:
