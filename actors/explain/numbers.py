@@ -108,9 +108,7 @@ def run_arithmetic(
     samples = loop.num_steps * loop.groups_per_batch * loop.group_size
     warmup = config.warmup if config.hf_assets_path is None else None
     evaluations = [step for step in (0, *steps) if loop.evaluates(step)]
-    eval_problems: Any = "not known here"
-    if task is not None or not evaluations:
-        eval_problems = {name: len(s) for name, s in task.eval_sets().items()} if task and evaluations else {}
+    eval_sets = {} if task is None or not evaluations else task.eval_sets()
     return {
         "num_steps": loop.num_steps,
         "done_steps": done_steps,
@@ -119,7 +117,7 @@ def run_arithmetic(
         "reply_tokens_most": samples * reply_tokens(config, single_turn=single_turn),
         "publishes": 1 + sum(map(loop.publishes, steps)),
         "evaluations_after": evaluations,
-        "eval_problems": eval_problems,
+        "eval_problems": {name: len(problems) for name, problems in eval_sets.items()},
         "eval_replies_of_problem": 1 + loop.evaluation.num_samples,
         "checkpoints_after": [
             step for step in (0, *steps) if checkpoint.due(step, last=step == loop.num_steps > 0)

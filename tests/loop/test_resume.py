@@ -144,7 +144,7 @@ def test_a_synchronous_run_that_ends_at_any_time_has_the_same_records(end, inter
     assert whole.run()
     assert [int(r["step"] or 0) for r in whole.records] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
     num_ended = 0
-    for tenth in range(1, 600, 7):
+    for tenth in range(1, 600, 13):
         lineage = Lineage(make_policy=saving_policy, settings=settings)
         if lineage.run(**{end: 0.1 * tenth}):
             break
@@ -156,7 +156,7 @@ def test_a_synchronous_run_that_ends_at_any_time_has_the_same_records(end, inter
         assert lineage.run()
         assert lineage.records == whole.records, tenth
         assert lineage.trained == whole.trained
-    assert 20 < num_ended < len(range(1, 600, 7))
+    assert 10 < num_ended < len(range(1, 600, 13))
 
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])
