@@ -34,8 +34,7 @@ from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import check_fields
 from rl.models.generate import PromptLogprobs
 from rl.models.parallelize import check_decoder_layout
-from rl.tinker.backend import TinkerBackend, Workers
-from rl.tinker.base import Base
+from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import trainer_checks
 from rl.training.models import ModelError, check_config

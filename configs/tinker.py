@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.tinker.base import Base
+from rl.tinker.backend import Base
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.serving import TinkerServer
 

@@ -11,7 +11,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,19 +21,23 @@ from tinker import types as wire
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.models.generate import PromptLogprobs
+from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, model_spec, spec_from_hf
 from rl.rollouts.samples import demonstration_sample
-from rl.tinker.base import Base
+from rl.starting_point import given_folder, random_model
 from rl.tinker.types import (
+    MAX_SEQ_ID,
     BaseModel,
     InvalidRequestError,
-    ModelSettings,
     SampleOutput,
     SampleRequest,
+    check_range,
 )
+from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
 from rl.training.models import ModelError
+from rl.training.policy import num_positions
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -50,6 +54,97 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROBED_TOKENS = 16
 """Tokens that a model is probed with before its weights are published."""
+
+
+class Base(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        name: str
+        """Name that clients ask for, such as "tiny", "Qwen/Qwen3-0.6B" or the path of the tokenizer."""
+        folder: str | None = None
+        """Hugging Face folder with its tokenizer; None draws a model of `flavor` from `seed`, with a byte
+        tokenizer."""
+        flavor: str = "tiny"
+        """Size of a drawn model; without effect with a folder."""
+        seed: int = 0
+        """Seed of a drawn model."""
+        batch_invariant: bool = False
+        """Use kernels whose results do not depend on the rest of the batch, so that a sampler's logprobs have the
+        bits that training computes for the same weights (docs/parallelism.md)."""
+        max_lora_rank: int = 128
+
+        def __post_init__(self) -> None:
+            if not self.name.isprintable() or self.name.strip() != self.name or not self.name:
+                raise ValueError(f"name={self.name!r}: must be printable, not empty and without outer spaces")
+            if self.max_lora_rank < 1:
+                raise ValueError(f"max_lora_rank={self.max_lora_rank}: must be at least 1")
+
+    def __init__(
+        self, *, config: Config, training: TrainingConfig, cache: str | Path, context: int | None = None
+    ) -> None:
+        """Open the model; a drawn one is written into `cache` first.
+
+        Args:
+            context: most tokens of a prompt with its completion; None: the model's positions.
+
+        Raises:
+            ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch cannot hold
+                the context.
+        """
+        if config.folder is None:
+            spec = replace(model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant)
+            start = random_model(Path(cache).expanduser().absolute(), spec=spec, seed=config.seed)
+        else:
+            spec = spec_from_hf(HFFolder(Path(config.folder).expanduser()).config)
+            if spec.model.has_experts:
+                raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")
+            spec = replace(spec, batch_invariant=config.batch_invariant)
+            start = given_folder(config.folder, spec=spec, any_size=True)
+        start.make()
+        self.folder = start.folder.expanduser().absolute()
+        self.spec: ModelSpec = start.spec
+        _, stop_token_ids = start.tokenizer()
+        context = num_positions(self.spec) if context is None else context
+        _check_room(config.name, context, training)
+        self.model = BaseModel(
+            name=config.name,
+            architecture=self.spec.name,
+            max_context_length=context,
+            vocab_size=self.spec.model.vocab_size,
+            tokenizer_folder=str(self.folder),
+            stop_token_ids=tuple(stop_token_ids),
+            tie_embeddings=self.spec.model.tie_embeddings,
+            max_lora_rank=config.max_lora_rank,
+        )
+
+
+def _check_room(name: str, context: int, training: TrainingConfig) -> None:
+    longest = training.max_sequence_length
+    if longest is not None and longest != context:
+        raise ValueError(f"training.max_sequence_length={longest}: must be None, base {name!r} sets it")
+    if training.max_tokens_per_microbatch < context - 1:
+        raise ValueError(
+            f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}: must be at least "
+            f"{context - 1}, so that a sequence as long as the context of base {name!r} fits"
+        )
+
+
+def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
+    """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
+    check_range("lora_config.rank, unless it is 0 to train all parameters", lora.rank, 1, base.max_lora_rank)
+    check_range("lora_config.seed", lora.seed, 0, MAX_SEQ_ID)
+    targets = (*(ATTENTION if lora.train_attn else ()), *(FEED_FORWARD if lora.train_mlp else ()))
+    unembedding = lora.train_unembed and not base.tie_embeddings
+    if not (targets or unembedding):
+        raise InvalidRequestError(
+            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing would "
+            "have an adapter; a head that is tied to the embedding never has one"
+        )
+    # Drawn here, so that it is the same on all ranks.
+    seed = secrets.randbits(62) if lora.seed is None else lora.seed
+    return LoRA.Config(
+        rank=lora.rank, alpha=ALPHA, target_modules=targets, unembedding=unembedding, seed=seed
+    )
 
 
 class BackendLostError(RunError):
@@ -177,7 +272,6 @@ class TinkerBackend(Configurable):
         self._workers: Workers | None = None
         self.base_models: Sequence[BaseModel] = ()
         """The model on offer, once started."""
-        self._spec: ModelSpec
         self._turns: Turns
         self._order = asyncio.Lock()
         self._base_version: int | None = None
@@ -199,7 +293,7 @@ class TinkerBackend(Configurable):
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         self._turns = Turns(self._workers.serve)
-        self.base_models, self._spec = (base.model,), base.spec
+        self.base_models = (base.model,)
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
@@ -208,55 +302,12 @@ class TinkerBackend(Configurable):
         if workers is not None:
             await workers.aclose()
 
-    # Models in training
-
-    async def create_model(self, model_id: str, settings: ModelSettings) -> None:
-        """Create a fresh model: adapters whose products are zero, or a copy of the base's parameters."""
-        async with self._trainer() as workers:
-            await workers.create_model(model_id, self._lora(settings.lora))
-
-    async def forward_backward(
-        self, model_id: str, samples: Sequence[TrainingSample], *, loss: Loss, backward: bool
-    ) -> ForwardBackwardResult:
-        """Add the gradient of the loss sum to the accumulated one, and return the logprobs of all targets.
-
-        Without `backward` the gradient stays as it is. A call that fails adds nothing. A loss that is not finite
-        raises InvalidRequestError and, with `backward`, drops the accumulated gradient.
-        """
-        async with self._trainer() as workers:
-            if not backward:
-                return await workers.forward(samples, loss=loss, model_id=model_id)
-            return await workers.forward_backward(samples, loss=loss, return_logprobs=True, model_id=model_id)
-
-    async def drop_gradient(self, model_id: str) -> None:
-        async with self._trainer() as workers:
-            await workers.drop_gradient(model_id=model_id)
-
-    async def optim_step(self, model_id: str, params: OptimParams) -> OptimStepResult:
-        """Step with the accumulated gradient, undivided, and clear it; without one, step with zeros.
-
-        Raises:
-            InvalidRequestError: the gradient is not finite; it is dropped and the weights stay.
-        """
-        async with self._trainer() as workers:
-            return await workers.optim_step(params, allow_empty=True, model_id=model_id)
-
-    async def save_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Write the trained weights, and the optimizer state if asked to, into an empty folder."""
-        async with self._trainer() as workers:
-            await workers.save_model(model_id, str(folder.absolute()), optimizer=optimizer)
-
-    async def load_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Load weights from a folder of `save_model`, and drop the accumulated gradient.
-
-        Without `optimizer` the optimizer starts anew.
-        """
-        async with self._trainer() as workers:
-            await workers.load_model(model_id, str(folder.absolute()), optimizer=optimizer)
-
-    async def delete_model(self, model_id: str) -> None:
-        async with self._trainer() as workers:
-            await workers.delete_model(model_id)
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[Workers]:
+        """Wait for the turn of calls about models, which never overlap, and turn refusals into
+        InvalidRequestError."""
+        async with self._order, self._refusing() as workers:
+            yield workers
 
     # Weights to sample from, which never change: versions
 
@@ -267,17 +318,18 @@ class TinkerBackend(Configurable):
             LimitReachedError: there is no room for another one.
             InvalidRequestError: nothing could be sampled from the weights.
         """
-        async with self._trainer() as workers:
+        async with self.trainer() as workers:
             return await self._push(workers, model_id)
 
-    async def open(self, settings: ModelSettings, folder: Path | None) -> int:
+    async def open(self, lora: LoRA.Config | None, folder: Path | None) -> int:
         """Return the version of a folder of `save_model`, or with None that of the base model itself."""
-        async with self._trainer() as workers:
+        async with self.trainer() as workers:
             if folder is not None:
-                return await self._loaded(workers, settings.lora, folder)
+                return await self._loaded(workers, lora, folder)
             if self._base_version is None:
                 # Fresh adapters change nothing, and need no copy of the base.
-                lora = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
+                (base,) = self.base_models
+                lora = lora_config(wire.LoraConfig(rank=1, seed=0, train_unembed=False), base)
                 self._base_version = await self._loaded(workers, lora, None)
             return self._base_version
 
@@ -310,37 +362,16 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _loaded(self, workers: Workers, lora: wire.LoraConfig | None, folder: Path | None) -> int:
+    async def _loaded(self, workers: Workers, lora: LoRA.Config | None, folder: Path | None) -> int:
         """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
         model_id = f"loader {secrets.token_hex(4)}"
-        await workers.create_model(model_id, self._lora(lora))
+        await workers.create_model(model_id, lora)
         try:
             if folder is not None:
                 await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
             return await self._push(workers, model_id)
         finally:
             await workers.delete_model(model_id)
-
-    def _lora(self, settings: wire.LoraConfig | None) -> LoRA.Config | None:
-        if settings is None:
-            return None
-        return LoRA.Config(
-            rank=settings.rank,
-            alpha=ALPHA,
-            target_modules=(
-                *(ATTENTION if settings.train_attn else ()),
-                *(FEED_FORWARD if settings.train_mlp else ()),
-            ),
-            unembedding=settings.train_unembed and not self._spec.model.tie_embeddings,
-            # Drawn here, so that it is the same on all ranks.
-            seed=secrets.randbits(62) if settings.seed is None else settings.seed,
-        )
-
-    @asynccontextmanager
-    async def _trainer(self) -> AsyncIterator[Workers]:
-        """Wait for the turn of a call about a model."""
-        async with self._order, self._refusing() as workers:
-            yield workers
 
     @asynccontextmanager
     async def _refusing(self) -> AsyncIterator[Workers]:

@@ -12,7 +12,6 @@ import math
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from rl.tinker.types import (
     Limits,
     SampleOutput,
     SampleRequest,
+    check_range,
 )
 from rl.types import SamplingParams
 
@@ -178,20 +178,13 @@ def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where:
 def encode_forward_backward(
     logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]
 ) -> pb.ForwardBackwardOutput:
-    """Encode the [N] or [N, K] logprobs of each datum; neighbours with the same K share a tensor."""
+    """Encode the [N] or [N, K] logprobs of each datum."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    for trailing, group in groupby(logprobs, key=lambda array: array.shape[1:]):
-        members = [_bytes(array, "<f4") for array in group]
-        ends = np.cumsum([0, *map(len, members)], dtype="<i8")
-        record = message.loss_fn_outputs.add(num_datums=len(members))
-        record.fields["logprobs"].CopyFrom(
-            pb.BatchedTensor(
-                data=b"".join(members),
-                offsets=ends.tobytes(),
-                dtype=pb.DTYPE_FLOAT32,
-                trailing_shape=trailing,
-            )
-        )
+    for array in logprobs:
+        tensor = message.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
+        tensor.data, tensor.dtype = _bytes(array, "<f4"), pb.DTYPE_FLOAT32
+        tensor.offsets = np.array([0, len(tensor.data)], "<i8").tobytes()
+        tensor.trailing_shape.extend(array.shape[1:])
     return message
 
 
@@ -280,16 +273,15 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
 
 
 def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits) -> None:
-    params, lowest = body.sampling_params, base.min_temperature
+    params, coldest = body.sampling_params, base.min_temperature
     most_top = min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
-    for name, value, lower, upper in (
+    for name, value, lowest, highest in (
         ("num_samples", body.num_samples, 1, limits.samples_per_request),
         ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
         ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
-        ("sampling_params.temperature, unless it is 0", params.temperature or lowest, lowest, 1e30),
+        ("sampling_params.temperature, unless it is 0", params.temperature or coldest, coldest, 1e30),
         ("sampling_params.top_p", params.top_p, 1e-30, 1),
         ("sampling_params.top_k", params.top_k, -1, math.inf),
         ("sampling_params.seed", params.seed, 0, MAX_SEQ_ID),
     ):
-        if value is not None and not lower <= value <= upper:
-            raise InvalidRequestError(f"{name}={value!r:.100}: must be {lower} to {upper}")
+        check_range(name, value, lowest, highest)

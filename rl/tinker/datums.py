@@ -30,7 +30,7 @@ from tinker import types as wire
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
 from losses.types import Loss
-from rl.tinker.types import BaseModel, Datum, InvalidRequestError
+from rl.tinker.types import MAX_FLOAT, BaseModel, Datum, InvalidRequestError, check_range
 from rl.types import ForwardBackwardResult, OptimParams, TrainingSample
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
@@ -65,12 +65,8 @@ class WireLoss:
             if name not in self.defaults:
                 valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
                 raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {self.name}: {valid}")
-            lowest, highest = {LOW: (0.0, 1.0), HIGH: (1.0, math.inf)}.get(name, (0.0, math.inf))
-            if not (lowest <= value <= highest and math.isfinite(value)):
-                rule = (
-                    f"from {lowest:g} to {highest:g}" if math.isfinite(highest) else f"of at least {lowest:g}"
-                )
-                raise InvalidRequestError(f"loss_fn_config: {name}={value}: must be a finite number {rule}")
+            bounds = {LOW: (0.0, 1.0), HIGH: (1.0, MAX_FLOAT)}.get(name, (0.0, MAX_FLOAT))
+            check_range(f"loss_fn_config: {name}", value, *bounds)
         return self.make({**self.defaults, **settings})
 
 
@@ -136,18 +132,15 @@ def optim_params(params: wire.AdamParams) -> OptimParams:
     Raises:
         InvalidRequestError: a setting is out of range; the text names it.
     """
-    for name, lowest, above in (
-        ("learning_rate", 0.0, math.inf),
-        ("beta1", 0.0, 1.0),
-        ("beta2", 0.0, 1.0),
-        ("eps", MIN_EPS, math.inf),
-        ("weight_decay", 0.0, math.inf),
-        ("grad_clip_norm", 0.0, math.inf),
+    for name, lowest, highest in (
+        ("learning_rate", 0.0, MAX_FLOAT),
+        ("beta1", 0.0, math.nextafter(1.0, 0.0)),
+        ("beta2", 0.0, math.nextafter(1.0, 0.0)),
+        ("eps", MIN_EPS, MAX_FLOAT),
+        ("weight_decay", 0.0, MAX_FLOAT),
+        ("grad_clip_norm", 0.0, MAX_FLOAT),
     ):
-        if not lowest <= (value := getattr(params, name)) < above:
-            raise InvalidRequestError(
-                f"adam_params.{name}={value}: must be at least {lowest:g} and below {above:g}"
-            )
+        check_range(f"adam_params.{name}", getattr(params, name), lowest, highest)
     return OptimParams(
         lr=params.learning_rate,
         betas=(params.beta1, params.beta2),

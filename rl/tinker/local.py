@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from rl.distributed.runtime import use_threads
 from rl.local import LocalBackend
-from rl.tinker.backend import TinkerBackend, Workers
-from rl.tinker.base import Base
+from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 

@@ -113,7 +113,8 @@ class Model:
         finally:
             self.end("the service is closing")
             if self.is_created:
-                await self._backend.delete_model(self.model_id)
+                async with self._backend.trainer() as trainer:
+                    await trainer.delete_model(self.model_id)
 
     async def _is_next_here(self) -> bool:
         """Wait for the next request; return False at the end and after a gap."""
@@ -141,7 +142,8 @@ class Model:
 
     async def _after_gap(self, work: Work) -> Result:
         if self._had_gap:
-            await self._backend.drop_gradient(self.model_id)
+            async with self._backend.trainer() as trainer:
+                await trainer.drop_gradient(model_id=self.model_id)
             self._had_gap = False
         return await work()
 

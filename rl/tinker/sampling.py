@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tinker import types as wire
 
+from rl.tinker.backend import lora_config
 from rl.tinker.codec import checked_request, encode_sample
 from rl.tinker.futures import Parts, Result
 from rl.tinker.sessions import Session
@@ -24,7 +25,6 @@ from rl.tinker.types import (
     Id,
     InvalidRequestError,
     LimitReachedError,
-    ModelSettings,
     NotFoundError,
     Owner,
     check_seq_id,
@@ -80,15 +80,14 @@ class OpenWeights:
         self._make_room(owner)
         return weights
 
-    def opened(self, base_model: str, stored: Stored | None, owner: str) -> Weights:
+    def opened(self, base: BaseModel, stored: Stored | None, owner: str) -> Weights:
         """Return saved weights, or with None those of a base model; they may still be opening."""
-        key = f"base {base_model}" if stored is None else str(stored.data)
+        key = f"base {base.name}" if stored is None else str(stored.data)
         found = self._open.get(key)
         if found is None or found.could_not_open:
-            settings, folder = ModelSettings(base_model=base_model, lora=None), None
-            if stored is not None:
-                settings, folder = stored.record.settings, stored.data
-            opening = self._parts.backend.open(settings, folder)
+            lora = None if stored is None else stored.record.settings.lora
+            adapters = None if lora is None else lora_config(lora, base)
+            opening = self._parts.backend.open(adapters, None if stored is None else stored.data)
             version = self._parts.background.start(opening, f"opening of {key}")
             found = self._open[key] = Weights(key, None if stored is None else owner, version)
         return found
@@ -242,7 +241,7 @@ class SamplingSessions:
 
     def _weights_of(self, one: SamplingSession) -> Weights:
         if not isinstance(one.source, Weights):
-            return self._weights.opened(one.base.name, one.source, one.session.owner)
+            return self._weights.opened(one.base, one.source, one.session.owner)
         if (why := one.source.closed) is not None:
             raise GoneError(f"the weights are no longer in memory: {why}")
         return one.source

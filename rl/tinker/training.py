@@ -13,6 +13,7 @@ from fastapi import Depends
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl.tinker.backend import lora_config
 from rl.tinker.codec import decode_data, encode_forward_backward, loss_settings, read_forward_backward
 from rl.tinker.datums import find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.futures import Parts, Result
@@ -20,8 +21,6 @@ from rl.tinker.models import Model, Work
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
 from rl.tinker.types import (
-    MAX_SEQ_ID,
-    BaseModel,
     Future,
     GoneError,
     InvalidRequestError,
@@ -87,7 +86,8 @@ class Training:
                 )
 
             async def work() -> Result:
-                await self._backend.load_model(model.model_id, stored.data, optimizer=body.optimizer)
+                async with self._backend.trainer() as trainer:
+                    await trainer.load_model(model.model_id, str(stored.data), optimizer=body.optimizer)
                 model.failed.clear()
                 return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
 
@@ -153,8 +153,7 @@ class Training:
             lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
             settings = ModelSettings(base_model=body.base_model, lora=lora)
         base = find_base(self._backend.base_models, settings.base_model)
-        if settings.lora is not None:
-            check_lora(settings.lora, base)
+        adapters = None if settings.lora is None else lora_config(settings.lora, base)
         if len(self._parts.sessions.models(owner)) >= (most := self._parts.limits.models):
             raise LimitReachedError(f"limit models: {most} are in memory; unload one or finish its session")
         request = self._futures.begin(future.request_id, owner=owner)
@@ -169,12 +168,13 @@ class Training:
         model = session.models[model_id] = Model(self._parts, record=record, session=session, base=base)
 
         async def work() -> Result:
-            await self._backend.create_model(model_id, settings)
-            model.is_created = True
-            if isinstance(body, wire.CreateModelRequest):
-                return wire.CreateModelResponse(model_id=model_id)
-            assert stored is not None
-            await self._backend.load_model(model_id, stored.data, optimizer=body.optimizer)
+            async with self._backend.trainer() as trainer:
+                await trainer.create_model(model_id, adapters)
+                model.is_created = True
+                if isinstance(body, wire.CreateModelRequest):
+                    return wire.CreateModelResponse(model_id=model_id)
+                assert stored is not None
+                await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
         model.submit(0, request, work)
@@ -196,9 +196,13 @@ class Training:
             samples = wire_samples(data, loss, model.base)
 
             async def work() -> Result:
-                result = await self._backend.forward_backward(
-                    model.model_id, samples.samples, loss=built, backward=backward
-                )
+                async with self._backend.trainer() as trainer:
+                    if backward:
+                        result = await trainer.forward_backward(
+                            samples.samples, loss=built, return_logprobs=True, model_id=model.model_id
+                        )
+                    else:
+                        result = await trainer.forward(samples.samples, loss=built, model_id=model.model_id)
                 assert result.logprobs is not None
                 return encode_forward_backward(samples.logprobs(result.logprobs), metrics_of(result, loss))
 
@@ -216,15 +220,17 @@ class Training:
             settings = optim_params(body.optim_params)
 
             async def work() -> Result:
-                if failed := ", ".join(map(str, model.failed)):
-                    model.failed.clear()
-                    await self._backend.drop_gradient(model.model_id)
-                    raise InvalidRequestError(
-                        f"optim_step: forward_backward with seq_id {failed} failed, so the gradient would be that "
-                        "of part of a batch. It is dropped and the weights stay as they were: send the whole batch "
-                        "again, or without the data that failed"
-                    )
-                result = await self._backend.optim_step(model.model_id, settings)
+                async with self._backend.trainer() as trainer:
+                    if failed := ", ".join(map(str, model.failed)):
+                        model.failed.clear()
+                        await trainer.drop_gradient(model_id=model.model_id)
+                        raise InvalidRequestError(
+                            f"optim_step: forward_backward with seq_id {failed} failed, so the gradient would be "
+                            "that of part of a batch. It is dropped and the weights stay as they were: send the "
+                            "whole batch again, or without the data that failed"
+                        )
+                    # Without a gradient, a step with zeros.
+                    result = await trainer.optim_step(settings, allow_empty=True, model_id=model.model_id)
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
             return work
@@ -290,7 +296,8 @@ class Training:
         path = checkpoint_path(model.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            await self._backend.save_model(model.model_id, folder, optimizer=kind == "training")
+            async with self._backend.trainer() as trainer:
+                await trainer.save_model(model.model_id, str(folder), optimizer=kind == "training")
 
         async def work() -> Result:
             await self._parts.storage.save(
@@ -351,21 +358,6 @@ class Training:
             self._futures.fail(request, str(refusal))
             raise refusal
         return future
-
-
-def check_lora(lora: wire.LoraConfig, base: BaseModel) -> None:
-    """Raise InvalidRequestError for adapters that cannot be created."""
-    if not 1 <= lora.rank <= base.max_lora_rank:
-        raise InvalidRequestError(
-            f"lora_config.rank={lora.rank}: must be 1 to {base.max_lora_rank}, or 0 to train all parameters"
-        )
-    if lora.seed is not None and not 0 <= lora.seed <= MAX_SEQ_ID:
-        raise InvalidRequestError(f"lora_config.seed={lora.seed}: must be 0 to {MAX_SEQ_ID}, or none")
-    if not (lora.train_attn or lora.train_mlp or (lora.train_unembed and not base.tie_embeddings)):
-        raise InvalidRequestError(
-            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing would "
-            "have an adapter; a head that is tied to the embedding never has one"
-        )
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:

@@ -13,6 +13,7 @@ Shape legend: N tokens of one datum or prompt, K targets per token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -213,6 +214,7 @@ def _check_positive(limits: Limits | HttpLimits) -> None:
 
 SESSION = r"[0-9a-f]{8}-[0-9a-f]{16}"
 MAX_SEQ_ID = 2**63 - 1
+MAX_FLOAT = sys.float_info.max
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
@@ -244,9 +246,14 @@ def check_seq_id(name: str, value: int | None, *, first: int) -> int:
     return value
 
 
+def check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
+    """Raise InvalidRequestError unless the value is None or within the bounds, which NaN never is."""
+    if value is not None and not lowest <= value <= highest:
+        raise InvalidRequestError(f"{name}={value!r:.100}: must be {lowest:g} to {highest:.19g}")
+
+
 def check_ttl(ttl_seconds: int | None) -> None:
-    if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_S:
-        raise InvalidRequestError(f"ttl_seconds={ttl_seconds!r:.100}: must be 1 to {MAX_TTL_S}, or None")
+    check_range("ttl_seconds", ttl_seconds, 1, MAX_TTL_S)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:

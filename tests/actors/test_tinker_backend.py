@@ -20,11 +20,15 @@ from tests.support.tinker_backends import actor_config, running
 from tests.tinker.parts import (
     add_gradient,
     assert_same_outputs,
+    create,
     created,
+    load,
     local_backend,
+    open_saved,
     random_data,
     request,
     sampled,
+    save,
     settings,
     step,
     tokens_of,
@@ -40,12 +44,12 @@ async def life(backend, folder):
     outputs += await train(backend, "lora", seed=30)
     for kind in ("state", "sampler"):
         (folder / kind).mkdir(parents=True)
-        await backend.save_model("lora", folder / kind, optimizer=kind == "state")
-    await backend.create_model("loaded", settings(4, seed=99))
-    await backend.load_model("loaded", folder / "state", optimizer=True)
+        await save(backend, "lora", folder / kind, optimizer=kind == "state")
+    await create(backend, "loaded", settings(4, seed=99))
+    await load(backend, "loaded", folder / "state", optimizer=True)
     outputs += await train(backend, "loaded", seed=40)
-    saved = await backend.open(settings(4), folder / "sampler")
-    base = await backend.open(settings(), None)
+    saved = await open_saved(backend, settings(4), folder / "sampler")
+    base = await backend.open(None, None)
     answers = await asyncio.gather(*(sampled(backend, one) for one in (lora, base, full, saved, lora)))
     how = {"temperature": 0.8, "num_samples": 3, "seed": 11, "top_k": 40, "top_p": 0.9}
     answers.append(await sampled(backend, full, **how, prompt_logprobs=True))
@@ -62,9 +66,9 @@ async def refusals(backend, folder, base_version):
     (base,) = backend.base_models
     assert (base.min_temperature, base.topk_prompt_logprobs) == (0.01, False)
     with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
-        await backend.open(settings(2), folder / "sampler")
+        await open_saved(backend, settings(2), folder / "sampler")
     with pytest.raises(InvalidRequestError, match=r"no optimizer\.safetensors"):
-        await backend.load_model("lora", folder / "sampler", optimizer=True)
+        await load(backend, "lora", folder / "sampler", optimizer=True)
     first, second = [await backend.publish("lora") for _ in range(2)]
     with pytest.raises(LimitReachedError, match="there are 6 snapshots in memory"):
         await backend.publish("lora")
@@ -83,13 +87,13 @@ async def refusals(backend, folder, base_version):
 async def after_a_death(backend):
     rank1 = backend._workers.trainer.group.processes[1]
     computing = asyncio.create_task(train(backend, "lora", steps=2000))
-    waiting = asyncio.create_task(backend.create_model("new", settings(4)))
+    waiting = asyncio.create_task(create(backend, "new", settings(4)))
     await train(backend, "full", steps=1)
     os.kill(rank1.pid, signal.SIGKILL)
     ends = await asyncio.gather(computing, waiting, return_exceptions=True)
     assert isinstance(ends[0], BackendLostError), ends
     assert "Close this backend" in str(ends[0])
-    for call in (step(backend, "full"), backend.open(settings(), None)):
+    for call in (step(backend, "full"), backend.open(None, None)):
         with pytest.raises(BackendLostError, match="the backend is lost"):
             await call
 
@@ -112,8 +116,8 @@ def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_call
                 found, expected_logprobs = one.of_prompt.logprobs, other.of_prompt.logprobs
                 np.testing.assert_allclose(found, expected_logprobs, atol=1e-4, rtol=0)
         # Each loads the files of the other.
-        loop.run(local.load_model("loaded", tmp_path / "actors" / "state", optimizer=True))
-        loop.run(actors.load_model("loaded", tmp_path / "local" / "state", optimizer=True))
+        loop.run(load(local, "loaded", tmp_path / "actors" / "state", optimizer=True))
+        loop.run(load(actors, "loaded", tmp_path / "local" / "state", optimizer=True))
         assert_same_outputs(*(loop.run(train(b, "loaded", seed=50)) for b in (actors, local)))
         loop.run(refusals(actors, tmp_path / "local", base))
         loop.run(after_a_death(actors))

@@ -11,7 +11,7 @@ from actors.generator import VLLMGenerator
 from actors.launch import Launcher
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
-from rl.tinker.base import Base
+from rl.tinker.backend import Base
 from rl.training.config import TrainingConfig
 from tests.support.tinker_backends import actor_config
 from tests.tinker.parts import TRAINING

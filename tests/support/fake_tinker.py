@@ -24,7 +24,7 @@ import numpy as np
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
-from losses.types import Loss
+from rl.models.lora import LoRA
 from rl.tinker.app import make_app
 from rl.tinker.auth import Keys
 from rl.tinker.codec import PROTOBUF
@@ -91,26 +91,30 @@ class FakeBackend:
     async def close(self) -> None:
         self.is_open = False
 
-    async def create_model(self, model_id: str, settings: ModelSettings) -> None:
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[FakeBackend]:
+        yield self
+
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
         async with self._call("create_model", model_id):
             assert model_id not in self.weights
             self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
 
     async def forward_backward(
-        self, model_id: str, samples: Sequence[TrainingSample], *, loss: Loss, backward: bool
+        self, samples: Sequence[TrainingSample], *, model_id: str, **_: Any
     ) -> ForwardBackwardResult:
         tokens = [int(token) for sample in samples for token in sample.token_ids[:-1]]
         async with self._call("forward_backward", model_id, str(tokens)):
-            self.gradients[model_id] += sum(tokens) * backward
+            self.gradients[model_id] += sum(tokens)
             weight = self.weights[model_id]
             logprobs = tuple(np.full(len(one.token_ids), weight, dtype=np.float32) for one in samples)
             return _result(loss_sum=float(sum(tokens)), logprobs=logprobs)
 
-    async def drop_gradient(self, model_id: str) -> None:
+    async def drop_gradient(self, *, model_id: str) -> None:
         async with self._call("drop_gradient", model_id):
             self.gradients[model_id] = 0.0
 
-    async def optim_step(self, model_id: str, params: OptimParams) -> OptimStepResult:
+    async def optim_step(self, params: OptimParams, *, model_id: str, **_: Any) -> OptimStepResult:
         """Take a step and report the new weight as the gradient norm."""
         async with self._call("optim_step", model_id):
             assert params.lr is not None
@@ -119,14 +123,14 @@ class FakeBackend:
             weight = self.weights[model_id]
             return OptimStepResult(grad_norm=weight, lr=params.lr, policy_version=0)
 
-    async def save_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+    async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         async with self._call("save_model", model_id):
-            assert not any(folder.iterdir())
-            (folder / "weight.json").write_text(json.dumps(self.weights[model_id]))
+            assert not any(Path(folder).iterdir())
+            (Path(folder) / "weight.json").write_text(json.dumps(self.weights[model_id]))
 
-    async def load_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+    async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         async with self._call("load_model", model_id, f"optimizer={optimizer}"):
-            self.weights[model_id] = _read(folder)
+            self.weights[model_id] = _read(Path(folder))
             self.gradients[model_id] = 0.0
 
     async def delete_model(self, model_id: str) -> None:
@@ -139,7 +143,7 @@ class FakeBackend:
                 raise LimitReachedError(f"there are {len(self.published)} snapshots")
             return self._add(self.weights[model_id])
 
-    async def open(self, settings: ModelSettings, folder: Path | None) -> int:
+    async def open(self, lora: LoRA.Config | None, folder: Path | None) -> int:
         async with self._call("open", f"weights {len(self.calls)}"):
             return self._add(0.0 if folder is None else _read(folder))
 

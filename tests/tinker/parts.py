@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tinker import AdamParams, LoraConfig
 
-from rl.tinker.backend import TinkerBackend
-from rl.tinker.base import Base
+from rl.tinker.backend import Base, TinkerBackend, lora_config
 from rl.tinker.codec import checked_request
 from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.local import LocalTinkerBackend
@@ -92,6 +91,27 @@ def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256
 # Calls on a backend, translated as the service translates them
 
 
+async def create(backend: TinkerBackend, model_id: str, made: ModelSettings) -> None:
+    adapters = None if made.lora is None else lora_config(made.lora, backend.base_models[0])
+    async with backend.trainer() as trainer:
+        await trainer.create_model(model_id, adapters)
+
+
+async def save(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer: bool) -> None:
+    async with backend.trainer() as trainer:
+        await trainer.save_model(model_id, str(folder), optimizer=optimizer)
+
+
+async def load(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer: bool) -> None:
+    async with backend.trainer() as trainer:
+        await trainer.load_model(model_id, str(folder), optimizer=optimizer)
+
+
+async def open_saved(backend: TinkerBackend, made: ModelSettings, folder: Path) -> int:
+    assert made.lora is not None
+    return await backend.open(lora_config(made.lora, backend.base_models[0]), folder)
+
+
 async def add_gradient(
     backend: TinkerBackend,
     model_id: str,
@@ -100,15 +120,22 @@ async def add_gradient(
     *,
     backward: bool = True,
 ) -> Output:
-    samples = wire_samples(data, loss, backend.base_models[0])
-    result = await backend.forward_backward(model_id, samples.samples, loss=loss.build({}), backward=backward)
-    return Output(samples.logprobs(result.logprobs or ()), metrics_of(result, loss))
+    made, built = wire_samples(data, loss, backend.base_models[0]), loss.build({})
+    async with backend.trainer() as trainer:
+        if backward:
+            result = await trainer.forward_backward(
+                made.samples, loss=built, return_logprobs=True, model_id=model_id
+            )
+        else:
+            result = await trainer.forward(made.samples, loss=built, model_id=model_id)
+    return Output(made.logprobs(result.logprobs or ()), metrics_of(result, loss))
 
 
 async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
     """Step and return the norm of the gradient."""
     params = optim_params(AdamParams(**{"learning_rate": 1e-2} | adam))
-    return (await backend.optim_step(model_id, params)).grad_norm
+    async with backend.trainer() as trainer:
+        return (await trainer.optim_step(params, allow_empty=True, model_id=model_id)).grad_norm
 
 
 async def train(backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2) -> list[Output]:
@@ -123,7 +150,7 @@ async def train(backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: 
 
 async def created(backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2) -> list[Output]:
     """Create a model and train it a few steps; rank 0 trains all parameters."""
-    await backend.create_model(model_id, settings(rank))
+    await create(backend, model_id, settings(rank))
     return await train(backend, model_id, steps=steps)
 
 

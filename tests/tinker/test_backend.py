@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.tinker.base import Base
+from rl.tinker.backend import Base
 from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.types import InvalidRequestError
@@ -25,12 +25,16 @@ from tests.tinker.parts import (
     add_gradient,
     assert_same_outputs,
     base_config,
+    create,
     created,
     datum,
+    load,
     local_backend,
+    open_saved,
     random_data,
     request,
     sampled,
+    save,
     settings,
     step,
     tokens_of,
@@ -75,7 +79,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own(backend):
     for model_id, rank in (("a", 4), ("b", 2), ("full", 0)):
-        await backend.create_model(model_id, settings(rank))
+        await create(backend, model_id, settings(rank))
     frozen = backend._workers.models.frozen
     before = {name: tensor.clone() for name, tensor in frozen.items()}
     own = {name: tensor.data_ptr() for name, tensor in frozen.items()}
@@ -92,7 +96,7 @@ async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own
 async def test_models_trained_at_once_have_the_bits_of_each_alone(backend):
     alone = [await created(backend, f"alone {rank}", rank=rank, steps=3) for rank in (4, 0)]
     for rank in (4, 0):
-        await backend.create_model(f"both {rank}", settings(rank))
+        await create(backend, f"both {rank}", settings(rank))
     both = await asyncio.gather(*(train(backend, f"both {rank}", steps=3) for rank in (4, 0)))
     for one, other in zip(alone, both, strict=True):
         assert_same_outputs(one, other, atol=0)
@@ -103,9 +107,9 @@ async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend):
     expected = torch.rand(1).item()
     torch.manual_seed(1)
     for model_id, made in (("a", settings(seed=7)), ("b", settings(seed=7)), ("c", settings(seed=None))):
-        await backend.create_model(model_id, made)
+        await create(backend, model_id, made)
     assert torch.rand(1).item() == expected  # the process's own generator
-    await backend.create_model("full", settings(0))
+    await create(backend, "full", settings(0))
     lora, full = [await add_gradient(backend, model_id, DATA, backward=False) for model_id in ("a", "full")]
     assert_same_outputs([lora], [full])
     assert equal(weights(backend, "a"), weights(backend, "b"))
@@ -121,14 +125,14 @@ async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend):
     ids=["attention", "feed-forward"],
 )
 async def test_settings_choose_the_adapted_layers(backend, trains, layers):
-    await backend.create_model("m", settings(16, **trains))
+    await create(backend, "m", settings(16, **trains))
     assert {name.split(".")[-2] for name in weights(backend, "m")} == layers
     (lora,) = engine_of(backend, "m").policy.converters.members
     assert lora.config.scale == 32 / 16
 
 
 async def test_smallest_eps_leaves_parameters_without_a_gradient(backend):
-    await backend.create_model("m", settings())
+    await create(backend, "m", settings())
     await add_gradient(backend, "m", DATA)
     before = weights(backend, "m")
     await step(backend, "m", learning_rate=0.1, eps=MIN_EPS)
@@ -138,7 +142,7 @@ async def test_smallest_eps_leaves_parameters_without_a_gradient(backend):
 
 
 async def test_loss_and_weights_that_are_not_finite_are_refused(backend):
-    await backend.create_model("m", settings())
+    await create(backend, "m", settings())
     before = weights(backend, "m")
     huge = datum([1, 2], weights=[3e38, 3e38])
     await add_gradient(backend, "m", DATA)
@@ -154,7 +158,7 @@ async def test_loss_and_weights_that_are_not_finite_are_refused(backend):
 
 
 async def test_policy_losses_report_sums_and_maxima(backend):
-    await backend.create_model("m", settings())
+    await create(backend, "m", settings())
     data = random_data(4, seed=6, policy=True)
     metrics = (await add_gradient(backend, "m", data, PPO)).metrics
     assert set(metrics) == {
@@ -170,19 +174,19 @@ async def test_policy_losses_report_sums_and_maxima(backend):
 @pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all parameters"])
 async def test_loaded_model_continues_with_the_same_bits(backend, tmp_path, rank):
     await created(backend, "m", rank=rank)
-    await backend.save_model("m", tmp_path, optimizer=True)
+    await save(backend, "m", tmp_path, optimizer=True)
     expected = await train(backend, "m")
-    await backend.create_model("n", settings(rank, **({"seed": 99} if rank else {})))
+    await create(backend, "n", settings(rank, **({"seed": 99} if rank else {})))
     await add_gradient(backend, "n", DATA)  # Loading drops it.
-    await backend.load_model("n", tmp_path, optimizer=True)
+    await load(backend, "n", tmp_path, optimizer=True)
     assert_same_outputs(await train(backend, "n"), expected, atol=0)
-    await backend.load_model("n", tmp_path, optimizer=False)
+    await load(backend, "n", tmp_path, optimizer=False)
     states = engine_of(backend, "n").optimizer.state_tensors().values()
     assert all(tensor.count_nonzero() == 0 for state in states for tensor in state.values())
     assert not any("embed" in name for name in weights(backend, "m")) or rank == 0
-    await backend.create_model("other", settings(8, train_mlp=False))
+    await create(backend, "other", settings(8, train_mlp=False))
     with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
-        await backend.load_model("other", tmp_path, optimizer=True)
+        await load(backend, "other", tmp_path, optimizer=True)
 
 
 def truncate(file: Path) -> None:
@@ -215,10 +219,10 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
     for number, (name, damage, says) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir()
-        await backend.save_model("m", folder, optimizer=True)
+        await save(backend, "m", folder, optimizer=True)
         damage(folder / name)
         with pytest.raises(InvalidRequestError, match=says):
-            await backend.load_model("m", folder, optimizer=True)
+            await load(backend, "m", folder, optimizer=True)
     assert equal(before, weights(backend, "m"))
 
 
@@ -226,12 +230,12 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
 
 
 async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend, tmp_path):
-    await backend.create_model("m", settings())
-    versions = [await backend.open(settings(), None), await backend.publish("m")]
+    await create(backend, "m", settings())
+    versions = [await backend.open(None, None), await backend.publish("m")]
     await train(backend, "m", steps=3)
     versions.append(await backend.publish("m"))
-    await backend.save_model("m", tmp_path, optimizer=False)
-    versions.append(await backend.open(settings(), tmp_path))
+    await save(backend, "m", tmp_path, optimizer=False)
+    versions.append(await open_saved(backend, settings(), tmp_path))
     pending = [asyncio.create_task(sampled(backend, version)) for version in versions * 2]
     await train(backend, "m")
     base, fresh, trained, saved, *again = [tokens_of(output) for output in await asyncio.gather(*pending)]
@@ -273,7 +277,7 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
 
 
 async def test_requests_are_answered_together_without_changing_each_other(backend):
-    version = await backend.open(settings(), None)
+    version = await backend.open(None, None)
     (base,) = backend.base_models
     mine = request(base, PROMPT, seed=11, num_samples=3)
     alone = tokens_of(await backend.sample(version, mine))
@@ -297,7 +301,7 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
 async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
     said = "naïve: end.Q and on".encode()
     end = backend.base_models[0].stop_token_ids[-1]
-    await backend.create_model("m", settings(0))
+    await create(backend, "m", settings(0))
     for _ in range(40):
         continued = [*PROMPT, *said, end, 66]
         await add_gradient(backend, "m", [datum(continued[:-1], continued[1:])])
@@ -342,8 +346,8 @@ async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
 
 async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     for model_id in ("m", "n"):
-        await backend.create_model(model_id, settings())
-    version = await backend.open(settings(), None)
+        await create(backend, model_id, settings())
+    version = await backend.open(None, None)
     training = asyncio.create_task(train(backend, "m"))
     calls = [asyncio.create_task(step(backend, "n")) for _ in range(3)]
     await asyncio.sleep(0)
@@ -352,7 +356,8 @@ async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     await asyncio.wait([training, *calls])
     assert all(call.cancelled() for call in calls)
     assert engine_of(backend, "n").policy_version == 0
-    await backend.delete_model("n")
+    async with backend.trainer() as trainer:
+        await trainer.delete_model("n")
     waits = [asyncio.create_task(sampled(backend, version, max_tokens=50)) for _ in range(3)]
     await asyncio.sleep(0.02)
     await backend.close()

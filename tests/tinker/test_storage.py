@@ -168,7 +168,7 @@ async def save_endlessly(folder: Path, pipe: Connection) -> None:
         await client.result(client.step(model, 4))
         save_model = client.backend.save_model
 
-        async def endless(model_id: str, data: Path, *, optimizer: bool) -> None:
+        async def endless(model_id: str, data: str, *, optimizer: bool) -> None:
             await save_model(model_id, data, optimizer=optimizer)
             pipe.send(path)
             await asyncio.Event().wait()

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rl.tinker.base import Base
+from rl.tinker.backend import Base
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.serving import ServerThread
 from rl.utils.compat import exit_process
