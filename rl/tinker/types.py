@@ -249,7 +249,7 @@ def check_seq_id(name: str, value: int | None, *, first: int) -> int:
 def check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
     """Raise InvalidRequestError unless the value is None or within the bounds, which NaN never is."""
     if value is not None and not lowest <= value <= highest:
-        raise InvalidRequestError(f"{name}={value!r:.100}: must be {lowest:g} to {highest:.19g}")
+        raise InvalidRequestError(f"{name}={value!r:.100}: must be {lowest} to {highest}")
 
 
 def check_ttl(ttl_seconds: int | None) -> None:

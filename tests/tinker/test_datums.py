@@ -118,11 +118,11 @@ def test_unknown_loss_is_refused():
     [
         ("ppo", {"beta": 0.1}, "'beta', unknown to ppo: its settings are clip_low_threshold, clip_"),
         ("cross_entropy", {"beta": 0.1}, "'beta', unknown to cross_entropy: it has none"),
-        ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold=1.5: must be 0 to 1"),
-        ("ppo", {"clip_high_threshold": 0.5}, "clip_high_threshold=0.5: must be 1 to 1.79"),
-        ("cispo", {"clip_high_threshold": math.inf}, "clip_high_threshold=inf: must be 1 to 1.79"),
-        ("dro", {"beta": math.nan}, "beta=nan: must be 0 to 1.79"),
-        ("dro", {"beta": -1.0}, "beta=-1.0: must be 0 to 1.79"),
+        ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold=1.5: must be 0.0 to 1.0"),
+        ("ppo", {"clip_high_threshold": 0.5}, "clip_high_threshold=0.5: must be 1.0 to 1.79"),
+        ("cispo", {"clip_high_threshold": math.inf}, "clip_high_threshold=inf: must be 1.0 to 1.79"),
+        ("dro", {"beta": math.nan}, "beta=nan: must be 0.0 to 1.79"),
+        ("dro", {"beta": -1.0}, "beta=-1.0: must be 0.0 to 1.79"),
     ],
 )
 def test_invalid_setting_of_a_loss_is_named(name, settings, says):
