@@ -31,7 +31,6 @@ from actors.run import make_router
 from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
-from rl.config.tree import check_fields
 from rl.models.generate import PromptLogprobs
 from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import Base, TinkerBackend, Workers
@@ -66,7 +65,6 @@ class ActorBackend(TinkerBackend):
         """Raise ValueError for invalid fields."""
         super().__init__(config=config)
         self.config = config
-        check_fields(config)  # One may have been edited since.
         check_config(config.trainer)
         if config.launch.share_gpus:
             raise ValueError(

@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -23,7 +24,8 @@ from rl.tinker.types import HttpLimits
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
-MIN_LENGTH, MAX_LENGTH = 20, 4096
+SAFE_KEY = rf"{PREFIX}[!-~]{{16,}}"
+MAX_LENGTH = 4096
 KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner."""
@@ -32,25 +34,19 @@ OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 class Keys:
     """The keys that may call. Without configured keys any key may, and each is its own owner."""
 
-    def __init__(self, keys: Iterable[str] | None = None) -> None:
-        """Hash the keys.
-
-        Raises:
-            ValueError: a key is unsafe; the text names it by its position.
-        """
+    def __init__(self, keys: Collection[str] | None = None) -> None:
+        """Hash the keys; raise ValueError for an unsafe one, which the text names by its position."""
         self._digests: tuple[str, ...] | None = None
-        if keys is not None:
-            texts = list(keys)
-            for number, key in enumerate(texts, start=1):
-                if not (key.isascii() and key.isprintable() and key.startswith(PREFIX)) or " " in key:
-                    raise ValueError(f"API key {number}: must be printable ASCII that begins with {PREFIX!r}")
-                if len(key) < MIN_LENGTH:
-                    raise ValueError(
-                        f"API key {number}: {len(key)} characters, must be at least {MIN_LENGTH}"
-                    )
-            if not texts:
-                raise ValueError("API keys: there are none; leave them out to accept any key on loopback")
-            self._digests = tuple(_owner(key.encode()) for key in texts)
+        if keys is None:
+            return
+        if not keys:
+            raise ValueError("API keys: there are none; leave them out to accept any key on loopback")
+        for number, key in enumerate(keys, start=1):
+            if not re.fullmatch(SAFE_KEY, key):
+                raise ValueError(
+                    f"API key {number}: must be 'tml-' and 16 or more printable ASCII characters"
+                )
+        self._digests = tuple(_owner(key.encode()) for key in keys)
 
     @property
     def configured(self) -> bool:
@@ -72,25 +68,23 @@ def read_keys(*, file: str | None, environment: str | None) -> Keys:
     Raises:
         ValueError: the file or the variable is missing or has no key, or other users can read the file.
     """
-    if file is not None:
-        source, texts = f"keys_file={file!r}", _lines(Path(file).expanduser())
-    elif environment is not None:
-        source, texts = f"keys_env={environment!r}", os.environ.get(environment, "").split(",")
-    else:
+    if file is None and environment is None:
         return Keys()
+    source = f"keys_env={environment!r}" if file is None else f"keys_file={file!r}"
     try:
+        if file is not None:
+            texts = _lines(Path(file).expanduser())
+        else:
+            texts = os.environ.get(str(environment), "").split(",")
         return Keys([text.strip() for text in texts if text.strip()])
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from None
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(f"keys_file={str(path)!r}: others may read or write it; chmod 600 it")
-        return [line.partition("#")[0] for line in path.read_text().splitlines()]
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"keys_file={str(path)!r}: cannot be read: {error}") from None
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError("others may read or write it; chmod 600 it")
+    return [line.partition("#")[0] for line in path.read_text().splitlines()]
 
 
 def _owner(key: bytes) -> str:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -27,7 +28,6 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.models.lora import LoRA
 from rl.tinker.app import make_app
 from rl.tinker.auth import Keys
-from rl.tinker.codec import PROTOBUF
 from rl.tinker.service import Service
 from rl.tinker.types import (
     BaseModel,
@@ -38,7 +38,7 @@ from rl.tinker.types import (
     SampleOutput,
     SampleRequest,
 )
-from rl.types import Completion, ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from rl.types import OptimParams, TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")
@@ -100,28 +100,27 @@ class FakeBackend:
             assert model_id not in self.weights
             self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
 
-    async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, model_id: str, **_: Any
-    ) -> ForwardBackwardResult:
+    async def forward_backward(self, samples: Sequence[TrainingSample], *, model_id: str, **_: Any) -> Any:
         tokens = [int(token) for sample in samples for token in sample.token_ids[:-1]]
         async with self._call("forward_backward", model_id, str(tokens)):
             self.gradients[model_id] += sum(tokens)
             weight = self.weights[model_id]
             logprobs = tuple(np.full(len(one.token_ids), weight, dtype=np.float32) for one in samples)
-            return _result(loss_sum=float(sum(tokens)), logprobs=logprobs)
+            return SimpleNamespace(
+                loss_sum=sum(tokens), num_valid_tokens=0, entropy_mean=0.0, logprobs=logprobs
+            )
 
     async def drop_gradient(self, *, model_id: str) -> None:
         async with self._call("drop_gradient", model_id):
             self.gradients[model_id] = 0.0
 
-    async def optim_step(self, params: OptimParams, *, model_id: str, **_: Any) -> OptimStepResult:
+    async def optim_step(self, params: OptimParams, *, model_id: str, **_: Any) -> Any:
         """Take a step and report the new weight as the gradient norm."""
         async with self._call("optim_step", model_id):
             assert params.lr is not None
             self.weights[model_id] -= params.lr * self.gradients[model_id]
             self.gradients[model_id] = 0.0
-            weight = self.weights[model_id]
-            return OptimStepResult(grad_norm=weight, lr=params.lr, policy_version=0)
+            return SimpleNamespace(grad_norm=self.weights[model_id])
 
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         async with self._call("save_model", model_id):
@@ -163,13 +162,9 @@ class FakeBackend:
         try:
             self.calls.append(f"sample {version}")
             await self._wait_or_fail("sample")
-            completion = Completion(
-                token_ids=np.asarray([round(self.published[version])], dtype=np.int32),
-                logprobs=np.zeros(1, np.float32),
-                policy_versions=np.zeros(1, np.int32),
-                finish_reason="stop",
-            )
-            return SampleOutput(completions=(completion,) * request.sampling.num_samples, of_prompt=None)
+            token_ids = np.array([round(self.published[version])])
+            one: Any = SimpleNamespace(token_ids=token_ids, logprobs=np.zeros(1), finish_reason="stop")
+            return SampleOutput(completions=(one,) * request.sampling.num_samples, of_prompt=None)
         finally:
             self.num_sampling[version] -= 1
 
@@ -207,21 +202,14 @@ def _read(folder: Path) -> float:
     return json.loads((folder / "weight.json").read_text())
 
 
-def _result(*, loss_sum: float, logprobs: tuple[np.ndarray, ...]) -> ForwardBackwardResult:
-    return ForwardBackwardResult(
-        loss_sum=loss_sum,
-        denominator=0.0,
-        num_samples=len(logprobs),
-        num_tokens=0,
-        num_valid_tokens=0,
-        ratio_mean=1.0,
-        clipped_fraction=0.0,
-        entropy_mean=0.0,
-        logprob_diff_mean=0.0,
-        logprob_diff_max=0.0,
-        logprobs_identical=True,
-        logprobs=logprobs,
-    )
+BODIES: dict[str, Any] = {
+    "create_model": wire.CreateModelRequest,
+    "load_weights": wire.LoadWeightsRequest,
+    "optim_step": wire.OptimStepRequest,
+    "save_weights": wire.SaveWeightsRequest,
+    "save_weights_for_sampler": wire.SaveWeightsForSamplerRequest,
+    "unload_model": wire.UnloadModelRequest,
+}
 
 
 class Client:
@@ -251,49 +239,41 @@ class Client:
     def finish(self, session: str) -> None:
         self.now(self.service.sessions.finish, session, reason=None)
 
+    def submit(self, call: str, **fields: Any) -> str:
+        """Make a call about models in training, and return the id of the request."""
+        return self.now(getattr(self.service.training, call), BODIES[call](**fields)).request_id
+
     def unload(self, model: str) -> str:
-        body = wire.UnloadModelRequest(model_id=model)
-        return self.now(self.service.training.unload_model, body).request_id
+        return self.submit("unload_model", model_id=model)
 
     def model(
         self, *, session: str | None = None, number: int = 0, rank: int = 4, seed: int = 1, **fields: Any
     ) -> str:
         """Submit the creation of a model, in a new session unless one is given."""
-        body = wire.CreateModelRequest(
-            session_id=session or self.session(),
-            model_seq_id=number,
-            lora_config=wire.LoraConfig(rank=rank, seed=seed),
-            **{"base_model": "tiny"} | fields,
-        )
-        model_id = self.now(self.service.training.create_model, body).model_id
-        assert model_id is not None
-        return model_id
+        lora = wire.LoraConfig(rank=rank, seed=seed)
+        how = {"session_id": session or self.session(), "model_seq_id": number, "lora_config": lora}
+        return self.submit("create_model", **how, **{"base_model": "tiny"} | fields).rpartition(":")[0]
 
-    def add(self, model: str, seq_id: int, *tokens: int, backward: bool = True) -> str:
+    def add(self, model: str, seq_id: int, *tokens: int) -> str:
         """Submit a forward_backward of one datum."""
-        made = message(model, seq_id, *tokens, backward=backward)
+        made = message(model, seq_id, *tokens)
         return self.now(self.service.training.forward_backward, made).request_id
 
-    def step(self, model: str, seq_id: int, lr: float = 1.0) -> str:
-        body = wire.OptimStepRequest(
-            model_id=model, seq_id=seq_id, adam_params=wire.AdamParams(learning_rate=lr)
-        )
-        return self.now(self.service.training.optim_step, body).request_id
+    def step(self, model: str, seq_id: int | None) -> str:
+        adam = wire.AdamParams(learning_rate=1.0)
+        return self.submit("optim_step", model_id=model, seq_id=seq_id, adam_params=adam)
 
     def save(self, model: str, seq_id: int, name: str | None, **options: Any) -> str:
-        body = wire.SaveWeightsRequest(model_id=model, seq_id=seq_id, path=name, **options)
-        return self.now(self.service.training.save_weights, body).request_id
+        return self.submit("save_weights", model_id=model, seq_id=seq_id, path=name, **options)
 
     def save_sampler(self, model: str, seq_id: int, name: str | None = None, **options: Any) -> str:
-        body = wire.SaveWeightsForSamplerRequest(model_id=model, seq_id=seq_id, path=name, **options)
-        return self.now(self.service.training.save_weights_for_sampler, body).request_id
+        return self.submit("save_weights_for_sampler", model_id=model, seq_id=seq_id, path=name, **options)
 
     def snapshot(self, model: str, seq_id: int, number: int) -> str:
         return self.save_sampler(model, seq_id, sampling_session_seq_id=number)
 
     def load(self, path: str, *, optimizer: bool = True, **where: Any) -> str:
-        body = wire.LoadWeightsRequest(path=path, optimizer=optimizer, **where)
-        return self.now(self.service.training.load_weights, body).request_id
+        return self.submit("load_weights", path=path, optimizer=optimizer, **where)
 
     def create_sampler(self, session: str, number: int, **source: Any) -> str:
         body = wire.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=number, **source)
@@ -348,11 +328,9 @@ class Client:
         return await self.weight(self.step((await self.result(request)).model_id, 1))
 
 
-def message(model: str, seq_id: int, *tokens: int, backward: bool = True) -> pb.ForwardBackwardRequest:
+def message(model: str, seq_id: int, *tokens: int) -> pb.ForwardBackwardRequest:
     """Return a forward_backward of one datum with these tokens as targets too."""
-    made = pb.ForwardBackwardRequest(
-        model_id=model, seq_id=seq_id, loss_fn="cross_entropy", forward_only=not backward
-    )
+    made = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
     targets = pb.Tensor(dense=np.array(tokens, "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[len(tokens)])
@@ -418,42 +396,29 @@ def _as_test(sync: Callable[..., None], test: Test) -> Callable[..., None]:
     return sync
 
 
-class Server:
+class Server(Client):
     """The HTTP application in this process, with shorthand calls for `ME`."""
 
-    def __init__(self, client: Client, http: httpx.AsyncClient) -> None:
-        self.service, self.http = client.service, http
-        self.backend, self.folder = client.backend, client.folder
+    http: httpx.AsyncClient
 
-    async def post(self, path: str, body: Any) -> httpx.Response:
-        return await self.post_raw(path, json.dumps(body))
-
-    async def post_raw(
-        self, path: str, content: str | bytes, media_type: str = "application/json"
+    async def post(
+        self, path: str, body: Any, *, key: str = ME, media_type: str = "application/json"
     ) -> httpx.Response:
-        headers = {"x-api-key": ME, "content-type": media_type}
+        """Send bytes, or another value as JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        headers = {"x-api-key": key, "content-type": media_type}
         return await self.http.post(f"/api/v1/{path}", content=content, headers=headers)
 
     async def get(self, path: str, *, key: str = ME) -> httpx.Response:
         return await self.http.get(f"/api/v1/{path}", headers={"x-api-key": key})
 
-    async def ok(self, path: str, body: Any) -> Any:
-        response = await self.post(path, body)
+    async def ok(self, path: str, body: Any, **how: Any) -> Any:
+        response = await self.post(path, body, **how)
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def result(self, submitted: Any) -> httpx.Response:
-        return await self.post("retrieve_future", {"request_id": submitted["request_id"]})
-
-    async def model(self) -> str:
-        """Create a model in a new session."""
-        session: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
-        session_id = (await self.ok("create_session", session))["session_id"]
-        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny"}
-        return (await self.result(await self.ok("create_model", body))).json()["model_id"]
-
-    async def forward_backward(self, message: Any) -> httpx.Response:
-        return await self.post_raw("forward_backward", message.SerializeToString(), PROTOBUF)
+    async def retrieved(self, request_id: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": request_id})
 
 
 def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http: Any) -> Any:
@@ -466,8 +431,10 @@ def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http:
                 # Errors that the application raises after its answer do not reach the client, as with a real server.
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:
+                    server = Server(client.service, client.backend, folder, Keys().owner(ME.encode()) or "")
+                    server.http = to_app
                     try:
-                        await test(Server(client, to_app))
+                        await test(server)
                     finally:
                         client.backend.release()
 

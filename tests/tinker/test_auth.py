@@ -52,8 +52,8 @@ def test_keys_come_from_lines_of_a_file_or_between_commas_from_the_environment(t
     ("text", "said"),
     [
         ("", "there are none"),
-        ("sk-aaaaaaaaaaaaaaaaaaaaaaaa", "API key 1: must be printable ASCII that begins with 'tml-'"),
-        (f"{ALICE}\ntml-short", "API key 2: 9 characters, must be at least 20"),
+        ("sk-aaaaaaaaaaaaaaaaaaaaaaaa", "API key 1: must be 'tml-' and 16 or more printable ASCII"),
+        (f"{ALICE}\ntml-short", "API key 2: must be"),
         ("tml-aaaaaaaaaaaaaaaaa aaaaaa", "API key 1"),
     ],
 )
@@ -67,7 +67,7 @@ def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, said):
 def test_missing_keys_and_files_that_others_can_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match="others may read or write it; chmod 600"):
         read_keys(file=write(tmp_path, ALICE, 0o640), environment=None)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"none.: .*No such file"):
         read_keys(file=str(tmp_path / "none"), environment=None)
     with pytest.raises(ValueError, match="keys_env='NO_SUCH': API keys: there are none"):
         read_keys(file=None, environment="NO_SUCH")

@@ -1,11 +1,11 @@
 """Routes: bodies, results, statuses and refusals."""
 
 import asyncio
-import json
 
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import Keys
+from rl.tinker.codec import PROTOBUF
 from rl.tinker.types import Limits
 from tests.support.fake_tinker import YOU, http_test, message
 
@@ -25,9 +25,10 @@ def step(model_id, seq_id, **adam):
 
 @http_test()
 async def test_number_that_is_not_finite_reaches_the_client(server):
-    model_id = await server.model()
+    model_id = server.model()
+    await server.result(f"{model_id}:0")
     server.backend.weights[model_id] = float("nan")
-    broken = await server.result(await server.ok("optim_step", step(model_id, 1)))
+    broken = await server.retrieved((await server.ok("optim_step", step(model_id, 1)))["request_id"])
     assert '"grad_norm:mean": NaN' in broken.text  # JSON null would not be a number
 
 
@@ -50,7 +51,7 @@ async def test_malformed_fields_and_bodies_are_named(server):
         ("optim_step", {"seq_id": 1}, "Field required"),
         ("get_info", {"type": 3}, "body.type: "),
     ):
-        answer = await server.post_raw(path, json.dumps({"model_id": "m"} | body))
+        answer = await server.post(path, {"model_id": "m"} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
     for content in (
         b"{",
@@ -61,14 +62,14 @@ async def test_malformed_fields_and_bodies_are_named(server):
         b"",
         b'{"x": 1e999}',
     ):
-        answer = await server.post_raw("get_info", content)
+        answer = await server.post("get_info", content)
         assert answer.status_code in (400, 422)
         assert answer.json()["detail"]
 
 
 @http_test(poll_s=5.0)
 async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids(server):
-    model_id, load = await server.model(), {"path": "p", "optimizer": True}
+    model_id, load = server.model(), {"path": "p", "optimizer": True}
     for path, body, said in (
         ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
         ("save_weights_for_sampler", {"seq_id": 2, "path": "p", "kind": "inflight"}, "'inflight'"),
@@ -79,7 +80,7 @@ async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids
     ):
         answer = await server.post(path, {"model_id": model_id} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (400, True), answer.text
-    assert "metrics" in (await server.result(await server.ok("optim_step", step(model_id, 6)))).json()
+    assert (await server.result(server.step(model_id, 6))).metrics
 
 
 @http_test()
@@ -95,31 +96,30 @@ async def test_forward_backward_of_another_content_type_is_refused(server):
 @http_test(poll_s=0.05)
 async def test_unfinished_result_is_answered_with_408(server):
     gate = server.backend.hold("forward_backward")
-    submitted = (await server.forward_backward(message(await server.model(), 1, 3, 4))).json()
-    waiting = await server.result(submitted)
+    body = message(server.model(), 1, 3, 4).SerializeToString()
+    request_id = (await server.ok("forward_backward", body, media_type=PROTOBUF))["request_id"]
+    waiting = await server.retrieved(request_id)
     gate.set()
     assert waiting.status_code == 408
     assert waiting.json() == {
         "type": "try_again",
-        "request_id": submitted["request_id"],
+        "request_id": request_id,
         "queue_state": "active",
         "queue_state_reason": "waiting for its turn",
     }
-    assert loss_of(await server.result(submitted)) == 7.0
+    assert loss_of(await server.retrieved(request_id)) == 7.0
 
 
 @http_test(poll_s=40.0)
 async def test_long_poll_ends_with_the_result_and_with_the_server(server):
     gate = server.backend.hold("forward_backward")
-    model_id = await server.model()
-    submitted = (await server.forward_backward(message(model_id, 1, 3, 4))).json()
-    poll = asyncio.create_task(server.result(submitted))
+    model_id = server.model()
+    poll = asyncio.create_task(server.retrieved(server.add(model_id, 1, 3, 4)))
     await asyncio.sleep(0)
     gate.set()
     assert loss_of(await poll) == 7.0
     gate.clear()
-    submitted = (await server.forward_backward(message(model_id, 2, 3, 4))).json()
-    poll = asyncio.create_task(server.result(submitted))
+    poll = asyncio.create_task(server.retrieved(server.add(model_id, 2, 3, 4)))
     await asyncio.sleep(0)
     server.service.stop_waiting()
     assert (await poll).status_code == 410
@@ -127,9 +127,10 @@ async def test_long_poll_ends_with_the_result_and_with_the_server(server):
 
 @http_test(limits=Limits(waiting=2, models=1))
 async def test_limit_on_waiting_work_is_429_and_on_held_state_403(server):
-    model_id = await server.model()
+    model_id = server.model()
+    await server.result(f"{model_id}:0")
     server.backend.hold("forward_backward")
-    answers = [await server.forward_backward(message(model_id, i, 3, 4)) for i in (1, 2, 3)]
+    answers = [await server.post("optim_step", step(model_id, i)) for i in (2, 3, 4)]
     body = {"session_id": model_id.split(":")[0], "model_seq_id": 1, "base_model": "tiny"}
     another = await server.post("create_model", body)
     assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -141,7 +142,7 @@ async def test_limit_on_waiting_work_is_429_and_on_held_state_403(server):
 
 @http_test()
 async def test_sessions_are_listed_with_their_models(server):
-    model_id = await server.model()
+    model_id = server.model()
     session_id = model_id.split(":")[0]
     assert (await server.get("sessions")).json() == {"sessions": [session_id]}
     assert (await server.get(f"sessions/{session_id}")).json()["training_run_ids"] == [model_id]
