@@ -168,10 +168,6 @@ class FakeBackend:
         finally:
             self.num_sampling[version] -= 1
 
-    @property
-    def is_idle(self) -> bool:
-        return not +self._at_once and not +self.num_sampling
-
     def names(self, *left_out: str) -> list[str]:
         """Return the methods that were called."""
         return [name for call in self.calls if (name := call.partition(" ")[0]) not in left_out]

@@ -39,15 +39,15 @@ def request(*data, loss_fn="cross_entropy", config=None):
     )
 
 
-def decode(message, **kwargs):
+def decode(message):
     parsed = parse_forward_backward(message.SerializeToString())
     loss_settings(parsed)
-    return decode_data(parsed, **{"max_values": 1000} | kwargs)
+    return decode_data(parsed, max_values=1000)
 
 
-def refusal(message, **kwargs):
+def refusal(message):
     with pytest.raises(InvalidRequestError) as error:
-        decode(message, **kwargs)
+        decode(message)
     return str(error.value)
 
 
@@ -82,7 +82,6 @@ def test_decoded_data_equal_those_given_to_the_client():
     )
 
     first, second = decode(message)
-
     assert (message.model_id, message.seq_id, message.forward_only) == ("s:train:0", 3, False)
     assert (message.loss_fn, loss_settings(message)) == ("ppo", {"clip_low_threshold": 0.7})
     assert first.tokens.tolist() == [5, 6, 7]
@@ -94,30 +93,23 @@ def test_decoded_data_equal_those_given_to_the_client():
     assert second.loss_inputs["target_tokens"].tolist() == [2**40]
 
 
-def test_chunks_of_one_input_are_concatenated():
+def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are_rows():
     two = tinker.ModelInput(
-        chunks=[tinker.EncodedTextChunk(tokens=[1]), tinker.EncodedTextChunk(tokens=[2, 3])]
+        chunks=[tinker.EncodedTextChunk(tokens=[1]), tinker.EncodedTextChunk(tokens=[2, 3, 4])]
     )
-    call = decode(request(tinker.Datum(model_input=two, loss_fn_inputs={})))
-
-    assert call[0].tokens.tolist() == [1, 2, 3]
-
-
-def test_sparse_tensor_decodes_to_the_original():
     dense = torch.zeros(4, 50, dtype=torch.int64)
     dense[0, 3], dense[0, 40], dense[3, 0] = 7, 8, 9
     sparse = tinker.TensorData.from_torch_sparse(dense)
     assert sparse.sparse_crow_indices is not None
+    message = request(tinker.Datum(model_input=two, loss_fn_inputs={"target_tokens": sparse}))
+    row = pb.Tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(2, "<f4").tobytes())
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(row)
 
-    call = decode(request(datum([1, 2, 3, 4], target_tokens=sparse)))
+    (found,) = decode(message)
 
-    assert call[0].loss_inputs["target_tokens"].tolist() == dense.tolist()
-
-
-def test_tensor_without_a_shape_is_a_row():
-    call = decode(with_tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(2, "<f4").tobytes()))
-
-    assert call[0].loss_inputs["weights"].shape == (2,)
+    assert found.tokens.tolist() == [1, 2, 3, 4]
+    assert found.loss_inputs["target_tokens"].tolist() == dense.tolist()
+    assert found.loss_inputs["weights"].shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -134,41 +126,30 @@ def test_tensor_without_a_shape_is_a_row():
             "shape: [1, 1, 1], must be [N] or [N, K]",
         ),
         (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"", shape=[0, 2**62]), "each from 0 to 1000"),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[-1]), "shape: [-1]"),
         (with_tensor(dtype=pb.DTYPE_FLOAT32, shape=[0]), "neither dense nor sparse_csr"),
         (csr([1], [0, 1], [0], shape=[1]), "shape: [1], must be [N, K]"),
         (csr([1], [0, 1, 1], [0], shape=[1, 3]), NO_CSR),
-        (csr([1], [0, 2], [0], shape=[1, 3]), NO_CSR),
         (csr([1, 1], [0, 2, 1, 2], [0, 1], shape=[3, 3]), NO_CSR),
         (csr([1], [0, -(2**63), 1], [0], shape=[2, 3]), NO_CSR),
         (csr([1, 1], [0, 2], [0], shape=[1, 3]), NO_CSR),
         (csr([1], [0, 1], [3], shape=[1, 3]), NO_CSR),
-        (csr([1], [0, 1], [-1], shape=[1, 3]), NO_CSR),
         (csr([1, 1], [0, 2], [1, 1], shape=[1, 3]), NO_CSR),
         (csr([], [0] * 41, [], shape=[40, 30]), "more than the allowed 1000"),
         (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be a number"),
+        (
+            request(*(datum([1], weights=floats([1.0] * 400)) for _ in range(3))),
+            "data[2].loss_fn_inputs['weights']: with it the request's tensors have 1200 values",
+        ),
     ],
 )  # fmt: skip
 def test_inconsistent_parts_are_refused_by_name(message, said):
     assert said in refusal(message)
 
 
-def test_size_limit_counts_many_small_tensors_together():
-    data = [datum([1], weights=floats([1.0] * 40)) for _ in range(3)]
-
-    assert "data[2].loss_fn_inputs['weights']: with it the request's tensors have 120 values" in refusal(
-        request(*data), max_values=100
-    )
-
-
-def test_images_are_refused_by_position():
+def test_images_and_other_bytes_are_refused():
     message = request(datum([1], target_tokens=ints([1])))
     message.data[0].model_input.add().image.data = b"png"
-
     assert refusal(message).startswith("data[0].model_input[1]: is a chunk of type image")
-
-
-def test_invalid_bytes_are_refused():
     with pytest.raises(InvalidRequestError, match="4 bytes that are no ForwardBackwardRequest"):
         parse_forward_backward(b"\xff\xff\xff\xff")
 
@@ -184,7 +165,6 @@ def test_client_reads_logprobs_of_all_shapes_in_order():
     output = deserialize_forward_backward_output(
         encode_forward_backward(logprobs, {"loss:sum": 2.5}).SerializeToString()
     )
-
     assert output.metrics == {"loss:sum": 2.5}
     read = [item["logprobs"] for item in output.loss_fn_outputs]
     assert [tensor.shape for tensor in read] == [[2], [1], [2, 2], [1]]

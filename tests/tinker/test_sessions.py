@@ -1,7 +1,6 @@
 """Sessions and the ids under them; start and close of the service."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -64,10 +63,9 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     await client.service.retrieve(f"{model}:1", owner=ME, wait_s=0)
     await asyncio.sleep(50)
     assert client.sessions() == [session]
-    await asyncio.sleep(11)
+    await asyncio.sleep(12)
     with pytest.raises(GoneError):
         client.service.sessions.live(session, ME)
-    await asyncio.sleep(1)
     assert client.sessions() == []
     assert client.backend.weights == {}
 
@@ -88,14 +86,22 @@ async def test_session_belongs_to_its_owner_alone(client):
         lambda: stranger.base_sampler(session=mine),
         lambda: service.sampling.live("nobody", ME),
         lambda: service.training.live("nobody:train:0", ME),
+        lambda: service.sessions.live(f"{mine}0", ME),
+        lambda: service.sessions.live("\n", ME),
     ):
         with pytest.raises(NotFoundError, match="there is no"):
             call()
     with pytest.raises(NotFoundError):
         await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
     assert stranger.sessions() == []
-    found = service.sessions.live(mine, ME)
-    assert (found.user_metadata, found.display_name, list(found.models)) == ({"b": "1"}, "run", [model])
+    with pytest.raises(GoneError, match="its checkpoints are still there"):
+        service.sessions.live("0" * 8 + mine[8:], ME)  # the id of an earlier process
+    found = client.now(service.sessions.session, mine)
+    told = (found.user_metadata, found.display_name, found.training_run_ids)
+    assert told == ({"b": "1"}, "run", [model])
+    for value in (1, [], "\ud800"):
+        with pytest.raises(InvalidRequestError, match="user_metadata"):
+            client.session({"a": value})
 
 
 @service_test(sessions=2, models=1)
@@ -116,14 +122,6 @@ async def test_limits_on_sessions_and_models_hold_per_owner_until_something_ends
     await asyncio.sleep(1)
 
 
-@service_test()
-async def test_metadata_are_texts(client):
-    values: tuple[Any, ...] = (1, [], "\ud800")
-    for value in values:
-        with pytest.raises(InvalidRequestError, match="user_metadata"):
-            client.session({"a": value})
-
-
 @service_test(close_timeout_s=5)
 async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     service, backend = client.service, client.backend
@@ -140,22 +138,10 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     assert (len(done), now_s() - started_s) == (3, 0)
     assert all(isinstance(task.exception(), GoneError) for task in waiting)
     await asyncio.gather(*closing)
-    await service.close()
     assert now_s() - started_s <= 3 * 5
-    assert not backend.is_open
-    assert backend.is_idle
+    assert (backend.is_open, +backend.num_sampling) == (False, {})
     with pytest.raises(GoneError):
         client.add(model, 4, 1)
-
-
-@service_test()
-async def test_ids_of_an_earlier_process_are_gone_and_others_unknown(client):
-    session = client.session()
-    for unknown in (f"{session}0", session[:-1], "", "\n", f"{session[:9]}{'0' * 16}:train:0"):
-        with pytest.raises(NotFoundError):
-            client.service.sessions.live(unknown, ME)
-    with pytest.raises(GoneError, match="its checkpoints are still there"):
-        client.service.sessions.live("0" * 8 + session[8:], ME)
 
 
 @pytest.mark.parametrize(

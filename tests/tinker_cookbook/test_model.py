@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from tools.tinker_cookbook.model import CONTEXT, GUESS_RULES, MAX_GUESSES, drawn_addition, drawn_guess, turn
+from tools.tinker_cookbook.model import MAX_GUESSES, drawn_addition, drawn_guess
 
 
 def test_addition_is_asked_as_the_recipe_asks_it():
@@ -34,14 +34,3 @@ def test_demonstrated_guess_is_consistent_with_the_answers_before_it():
         assert all(guess > int(tried) if answer == "low" else guess < int(tried) for tried, answer in told)
         lengths.add(len(told))
     assert lengths == set(range(MAX_GUESSES))
-
-
-def test_ten_unparsable_turns_fit_the_context():
-    refused = (
-        "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say "
-        "nothing else."
-    )
-    turns = (turn("player", 16 * "x") + turn("user", refused)) * (MAX_GUESSES - 1)
-    prompt = turn("system", GUESS_RULES) + turns + "<|im_start|>assistant\n"
-    num_tokens = len(re.sub(r"<\|im_(start|end)\|>", "_", prompt))  # one token each, like every other byte
-    assert 1024 < num_tokens + 16 <= CONTEXT
