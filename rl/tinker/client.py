@@ -82,6 +82,6 @@ def make_backend(backend: TinkerBackend | Configurable.Config | str) -> TinkerBa
     built: Any = backend
     if isinstance(backend, Configurable.Config):
         built = getattr(backend, "backend", backend).build()
-    if not hasattr(built, "forward_backward"):
+    if not isinstance(built, TinkerBackend):
         raise ValueError(f"backend={backend!r}: must be a TinkerBackend, its config, or the name of a config")
     return built

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from rl.models.lora import LoRA
 from rl.tinker.backend import Base
 from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.types import InvalidRequestError
 from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
 from rl.training.models import check_config
 from tests.tinker.parts import (
     PPO,
@@ -157,17 +159,6 @@ async def test_loss_and_weights_that_are_not_finite_are_refused(backend):
         await backend.publish("m")
 
 
-async def test_policy_losses_report_sums_and_maxima(backend):
-    await create(backend, "m", settings())
-    data = random_data(4, seed=6, policy=True)
-    metrics = (await add_gradient(backend, "m", data, PPO)).metrics
-    assert set(metrics) == {
-        "loss:sum", "num_tokens:sum", "entropy:sum", "num_clipped:sum",
-        "logprob_diff:sum", "logprob_diff:max",
-    }  # fmt: skip
-    assert metrics["num_tokens:sum"] == sum(int((d.loss_inputs["advantages"] != 0).sum()) for d in data)
-
-
 # Files
 
 
@@ -209,12 +200,10 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
     cases: tuple[tuple[str, Callable[[Path], object], str], ...] = (
         ("weights.safetensors", Path.unlink, "file weights.safetensors is missing"),
         ("optimizer.safetensors", flip, "file optimizer.safetensors is damaged"),
-        ("model.json", Path.unlink, "file model.json is missing"),
         ("model.json", truncate, "file model.json is damaged"),
         ("model.json", edit(format=9), "the saved model's format is 9, but this model's is"),
         ("model.json", edit(base="x"), "the saved model's base is 'x'"),
         ("model.json", edit(files={}), r"has no weights\.safetensors: it was saved to sample from"),
-        ("model.json", lambda file: file.write_text("[]"), "file model.json is damaged"),
     )
     for number, (name, damage, says) in enumerate(cases):
         folder = tmp_path / str(number)
@@ -269,6 +258,9 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     found = await add_gradient(backend, "m", data, PPO)
     assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
     assert found.metrics["loss:sum"] == -72.0
+    assert found.metrics["num_tokens:sum"] == 72.0
+    assert found.metrics["entropy:sum"] > 0.0
+    assert found.metrics["logprob_diff:sum"] == 0.0
     whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
     scored = await backend.sample(version, request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
     assert scored.of_prompt is not None
@@ -392,11 +384,5 @@ def test_training_that_does_not_fit_is_refused_at_the_start(assets, training, sa
     config = dataclasses.replace(local_backend(assets).config, training=training)
     with pytest.raises(ValueError, match=says):
         asyncio.run(config.build().start())
-
-
-def test_models_have_no_converters_in_common():
-    from rl.models.lora import LoRA
-    from rl.training.engine import TrainingEngine
-
-    with pytest.raises(ValueError, match="converters: must be"):
+    with pytest.raises(ValueError, match="converters: must be"):  # models have none in common
         check_config(TrainingEngine.Config(converters=(LoRA.Config(),)))

@@ -68,6 +68,13 @@ async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overta
     room.ask("b2")
     assert await room.seen() == ["b2"]  # still served
     await room.end("b2")
+    room.ask("x1", "x2")
+    for name in ("x1", "x2"):
+        with pytest.raises(ArithmeticError, match="the pull failed"):
+            await room.tasks[name]
+    room.ask("b3")
+    assert await room.seen() == ["serves 2", "b3"]
+    await room.end("b3")
 
 
 async def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
@@ -89,14 +96,3 @@ async def test_cancelled_requests_block_no_other_and_their_weights_are_not_serve
     room.ask("b3")
     assert await room.seen() == ["serves 2", "b3"]
     await room.end("b3")
-
-
-async def test_snapshot_that_cannot_be_served_fails_its_requests_only():
-    room = Room()
-    room.ask("x1", "x2")
-    for name in ("x1", "x2"):
-        with pytest.raises(ArithmeticError, match="the pull failed"):
-            await room.tasks[name]
-    room.ask("b1")
-    assert await room.seen() == ["serves 2", "b1"]
-    await room.end("b1")
