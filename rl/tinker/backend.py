@@ -270,8 +270,8 @@ class TinkerBackend(Configurable):
 
     def __init__(self, *, config: Config) -> None:
         self._workers: Workers | None = None
-        self.base_models: Sequence[BaseModel] = ()
-        """The model on offer, once started."""
+        self.base_model: BaseModel
+        """The model on offer; set by `start`."""
         self._turns: Turns
         self._order = asyncio.Lock()
         self._base_version: int | None = None
@@ -293,7 +293,7 @@ class TinkerBackend(Configurable):
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         self._turns = Turns(self._workers.serve)
-        self.base_models = (base.model,)
+        self.base_model = base.model
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
@@ -328,8 +328,8 @@ class TinkerBackend(Configurable):
                 return await self._loaded(workers, lora, folder)
             if self._base_version is None:
                 # Fresh adapters change nothing, and need no copy of the base.
-                (base,) = self.base_models
-                lora = lora_config(wire.LoraConfig(rank=1, seed=0, train_unembed=False), base)
+                fresh = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
+                lora = lora_config(fresh, self.base_model)
                 self._base_version = await self._loaded(workers, lora, None)
             return self._base_version
 
@@ -352,8 +352,8 @@ class TinkerBackend(Configurable):
     # Within the trainer's turns
 
     async def _push(self, workers: Workers, model_id: str) -> int:
-        (base,) = self.base_models
-        tokens = np.arange(min(PROBED_TOKENS, base.max_context_length), dtype=np.int32)
+        num_tokens = min(PROBED_TOKENS, self.base_model.max_context_length)
+        tokens = np.arange(num_tokens, dtype=np.int32)
         probe = demonstration_sample(tokens[:1], tokens[1:])
         (logprobs,) = await workers.compute_logprobs([probe], model_id=model_id)
         if not np.isfinite(logprobs).all():

@@ -20,7 +20,7 @@ from tinker import types as wire
 from rl.tinker.futures import Parts, Request, Result
 from rl.tinker.sessions import Session
 from rl.tinker.storage import RunRecord
-from rl.tinker.types import BaseModel, ModelSettings
+from rl.tinker.types import ModelSettings
 
 Work: TypeAlias = Callable[[], Awaitable[Result]]
 
@@ -42,10 +42,9 @@ class Model:
     Request 0 creates the model in the backend; after the last one the task deletes it there.
     """
 
-    def __init__(self, parts: Parts, *, record: RunRecord, session: Session, base: BaseModel) -> None:
+    def __init__(self, parts: Parts, *, record: RunRecord, session: Session) -> None:
         self.record = record
         self.session = session
-        self.base = base
         self.requested_s = record.created_s
         """Unix time of the last request."""
         self.is_created = False

@@ -2,7 +2,7 @@
 
 Saved weights open with the first sample, and all sampling sessions of the same checkpoint share them. At most
 `limits.samplers` snapshots and saved weights of one owner are open: the next one closes the least recently used
-one. A snapshot is then gone; saved weights open again with their next sample. Base models stay open. Nothing
+one. A snapshot is then gone; saved weights open again with their next sample. The base model stays open. Nothing
 closes before its samples have ended.
 """
 
@@ -19,7 +19,6 @@ from rl.tinker.futures import Parts, Result
 from rl.tinker.sessions import Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
-    BaseModel,
     Future,
     GoneError,
     Id,
@@ -27,8 +26,8 @@ from rl.tinker.types import (
     LimitReachedError,
     NotFoundError,
     Owner,
+    check_base,
     check_seq_id,
-    find_base,
 )
 
 
@@ -37,9 +36,9 @@ class Weights:
     """Weights that the backend holds to sample from."""
 
     key: str
-    """Base model, folder or version of a snapshot."""
+    """Folder, version of a snapshot, or "base"."""
     owner: str | None
-    """Owner, or None for base models, which all owners share."""
+    """Owner, or None for the base model, which all owners share."""
     version: asyncio.Future[int]
     """The backend's number for them; pending while they open."""
     num_samples: int = 0
@@ -80,13 +79,13 @@ class OpenWeights:
         self._make_room(owner)
         return weights
 
-    def opened(self, base: BaseModel, stored: Stored | None, owner: str) -> Weights:
-        """Return saved weights, or with None those of a base model; they may still be opening."""
-        key = f"base {base.name}" if stored is None else str(stored.data)
+    def opened(self, stored: Stored | None, owner: str) -> Weights:
+        """Return saved weights, or with None those of the base model; they may still be opening."""
+        key = "base" if stored is None else str(stored.data)
         found = self._open.get(key)
         if found is None or found.could_not_open:
             lora = None if stored is None else stored.record.settings.lora
-            adapters = None if lora is None else lora_config(lora, base)
+            adapters = None if lora is None else lora_config(lora, self._parts.backend.base_model)
             opening = self._parts.backend.open(adapters, None if stored is None else stored.data)
             version = self._parts.background.start(opening, f"opening of {key}")
             found = self._open[key] = Weights(key, None if stored is None else owner, version)
@@ -139,14 +138,6 @@ class OpenWeights:
         return self._parts.background.start(forget(), f"closing of {weights.key}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplingSession:
-    session: Session
-    base: BaseModel
-    source: Weights | Stored | None
-    """Snapshot in memory, saved weights, or None for the base model itself."""
-
-
 class SamplingSessions:
     """Calls about sampling sessions."""
 
@@ -175,8 +166,8 @@ class SamplingSessions:
             if body.model_path is not None:
                 stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
                 name = stored.record.settings.base_model
-            base = find_base(self._parts.backend.base_models, name)
-            session.samplers[new_id] = SamplingSession(session=session, base=base, source=stored)
+            check_base(self._parts.backend.base_model, name)
+            session.samplers[new_id] = stored
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
     async def asample(self, body: wire.SampleRequest, *, owner: Owner) -> Future:
@@ -191,12 +182,12 @@ class SamplingSessions:
         """
         if (session_id := body.sampling_session_id) is None:
             raise InvalidRequestError("sampling_session_id: is missing; create_sampling_session returns it")
-        one = self.live(session_id, owner)
+        source = self.source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
-        asked = checked_request(body, one.base, self._parts.limits)
+        asked = checked_request(body, self._parts.backend.base_model, self._parts.limits)
         futures = self._parts.futures
         if request_id not in futures:
-            weights = self._weights_of(one)
+            weights = self._weights_of(source, owner)
             request = futures.begin(request_id, owner=owner, num_bytes=asked.prompt.nbytes)
 
             async def sampled() -> Result:
@@ -210,24 +201,25 @@ class SamplingSessions:
         return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
 
     async def sampler(self, sampler_id: Id, *, owner: Owner) -> wire.GetSamplerResponse:
-        one = self.live(sampler_id, owner)
-        path = one.source.path.tinker_path if isinstance(one.source, Stored) else None
-        return wire.GetSamplerResponse(sampler_id=sampler_id, base_model=one.base.name, model_path=path)
+        source = self.source(sampler_id, owner)
+        path = source.path.tinker_path if isinstance(source, Stored) else None
+        base_model = self._parts.backend.base_model.name
+        return wire.GetSamplerResponse(sampler_id=sampler_id, base_model=base_model, model_path=path)
 
     # For the other calls
 
-    def live(self, sampling_session_id: str, owner: str) -> SamplingSession:
-        """Return a sampling session and keep its session alive."""
+    def source(self, sampling_session_id: str, owner: str) -> Weights | Stored | None:
+        """Return what a sampling session samples from, and keep its session alive."""
         session = self._parts.sessions.live(sampling_session_id, owner)
-        if (one := session.samplers.get(sampling_session_id)) is None:
+        if sampling_session_id not in session.samplers:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
-        return one
+        return session.samplers[sampling_session_id]
 
     def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
-    async def publish(self, model_id: str, new_id: str, session: Session, base: BaseModel) -> None:
+    async def publish(self, model_id: str, new_id: str, session: Session) -> None:
         """Open a sampling session of a model's weights as they are now."""
         if new_id in session.samplers:
             raise InvalidRequestError(
@@ -237,23 +229,22 @@ class SamplingSessions:
         if session.ended:
             self._weights.close(weights.key, "its session has ended")
             raise GoneError(f"session {session.session_id} has ended")
-        session.samplers[new_id] = SamplingSession(session=session, base=base, source=weights)
+        session.samplers[new_id] = weights
 
-    def _weights_of(self, one: SamplingSession) -> Weights:
-        if not isinstance(one.source, Weights):
-            return self._weights.opened(one.base, one.source, one.session.owner)
-        if (why := one.source.closed) is not None:
-            raise GoneError(f"the weights are no longer in memory: {why}")
-        return one.source
+    def _weights_of(self, source: Weights | Stored | None, owner: str) -> Weights:
+        if not isinstance(source, Weights):
+            return self._weights.opened(source, owner)
+        if source.closed is not None:
+            raise GoneError(f"the weights are no longer in memory: {source.closed}")
+        return source
 
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
         ended = list(session.samplers.values())
         session.samplers.clear()
-        others = self._parts.sessions.samplers()
-        still_used = {one.source.data for one in others if isinstance(one.source, Stored)}
-        for one in ended:
-            if isinstance(one.source, Weights):
-                self._weights.close(one.source.key, why)
-            elif isinstance(one.source, Stored) and one.source.data not in still_used:
-                self._weights.close(str(one.source.data), why)
+        still_used = [one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)]
+        for source in ended:
+            if isinstance(source, Weights):
+                self._weights.close(source.key, why)
+            elif source is not None and source.data not in still_used:
+                self._weights.close(str(source.data), why)

@@ -129,17 +129,11 @@ class Service:
         return {"status": "accepted"}
 
     async def capabilities(self) -> wire.GetServerCapabilitiesResponse:
-        return wire.GetServerCapabilitiesResponse(
-            supported_models=[
-                wire.SupportedModel(
-                    model_name=base.name,
-                    max_context_length=base.max_context_length,
-                    trainable=True,
-                    sampleable=True,
-                )
-                for base in self._parts.backend.base_models
-            ]
+        base = self._parts.backend.base_model
+        model = wire.SupportedModel(
+            model_name=base.name, max_context_length=base.max_context_length, trainable=True, sampleable=True
         )
+        return wire.GetServerCapabilitiesResponse(supported_models=[model])
 
     # Calls about results
 

@@ -29,7 +29,8 @@ from rl.tinker.types import (
 
 if TYPE_CHECKING:
     from rl.tinker.models import Model
-    from rl.tinker.sampling import SamplingSession
+    from rl.tinker.sampling import Weights
+    from rl.tinker.storage import Stored
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +41,8 @@ class Session:
     user_metadata: Metadata | None
     models: dict[str, Model] = field(default_factory=dict)
     """Models by id, also those that have ended."""
-    samplers: dict[str, SamplingSession] = field(default_factory=dict)
+    samplers: dict[str, Weights | Stored | None] = field(default_factory=dict)
+    """What each sampling session samples from: a snapshot, saved weights, or None for the base model."""
     ended: bool = False
     silence: asyncio.TimerHandle | None = None
     """Timer that ends the session unless another request about it comes before."""
@@ -139,9 +141,9 @@ class Sessions:
         own = [session for session in self._sessions.values() if session.owner == owner]
         return [model for session in own for model in session.models.values() if model.in_memory]
 
-    def samplers(self) -> list[SamplingSession]:
-        """Return the sampling sessions of all owners."""
-        return [one for session in self._sessions.values() for one in session.samplers.values()]
+    def sources(self) -> list[Weights | Stored | None]:
+        """Return what the sampling sessions of all owners sample from."""
+        return [source for session in self._sessions.values() for source in session.samplers.values()]
 
     def close(self) -> None:
         """End all sessions."""

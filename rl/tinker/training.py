@@ -28,10 +28,10 @@ from rl.tinker.types import (
     ModelSettings,
     NotFoundError,
     Owner,
+    check_base,
     check_metadata,
     check_seq_id,
     check_ttl,
-    find_base,
 )
 
 ForwardBackward = Annotated[pb.ForwardBackwardRequest, Depends(read_forward_backward)]
@@ -115,7 +115,7 @@ class Training:
 
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
         model = self.live(body.model_id, owner)
-        base, lora = model.base, model.settings.lora
+        base, lora = self._backend.base_model, model.settings.lora
         return wire.GetInfoResponse(
             model_id=model.model_id,
             model_name=base.name,
@@ -152,7 +152,8 @@ class Training:
             _check_optimizer(body.optimizer_config)
             lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
             settings = ModelSettings(base_model=body.base_model, lora=lora)
-        base = find_base(self._backend.base_models, settings.base_model)
+        base = self._backend.base_model
+        check_base(base, settings.base_model)
         adapters = None if settings.lora is None else lora_config(settings.lora, base)
         if len(self._parts.sessions.models(owner)) >= (most := self._parts.limits.models):
             raise LimitReachedError(f"limit models: {most} are in memory; unload one or finish its session")
@@ -165,7 +166,7 @@ class Training:
             created_s=self._parts.wall_time_s(),
             user_metadata=body.user_metadata,
         )
-        model = session.models[model_id] = Model(self._parts, record=record, session=session, base=base)
+        model = session.models[model_id] = Model(self._parts, record=record, session=session)
 
         async def work() -> Result:
             async with self._backend.trainer() as trainer:
@@ -193,7 +194,7 @@ class Training:
             loss = find_loss(message.loss_fn)
             built = loss.build(loss_settings(message))
             data = decode_data(message, max_values=self._parts.http.values_per_request)
-            samples = wire_samples(data, loss, model.base)
+            samples = wire_samples(data, loss, self._backend.base_model)
 
             async def work() -> Result:
                 async with self._backend.trainer() as trainer:
@@ -272,7 +273,7 @@ class Training:
             new_id = self._sampling.id_of(model.session, number)
 
             async def snapshot() -> Result:
-                await self._sampling.publish(model.model_id, new_id, model.session, model.base)
+                await self._sampling.publish(model.model_id, new_id, model.session)
                 return answer(sampling_session_id=new_id)
 
             return snapshot

@@ -133,12 +133,10 @@ class SampleOutput:
     """Logprobs of the prompt; None unless requested."""
 
 
-def find_base(offered: Sequence[BaseModel], name: str | None) -> BaseModel:
-    for base in offered:
-        if base.name == name:
-            return base
-    names = ", ".join(repr(base.name) for base in offered)
-    raise InvalidRequestError(f"base_model={name!r:.100}: must be one of {names}")
+def check_base(base: BaseModel, name: str | None) -> None:
+    """Raise InvalidRequestError unless this is the base model's name."""
+    if name != base.name:
+        raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")
 
 
 # Limits

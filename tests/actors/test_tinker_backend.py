@@ -55,15 +55,13 @@ async def life(backend, folder):
     answers.append(await sampled(backend, full, **how, prompt_logprobs=True))
     (letter, *_) = [token for token in tokens_of(answers[-1])[0][1:] if 32 <= token < 127]
     answers.append(await sampled(backend, full, **how, stop=("no such text", chr(letter))))
-    answers.append(
-        await backend.sample(base, request(backend.base_models[0], [7] * 64, prompt_logprobs=True))
-    )
+    answers.append(await backend.sample(base, request(backend.base_model, [7] * 64, prompt_logprobs=True)))
     return outputs, answers, base
 
 
 async def refusals(backend, folder, base_version):
     """A refused call changes nothing, and a cancelled one lets others in."""
-    (base,) = backend.base_models
+    base = backend.base_model
     assert (base.min_temperature, base.topk_prompt_logprobs) == (0.01, False)
     with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
         await open_saved(backend, settings(2), folder / "sampler")

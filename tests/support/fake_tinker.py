@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -48,7 +47,6 @@ DEADLINE_S = 30
 BASE = BaseModel(
     name="tiny", architecture="number", max_context_length=100, vocab_size=1000, tokenizer_folder="/tokenizer"
 )
-OTHER = replace(BASE, name="other")
 LORA = ModelSettings(base_model="tiny", lora=wire.LoraConfig(rank=4, seed=1))
 
 
@@ -56,7 +54,7 @@ class FakeBackend:
     """Deterministic backend: `hold` blocks calls of a method, `fail` makes the next call fail."""
 
     def __init__(self) -> None:
-        self.base_models = (BASE, OTHER)
+        self.base_model = BASE
         self.calls: list[str] = []
         """Calls, in the order in which they started."""
         self.weights: dict[str, float] = {}

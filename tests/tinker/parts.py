@@ -92,7 +92,7 @@ def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256
 
 
 async def create(backend: TinkerBackend, model_id: str, made: ModelSettings) -> None:
-    adapters = None if made.lora is None else lora_config(made.lora, backend.base_models[0])
+    adapters = None if made.lora is None else lora_config(made.lora, backend.base_model)
     async with backend.trainer() as trainer:
         await trainer.create_model(model_id, adapters)
 
@@ -109,7 +109,7 @@ async def load(backend: TinkerBackend, model_id: str, folder: Path, *, optimizer
 
 async def open_saved(backend: TinkerBackend, made: ModelSettings, folder: Path) -> int:
     assert made.lora is not None
-    return await backend.open(lora_config(made.lora, backend.base_models[0]), folder)
+    return await backend.open(lora_config(made.lora, backend.base_model), folder)
 
 
 async def add_gradient(
@@ -120,7 +120,7 @@ async def add_gradient(
     *,
     backward: bool = True,
 ) -> Output:
-    made, built = wire_samples(data, loss, backend.base_models[0]), loss.build({})
+    made, built = wire_samples(data, loss, backend.base_model), loss.build({})
     async with backend.trainer() as trainer:
         if backward:
             result = await trainer.forward_backward(
@@ -162,7 +162,7 @@ def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
 async def sampled(backend: TinkerBackend, version: int, **how: Any) -> SampleOutput:
     """Sample 12 tokens, greedily unless told otherwise."""
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "stop": ()} | how
-    return await backend.sample(version, request(backend.base_models[0], [3, 1, 4, 1, 5], **asked))
+    return await backend.sample(version, request(backend.base_model, [3, 1, 4, 1, 5], **asked))
 
 
 def tokens_of(output: SampleOutput) -> list[list[int]]:

@@ -246,7 +246,7 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     await backend.start()
     await created(backend, "m", rank=rank)
     version = await backend.publish("m")
-    (base,) = backend.base_models
+    base = backend.base_model
     asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
     outputs = await asyncio.gather(*(backend.sample(version, one) for one in asked))
     data = []
@@ -270,7 +270,7 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
 
 async def test_requests_are_answered_together_without_changing_each_other(backend):
     version = await backend.open(None, None)
-    (base,) = backend.base_models
+    base = backend.base_model
     mine = request(base, PROMPT, seed=11, num_samples=3)
     alone = tokens_of(await backend.sample(version, mine))
     others = [
@@ -292,14 +292,14 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
 
 async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
     said = "naïve: end.Q and on".encode()
-    end = backend.base_models[0].stop_token_ids[-1]
+    end = backend.base_model.stop_token_ids[-1]
     await create(backend, "m", settings(0))
     for _ in range(40):
         continued = [*PROMPT, *said, end, 66]
         await add_gradient(backend, "m", [datum(continued[:-1], continued[1:])])
         await step(backend, "m")
     version = await backend.publish("m")
-    (base,) = backend.base_models
+    base = backend.base_model
 
     async def ends(stop: object) -> str:
         asked = request(base, PROMPT, temperature=0.0, stop=stop, max_tokens=len(said) + 1)
@@ -318,7 +318,7 @@ async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
 async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
     await created(backend, "m")
     version = await backend.publish("m")
-    (base,) = backend.base_models
+    base = backend.base_model
     asked = request(base, [5, 6, 7, 300], prompt_logprobs=True, topk_prompt_logprobs=2)
     found = await backend.sample(version, asked)
     every = datum([5, 6, 7], [list(range(320))] * 3)

@@ -157,7 +157,7 @@ async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(serv
     assert config["fwdbwd_max_chunk_len"] == 7
     assert not any(config[name] for name in ("proto_compress_fwdbwd", "custom_loss_server_side"))
     assert dynamic["sample_cancel_enabled"]
-    assert [model["model_name"] for model in models] == ["tiny", "other"]
+    assert [model["model_name"] for model in models] == ["tiny"]
 
 
 @http_test(keys=Keys(["tml-" + "k" * 20]))

@@ -36,7 +36,7 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
     for call in (
         lambda: client.add(model, 4, 4),
         lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.sampling.live(sampler, ME),
+        lambda: client.service.sampling.source(sampler, ME),
         lambda: client.model(session=session, number=1),
     ):
         with pytest.raises(GoneError):
@@ -84,7 +84,7 @@ async def test_session_belongs_to_its_owner_alone(client):
         lambda: service.training.live(model, YOU),
         lambda: stranger.unload(model),
         lambda: stranger.base_sampler(session=mine),
-        lambda: service.sampling.live("nobody", ME),
+        lambda: service.sampling.source("nobody", ME),
         lambda: service.training.live("nobody:train:0", ME),
         lambda: service.sessions.live(f"{mine}0", ME),
         lambda: service.sessions.live("\n", ME),
@@ -99,7 +99,8 @@ async def test_session_belongs_to_its_owner_alone(client):
     found = client.now(service.sessions.session, mine)
     told = (found.user_metadata, found.display_name, found.training_run_ids)
     assert told == ({"b": "1"}, "run", [model])
-    for value in (1, [], "\ud800"):
+    wrong: tuple[object, ...] = (1, [], "\ud800")
+    for value in wrong:
         with pytest.raises(InvalidRequestError, match="user_metadata"):
             client.session({"a": value})
 

@@ -120,9 +120,9 @@ async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(cli
             await client.runs("delete_checkpoint", run, "weights", "..")
     assert files(client.folder.parent) == set()
     last = 2 * len(names) + 1
-    for i, name in enumerate(("000010", "step_1.half-way", "_", "a" * 128, None), start=last):
-        path = await client.saved(model, i, name)
-        assert path.endswith(f"/weights/{name or f'{last + 4:06}'}")
+    for i, usual in enumerate(("000010", "step_1.half-way", "_", "a" * 128, None), start=last):
+        path = await client.saved(model, i, usual)
+        assert path.endswith(f"/weights/{usual or f'{last + 4:06}'}")
         assert await client.loaded_weight(path) == 0
 
 
