@@ -13,14 +13,16 @@ import itertools
 import json
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import httpx
 import numpy as np
+from fastapi import FastAPI
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -42,7 +44,10 @@ from tests.support.virtual_time import run_in_virtual_time
 
 T = TypeVar("T")
 
-ME, YOU = "tml-me", "tml-you"
+KEYS = {Keys().owner(key.encode()) or "": key for key in ("tml-me", "tml-you")}
+"""API key of each owner."""
+ME, YOU = KEYS
+HTTP_LIMITS = tuple(field.name for field in fields(HttpLimits))
 DEADLINE_S = 30
 BASE = BaseModel(
     name="tiny", architecture="number", max_context_length=100, vocab_size=1000, tokenizer_folder="/tokenizer"
@@ -209,11 +214,46 @@ BODIES: dict[str, Any] = {
 class Client:
     """A service and its backend, with shorthand calls for one owner."""
 
-    def __init__(self, service: Service, backend: FakeBackend, folder: Path, owner: str = ME) -> None:
+    def __init__(
+        self,
+        service: Service,
+        backend: FakeBackend,
+        folder: Path,
+        *,
+        owner: str = ME,
+        keys: Keys | None = None,
+    ) -> None:
         self.service, self.backend, self.folder, self.owner = service, backend, folder, owner
+        self._keys = keys or Keys()
 
     def of(self, owner: str) -> Client:
-        return Client(self.service, self.backend, self.folder, owner)
+        return Client(self.service, self.backend, self.folder, owner=owner)
+
+    @functools.cached_property
+    def app(self) -> FastAPI:
+        return make_app(self.service, keys=self._keys, hosts=None)
+
+    async def post(self, path: str, body: Any, media_type: str = "application/json") -> httpx.Response:
+        """Send bytes, or another value as JSON, to the HTTP application."""
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return await self.send(
+            "POST", f"/api/v1/{path}", content=content, headers={"content-type": media_type}
+        )
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.send("GET", f"/api/v1/{path}")
+
+    async def send(
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **how: Any
+    ) -> httpx.Response:
+        # Errors that the application raises after its answer do not reach the client, as with a real server.
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            named = {"x-api-key": KEYS[self.owner]} | dict(headers or {})
+            return await http.request(method, path, headers=named, **how)
+
+    async def retrieved(self, request_id: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": request_id})
 
     def now(self, call: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
         """Return the answer of a call that does not wait."""
@@ -349,13 +389,14 @@ async def settled() -> None:
 
 
 @asynccontextmanager
-async def running_service(folder: Path, **options: Any) -> AsyncIterator[Client]:
+async def running_service(folder: Path, *, keys: Keys | None = None, **options: Any) -> AsyncIterator[Client]:
     backend = FakeBackend()
     service = Service(backend=cast(Any, backend), storage_folder=folder, **options)
     await service.start()
     try:
-        yield Client(service, backend, folder)
+        yield Client(service, backend, folder, keys=keys)
     finally:
+        backend.release()
         await service.close()
     assert backend.violations == []
 
@@ -363,81 +404,36 @@ async def running_service(folder: Path, **options: Any) -> AsyncIterator[Client]
 Test = Callable[..., Awaitable[None]]
 
 
-def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Callable[..., None]]:
-    """Run a test with a `Client`, in virtual time unless the test uses threads; keywords are `Limits`."""
+def service_test(
+    *, virtual: bool = True, keys: Keys | None = None, **limits: Any
+) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no task is left.
+
+    Keywords are fields of `Limits` and `HttpLimits`.
+    """
+    http = HttpLimits(**{name: limits.pop(name) for name in HTTP_LIMITS if name in limits})
 
     def decorate(test: Test) -> Callable[..., None]:
         async def run() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                async with running_service(Path(folder) / "storage", limits=Limits(**limits)) as client:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name) / "storage"
+                async with running_service(folder, keys=keys, limits=Limits(**limits), http=http) as client:
                     await test(client)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        async def in_time() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await run()
 
         def sync() -> None:
             if virtual:
                 run_in_virtual_time(run())
             else:
-                asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+                asyncio.run(in_time())
 
-        return _as_test(sync, test)
-
-    return decorate
-
-
-def _as_test(sync: Callable[..., None], test: Test) -> Callable[..., None]:
-    """Give a wrapper the name of a test, but not its parameter, which pytest would look for as a fixture."""
-    functools.update_wrapper(sync, test)
-    del sync.__wrapped__  # type: ignore[attr-defined]
-    return sync
-
-
-class Server(Client):
-    """The HTTP application in this process, with shorthand calls for `ME`."""
-
-    http: httpx.AsyncClient
-
-    async def post(
-        self, path: str, body: Any, *, key: str = ME, media_type: str = "application/json"
-    ) -> httpx.Response:
-        """Send bytes, or another value as JSON."""
-        content = body if isinstance(body, bytes) else json.dumps(body)
-        headers = {"x-api-key": key, "content-type": media_type}
-        return await self.http.post(f"/api/v1/{path}", content=content, headers=headers)
-
-    async def get(self, path: str, *, key: str = ME) -> httpx.Response:
-        return await self.http.get(f"/api/v1/{path}", headers={"x-api-key": key})
-
-    async def ok(self, path: str, body: Any, **how: Any) -> Any:
-        response = await self.post(path, body, **how)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    async def retrieved(self, request_id: str) -> httpx.Response:
-        return await self.post("retrieve_future", {"request_id": request_id})
-
-
-def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http: Any) -> Any:
-    """Run a test with a `Server` and check that no task is left; keywords are `HttpLimits`."""
-
-    def decorate(test: Test) -> Callable[..., None]:
-        async def serve(folder: Path) -> None:
-            async with running_service(folder, limits=limits, http=HttpLimits(**http)) as client:
-                app = make_app(client.service, keys=keys or Keys(), hosts=None)
-                # Errors that the application raises after its answer do not reach the client, as with a real server.
-                transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:
-                    server = Server(client.service, client.backend, folder, Keys().owner(ME.encode()) or "")
-                    server.http = to_app
-                    try:
-                        await test(server)
-                    finally:
-                        client.backend.release()
-
-        async def run() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                async with asyncio.timeout(DEADLINE_S):
-                    await serve(Path(folder) / "storage")
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        return _as_test(lambda: asyncio.run(run()), test)
+        # The name of the test, but not its parameter, which pytest would look for as a fixture.
+        functools.update_wrapper(sync, test)
+        del sync.__wrapped__  # type: ignore[attr-defined]
+        return sync
 
     return decorate

@@ -6,8 +6,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import Keys
 from rl.tinker.codec import PROTOBUF
-from rl.tinker.types import Limits
-from tests.support.fake_tinker import YOU, http_test, message
+from tests.support.fake_tinker import YOU, message, service_test
 
 SECRET = "a password in a traceback"
 
@@ -23,35 +22,35 @@ def step(model_id, seq_id, **adam):
 # Training
 
 
-@http_test()
-async def test_number_that_is_not_finite_reaches_the_client(server):
-    model_id = server.model()
-    await server.result(f"{model_id}:0")
-    server.backend.weights[model_id] = float("nan")
-    broken = await server.retrieved((await server.ok("optim_step", step(model_id, 1)))["request_id"])
+@service_test(virtual=False)
+async def test_number_that_is_not_finite_reaches_the_client(client):
+    model_id = client.model()
+    await client.result(f"{model_id}:0")
+    client.backend.weights[model_id] = float("nan")
+    broken = await client.retrieved(client.step(model_id, 1))
     assert '"grad_norm:mean": NaN' in broken.text  # JSON null would not be a number
 
 
-@http_test()
-async def test_error_of_the_server_is_a_500_without_its_text(server):
+@service_test(virtual=False)
+async def test_error_of_the_server_is_a_500_without_its_text(client):
     def broken(*args, **kwargs):
         raise RuntimeError(SECRET)
 
-    server.service.sessions.live = broken
-    answer = await server.post("session_heartbeat", {"session_id": "s"})
+    client.service.sessions.live = broken
+    answer = await client.post("session_heartbeat", {"session_id": "s"})
     assert answer.status_code == 500
     assert answer.json() == {"detail": "an error in the server, which has logged it"}
 
 
-@http_test()
-async def test_malformed_fields_and_bodies_are_named(server):
+@service_test(virtual=False)
+async def test_malformed_fields_and_bodies_are_named(client):
     for path, body, said in (
         ("save_weights", {"seq_id": "one"}, "body.seq_id: Input should be a valid integer"),
         ("save_weights", {"seq_id": 1, "momentum": 0.9}, "body.momentum: Extra inputs are not permitted"),
         ("optim_step", {"seq_id": 1}, "Field required"),
         ("get_info", {"type": 3}, "body.type: "),
     ):
-        answer = await server.post(path, {"model_id": "m"} | body)
+        answer = await client.post(path, {"model_id": "m"} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
     for content in (
         b"{",
@@ -62,14 +61,14 @@ async def test_malformed_fields_and_bodies_are_named(server):
         b"",
         b'{"x": 1e999}',
     ):
-        answer = await server.post("get_info", content)
+        answer = await client.post("get_info", content)
         assert answer.status_code in (400, 422)
         assert answer.json()["detail"]
 
 
-@http_test(poll_s=5.0)
-async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids(server):
-    model_id, load = server.model(), {"path": "p", "optimizer": True}
+@service_test(virtual=False, poll_s=5.0)
+async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids(client):
+    model_id, load = client.model(), {"path": "p", "optimizer": True}
     for path, body, said in (
         ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
         ("save_weights_for_sampler", {"seq_id": 2, "path": "p", "kind": "inflight"}, "'inflight'"),
@@ -78,14 +77,14 @@ async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids
         ("load_weights", load | {"seq_id": 4, "weights_access_token": "t"}, "weights_access_token"),
         ("save_weights", {"seq_id": 5, "ttl_seconds": 0}, "ttl_seconds=0"),
     ):
-        answer = await server.post(path, {"model_id": model_id} | body)
+        answer = await client.post(path, {"model_id": model_id} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (400, True), answer.text
-    assert (await server.result(server.step(model_id, 6))).metrics
+    assert (await client.result(client.step(model_id, 6))).metrics
 
 
-@http_test()
-async def test_forward_backward_of_another_content_type_is_refused(server):
-    answer = await server.post("forward_backward", {"model_id": "m"})
+@service_test(virtual=False)
+async def test_forward_backward_of_another_content_type_is_refused(client):
+    answer = await client.post("forward_backward", {"model_id": "m"})
     assert answer.status_code == 415
     assert "must be application/x-protobuf" in answer.json()["detail"]
 
@@ -93,12 +92,12 @@ async def test_forward_backward_of_another_content_type_is_refused(server):
 # Results
 
 
-@http_test(poll_s=0.05)
-async def test_unfinished_result_is_answered_with_408(server):
-    gate = server.backend.hold("forward_backward")
-    body = message(server.model(), 1, 3, 4).SerializeToString()
-    request_id = (await server.ok("forward_backward", body, media_type=PROTOBUF))["request_id"]
-    waiting = await server.retrieved(request_id)
+@service_test(virtual=False, poll_s=0.05)
+async def test_unfinished_result_is_answered_with_408(client):
+    gate = client.backend.hold("forward_backward")
+    body = message(client.model(), 1, 3, 4).SerializeToString()
+    request_id = (await client.post("forward_backward", body, PROTOBUF)).json()["request_id"]
+    waiting = await client.retrieved(request_id)
     gate.set()
     assert waiting.status_code == 408
     assert waiting.json() == {
@@ -107,32 +106,32 @@ async def test_unfinished_result_is_answered_with_408(server):
         "queue_state": "active",
         "queue_state_reason": "waiting for its turn",
     }
-    assert loss_of(await server.retrieved(request_id)) == 7.0
+    assert loss_of(await client.retrieved(request_id)) == 7.0
 
 
-@http_test(poll_s=40.0)
-async def test_long_poll_ends_with_the_result_and_with_the_server(server):
-    gate = server.backend.hold("forward_backward")
-    model_id = server.model()
-    poll = asyncio.create_task(server.retrieved(server.add(model_id, 1, 3, 4)))
+@service_test(virtual=False, poll_s=40.0)
+async def test_long_poll_ends_with_the_result_and_with_the_server(client):
+    gate = client.backend.hold("forward_backward")
+    model_id = client.model()
+    poll = asyncio.create_task(client.retrieved(client.add(model_id, 1, 3, 4)))
     await asyncio.sleep(0)
     gate.set()
     assert loss_of(await poll) == 7.0
     gate.clear()
-    poll = asyncio.create_task(server.retrieved(server.add(model_id, 2, 3, 4)))
+    poll = asyncio.create_task(client.retrieved(client.add(model_id, 2, 3, 4)))
     await asyncio.sleep(0)
-    server.service.stop_waiting()
+    client.service.stop_waiting()
     assert (await poll).status_code == 410
 
 
-@http_test(limits=Limits(waiting=2, models=1))
-async def test_limit_on_waiting_work_is_429_and_on_held_state_403(server):
-    model_id = server.model()
-    await server.result(f"{model_id}:0")
-    server.backend.hold("forward_backward")
-    answers = [await server.post("optim_step", step(model_id, i)) for i in (2, 3, 4)]
+@service_test(virtual=False, waiting=2, models=1)
+async def test_limit_on_waiting_work_is_429_and_on_held_state_403(client):
+    model_id = client.model()
+    await client.result(f"{model_id}:0")
+    client.backend.hold("forward_backward")
+    answers = [await client.post("optim_step", step(model_id, i)) for i in (2, 3, 4)]
     body = {"session_id": model_id.split(":")[0], "model_seq_id": 1, "base_model": "tiny"}
-    another = await server.post("create_model", body)
+    another = await client.post("create_model", body)
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert another.status_code == 403
 
@@ -140,37 +139,37 @@ async def test_limit_on_waiting_work_is_429_and_on_held_state_403(server):
 # Sessions, runs and checkpoints
 
 
-@http_test()
-async def test_sessions_are_listed_with_their_models(server):
-    model_id = server.model()
+@service_test(virtual=False)
+async def test_sessions_are_listed_with_their_models(client):
+    model_id = client.model()
     session_id = model_id.split(":")[0]
-    assert (await server.get("sessions")).json() == {"sessions": [session_id]}
-    assert (await server.get(f"sessions/{session_id}")).json()["training_run_ids"] == [model_id]
-    assert (await server.get("sessions", key=YOU)).json() == {"sessions": []}
+    assert (await client.get("sessions")).json() == {"sessions": [session_id]}
+    assert (await client.get(f"sessions/{session_id}")).json()["training_run_ids"] == [model_id]
+    assert (await client.of(YOU).get("sessions")).json() == {"sessions": []}
 
 
-@http_test(chunk_data=7)
-async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(server):
-    config = await server.ok("client/config", {"sdk_version": "0.38.0"})
-    dynamic = await server.ok("client/dynamic_config", {"sdk_version": "0.38.0"})
-    models = (await server.get("get_server_capabilities")).json()["supported_models"]
+@service_test(virtual=False, chunk_data=7)
+async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(client):
+    config = (await client.post("client/config", {"sdk_version": "0.38.0"})).json()
+    dynamic = (await client.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+    models = (await client.get("get_server_capabilities")).json()["supported_models"]
     assert config["fwdbwd_max_chunk_len"] == 7
     assert not any(config[name] for name in ("proto_compress_fwdbwd", "custom_loss_server_side"))
     assert dynamic["sample_cancel_enabled"]
     assert [model["model_name"] for model in models] == ["tiny"]
 
 
-@http_test(keys=Keys(["tml-" + "k" * 20]))
-async def test_only_health_and_the_description_need_no_key(server):
+@service_test(virtual=False, keys=Keys(["tml-" + "k" * 20]))
+async def test_only_health_and_the_description_need_no_key(client):
     paths = ["/api/v1/healthz", "/openapi.json", "/api/v1/sessions", "/api/v1/client/config", "/docs", "/"]
-    statuses = [(await server.http.get(path)).status_code for path in paths]
+    statuses = [(await client.send("GET", path, headers={"x-api-key": ""})).status_code for path in paths]
     assert statuses == [200, 200, 401, 401, 401, 401]
-    assert (await server.get("sessions", key="tml-wrong-key-of-somebody")).status_code == 401
+    assert (await client.get("sessions")).status_code == 401  # with an unknown key
 
 
-@http_test()
-async def test_unsupported_calls_are_refused_by_name(server):
-    publish = await server.post("training_runs/r/checkpoints/weights/n/publish", {})
-    method = await server.get("asample")
+@service_test(virtual=False)
+async def test_unsupported_calls_are_refused_by_name(client):
+    publish = await client.post("training_runs/r/checkpoints/weights/n/publish", {})
+    method = await client.get("asample")
     assert [publish.status_code, method.status_code] == [400, 405]
     assert publish.json()["detail"].endswith("/publish: this server does not support this call")
