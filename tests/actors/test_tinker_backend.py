@@ -16,7 +16,7 @@ from actors.processes import RUN, RUN_VARIABLE, carrying_environment
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.backend import BackendLostError
 from rl.tinker.types import InvalidRequestError, LimitReachedError
-from tests.support.tinker_backends import actor_config, running
+from tests.support.tinker_backends import actor_config
 from tests.tinker.parts import (
     add_gradient,
     assert_same_outputs,
@@ -96,15 +96,14 @@ async def after_a_death(backend):
             await call
 
 
-@pytest.mark.medium
-@pytest.mark.timeout(300)
-def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_calls(tmp_path):
+async def compare(folder):
     shards = ParallelismConfig(data_parallel_shard_degree=2)
-    actors = actor_config(tmp_path / "base", num_procs=2, parallelism=shards).build()
-    local = local_backend(tmp_path / "base")
-    with running(actors, local) as loop:
-        outputs, answers, base = loop.run(life(actors, tmp_path / "actors"))
-        expected, local_answers, _ = loop.run(life(local, tmp_path / "local"))
+    actors = actor_config(folder / "base", num_procs=2, parallelism=shards).build()
+    local = local_backend(folder / "base")
+    try:
+        await asyncio.gather(actors.start(), local.start())
+        outputs, answers, base = await life(actors, folder / "actors")
+        expected, local_answers, _ = await life(local, folder / "local")
         assert_same_outputs(outputs, expected)
         for one, other in zip(answers, local_answers, strict=True):
             assert tokens_of(one) == tokens_of(other)
@@ -114,12 +113,19 @@ def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_call
                 found, expected_logprobs = one.of_prompt.logprobs, other.of_prompt.logprobs
                 np.testing.assert_allclose(found, expected_logprobs, atol=1e-4, rtol=0)
         # Each loads the files of the other.
-        loop.run(load(local, "loaded", tmp_path / "actors" / "state", optimizer=True))
-        loop.run(load(actors, "loaded", tmp_path / "local" / "state", optimizer=True))
-        assert_same_outputs(*(loop.run(train(b, "loaded", seed=50)) for b in (actors, local)))
-        loop.run(refusals(actors, tmp_path / "local", base))
-        loop.run(after_a_death(actors))
-        loop.run(actors.close())
-        assert carrying_environment(RUN_VARIABLE, RUN) == []
-        with pytest.raises(RuntimeError, match="the backend is closed"):
-            loop.run(sampled(actors, base))
+        await load(local, "loaded", folder / "actors" / "state", optimizer=True)
+        await load(actors, "loaded", folder / "local" / "state", optimizer=True)
+        assert_same_outputs(*[await train(b, "loaded", seed=50) for b in (actors, local)])
+        await refusals(actors, folder / "local", base)
+        await after_a_death(actors)
+    finally:
+        await asyncio.gather(actors.close(), local.close())
+    assert carrying_environment(RUN_VARIABLE, RUN) == []
+    with pytest.raises(RuntimeError, match="the backend is closed"):
+        await sampled(actors, base)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_calls(tmp_path):
+    asyncio.run(compare(tmp_path))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,6 @@ from pathlib import Path
 import tinker
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 30.0
 RESULT_TIMEOUT_S = 60.0
 """Time limit for one result."""
@@ -97,18 +94,9 @@ def server_process(
 
 
 def _url(process: subprocess.Popen[str], log: Path) -> str:
-    """Return the address that the server prints once it is ready."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    stdout = process.stdout
-    assert stdout is not None
-    threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
-    try:
-        line = lines.get(timeout=START_TIMEOUT_S)
-    except queue.Empty:
-        process.kill()
-        raise AssertionError(
-            f"the server was not ready within {START_TIMEOUT_S} s:\n{log.read_text()}"
-        ) from None
+    """Return the address that the server prints once it is ready; a server that ends prints none."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
     found = re.fullmatch(r"serving the Tinker API at (http://\S+)\n", line)
     assert found is not None, f"{line!r}\n{log.read_text()}"
     return found[1]
