@@ -103,7 +103,6 @@ class Training:
         if request_id not in self._futures:
             model = self.live(model_id, owner)
             request = self._futures.begin(request_id, owner=owner, unblocks=True)
-
             model.end("it was unloaded")
 
             async def unloaded() -> Result:
