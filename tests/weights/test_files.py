@@ -30,11 +30,11 @@ def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path, co
     check_unused(dataclasses.replace(config, state_dict_key="other"))
     run(first.stop())
     check_unused(config)
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "mine").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").touch()
     with pytest.raises(WeightStoreError, match="or to something else: choose another folder"):
-        run(first.start(cluster.volume_mesh))
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "policy"]
+        run(dataclasses.replace(config, state_dict_key="other").build().start(cluster.volume_mesh))
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["mine"]
 
 
 @pytest.mark.medium

@@ -107,7 +107,7 @@ def test_pruning_keeps_two_versions_and_frees_the_others(cluster, tmp_path):
         assert [file.parent.name for file in sorted(tmp_path.rglob("*.bin"))] == ["v8", "v9"]
     run(store.stop())
     run(store.stop())
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("v*")) == []
 
 
 def resident_bytes(pid):
