@@ -16,27 +16,34 @@ docs/scripts.md names the limits. With `models` it has several models by id, as 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from losses.types import Loss
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import whole_tensor
 from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
-from rl.models.generate import PromptLogprobs, generate, prompt_logprobs
+from rl.models.generate import (
+    CompletionRequest,
+    PromptLogprobs,
+    by_prompt,
+    complete,
+    completion_requests,
+    prompt_logprobs,
+)
 from rl.models.lora import LoRA
 from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
@@ -44,40 +51,52 @@ from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.protocols import Rewarder
 from rl.rollouts.rubric import Rubric
-from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.models import RUN, TrainedModels, adapted
 from rl.types import (
     Completion,
-    ForwardBackwardResult,
-    LoopPosition,
-    OptimParams,
-    OptimStepResult,
     Rollout,
     SamplingParams,
     Score,
     ServeResult,
-    TrainingSample,
 )
 from rl.utils.threads import WorkerThread
 
 ResultT = TypeVar("ResultT")
 
 
+def _engine_call(
+    method: Callable[..., ResultT], *, span_name: str | None = None
+) -> Callable[..., Coroutine[Any, Any, ResultT]]:
+    """Return the asynchronous form of an engine's method; it also takes the `model_id` of an engine."""
+    name = method.__name__
+
+    @wraps(method)
+    async def call(self: LocalBackend, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
+        def run() -> ResultT:
+            result: ResultT = getattr(self.engine_of(model_id), name)(*args, **options)
+            return result
+
+        return await self.call("trainer", span_name or name, run)
+
+    return call
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """A call of `generate`."""
+    """A call of `generate`, which can be answered with others."""
 
-    prompts: list[np.ndarray]
     sampling: SamplingParams
-    groups: list[list[Completion]] | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    requests: list[CompletionRequest]
+    num_tokens: int
+    """Tokens of all prompts."""
+    cancelled: threading.Event
+    completions: list[Completion] | None = None
 
     @property
-    def drawn_alike(self) -> tuple[object, ...]:
+    def drawn_alike(self) -> tuple[float, ...]:
         """Settings that calls have in common if they are answered together."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.num_samples
+        return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
 
 
 class LocalBackend:
@@ -117,12 +136,12 @@ class LocalBackend:
             )
         self._config = config
         self._folder = hf_assets_path
-        self.threads = self._trainer, self._generator = WorkerThread("trainer"), WorkerThread("generator")
+        self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
-        self._gathers, self._max_sequences, self._gather_s = models, max_sequences, gather_s
-        self._waiting: list[_Call] = []
+        self._has_models, self._max_sequences, self._gather_s = models, max_sequences, gather_s
+        self._waiting: deque[_Call] = deque()
         """Calls of `generate` that can still be answered with others."""
-        self._pushed: dict[int, tuple[LoRA.Config | None, Mapping[str, Tensor]]] = {}
+        self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
         """Unmerged adapters and copies of the weights by version, in the order of the pushes; the base of adapters
         is shared."""
         self._numbers = itertools.count(1)
@@ -162,7 +181,7 @@ class LocalBackend:
         reset_buffers(model)
         return model.requires_grad_(False)
 
-    def _engine(self, model_id: str) -> TrainingEngine:
+    def engine_of(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self.models[model_id]
 
     async def __aenter__(self) -> LocalBackend:
@@ -185,29 +204,26 @@ class LocalBackend:
         Queued and later calls raise RuntimeError.
         """
         self._closed.set()
-        for thread in (self._generator, self._trainer):
+        for thread in self.threads.values():
             thread.stop(timeout_s=threading.TIMEOUT_MAX)
-        (self.models if self._gathers else self.engine).close()
+        (self.models if self._has_models else self.engine).close()
 
-    async def _call(self, thread: WorkerThread, name: str, function: Callable[[], ResultT]) -> ResultT:
-        """Return the result of a function in a thread, unless the call is cancelled before it starts."""
+    async def call(self, thread: str, name: str, function: Callable[..., ResultT], *args: Any) -> ResultT:
+        """Return the result of a function in a thread, unless the call is cancelled before its turn."""
         self._check_open()
         cancelled = threading.Event()
 
-        def call() -> ResultT:
+        def run() -> ResultT:
             self._check_open()
             if cancelled.is_set():
                 raise asyncio.CancelledError
             with span(name):
-                return function()
+                return function(*args)
 
         try:
-            return await thread.run(call)
+            return await self.threads[thread].run(run)
         finally:
             cancelled.set()
-
-    async def _train(self, name: str, function: Callable[[], ResultT]) -> ResultT:
-        return await self._call(self._trainer, name, function)
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -224,179 +240,113 @@ class LocalBackend:
             ValueError: a prompt is empty or fills the context, or a setting is out of range.
             RuntimeError: no weights were published yet, or the backend is closed.
         """
-        call = _Call(prompts=list(prompts), sampling=sampling)
         self._check_open()
-        try:
-            if self._gathers:
-                self._waiting.append(call)
-                await asyncio.sleep(self._gather_s)
-            return await self._call(self._generator, "generate", lambda: self._answered(call))
-        finally:
-            call.cancelled.set()
-            self._take(call)
-
-    def _answered(self, call: _Call) -> list[list[Completion]]:
-        if call.groups is None:
-            self._answer(self._group(call))
-            self._check_open()  # `close` may have cut the completions short.
-        assert call.groups is not None
-        return call.groups
-
-    def _group(self, first: _Call) -> list[_Call]:
-        """Return a call and those waiting that can be answered with it; a single call may exceed the limits."""
-        group: list[_Call] = []
-        sequences = tokens = 0
-        for call in (first, *(one for one in list(self._waiting) if one is not first)):
-            sequences += len(call.prompts) * call.sampling.num_samples
-            tokens += sum(map(len, call.prompts))
-            fits = (
-                sequences <= self._max_sequences and tokens <= self._config.training.max_tokens_per_microbatch
-            )
-            if call is first or (fits and call.drawn_alike == first.drawn_alike):
-                group.append(call)
-        for call in group:
-            self._take(call)
-        return group
-
-    def _take(self, call: _Call) -> None:
-        with contextlib.suppress(ValueError):  # another thread was faster
-            self._waiting.remove(call)
-
-    def _answer(self, group: Sequence[_Call]) -> None:
-        if self._served_version is None:
-            raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        own = [call for call in group for _ in call.prompts]
-        longest = max(call.sampling.max_tokens for call in group)
-        completions = iter(
-            generate(
-                self._model,
-                [prompt for call in group for prompt in call.prompts],
-                sampling=replace(group[0].sampling, max_tokens=longest, stop_token_ids=(), stop_texts=()),
-                policy_version=self._served_version,
-                max_sequences=self._max_sequences,
-                is_cancelled=lambda: self._closed.is_set() or all(call.cancelled.is_set() for call in group),
-                limits=[call.sampling.max_tokens for call in own],
-                # A prompt that occurs twice in one call draws different samples.
-                seeds=[call.sampling.seed for call in own] if self._gathers else None,
-                ends=[self._end_of(call) for call in own],
-            )
-        )
-        for call in group:
-            call.groups = list(itertools.islice(completions, len(call.prompts)))
-
-    def _end_of(self, call: _Call) -> Callable[[Sequence[int]], bool]:
-        """Return the condition on which a completion of the call ends."""
-        sampling = call.sampling
-        tokenizer = None
-        if sampling.stop_texts:
-            assert self._folder is not None, "stop texts need a tokenizer"
-            tokenizer, _ = open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)
+        cancelled = threading.Event()
 
         def ends(tokens: Sequence[int]) -> bool:
-            return (
-                call.cancelled.is_set()
-                or tokens[-1] in sampling.stop_token_ids
-                or spells_any(sampling.stop_texts, tokens, tokenizer=tokenizer)
-            )
+            if cancelled.is_set() or tokens[-1] in sampling.stop_token_ids:
+                return True
+            texts = sampling.stop_texts
+            return bool(texts) and spells_any(texts, tokens, tokenizer=self._tokenizer)
 
-        return ends
+        context = self._spec.model.rope.max_positions
+        requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
+        num_tokens = sum(map(len, prompts))
+        call = _Call(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+        try:
+            if self._has_models:
+                self._waiting.append(call)
+                await asyncio.sleep(self._gather_s)
+            completions = await self.call("generator", "generate", self._answer, call)
+        finally:
+            cancelled.set()
+        return by_prompt(completions, sampling=sampling)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        assert self._folder is not None, "stop texts need a tokenizer"
+        return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
+
+    def _answer(self, call: _Call) -> list[Completion]:
+        """Return a call's completions, drawn together with those of the waiting calls that fit."""
+        if self._served_version is None:
+            raise RuntimeError("no weights to sample from: await serve(await push()) first")
+        if call.completions is None:
+            group = self._group(call)
+            completions = complete(
+                self._model,
+                [request for one in group for request in one.requests],
+                sampling=call.sampling,
+                policy_version=self._served_version,
+                max_sequences=self._max_sequences,
+                is_cancelled=lambda: self._closed.is_set() or all(one.cancelled.is_set() for one in group),
+            )
+            self._check_open()  # `close` may have cut the completions short.
+            remaining = iter(completions)
+            for one in group:
+                one.completions = list(itertools.islice(remaining, len(one.requests)))
+        assert call.completions is not None
+        return call.completions
+
+    def _group(self, first: _Call) -> list[_Call]:
+        """Take a call and the waiting ones that can be answered with it; a single call may exceed the limits."""
+        group, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
+        max_tokens = self._config.training.max_tokens_per_microbatch
+        for _ in range(len(self._waiting)):
+            call = self._waiting.popleft()
+            if call is first or call.cancelled.is_set():
+                continue
+            num_sequences += len(call.requests)
+            num_tokens += call.num_tokens
+            has_room = num_sequences <= self._max_sequences and num_tokens <= max_tokens
+            (group if has_room and call.drawn_alike == first.drawn_alike else self._waiting).append(call)
+        return group
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""
 
-        return await self._call(
-            self._generator, "prompt_logprobs", lambda: prompt_logprobs(self._model, prompt, top_k=top_k)
-        )
+        def compute() -> PromptLogprobs:
+            return prompt_logprobs(self._model, prompt, top_k=top_k)
+
+        return await self.call("generator", "prompt_logprobs", compute)
 
     # Trainer
 
-    async def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        *,
-        loss: Loss | None = None,
-        return_logprobs: bool | Sequence[int] = False,
-        model_id: str = RUN,
-    ) -> ForwardBackwardResult:
-        return await self._train(
-            "forward_backward",
-            lambda: self._engine(model_id).forward_backward(
-                samples, loss=loss, return_logprobs=return_logprobs
-            ),
-        )
-
-    async def forward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
-    ) -> ForwardBackwardResult:
-        return await self._train("forward", lambda: self._engine(model_id).forward(samples, loss=loss))
-
-    async def drop_gradient(self, *, model_id: str = RUN) -> None:
-        await self._train("drop_gradient", lambda: self._engine(model_id).drop_gradient())
-
-    async def optim_step(
-        self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
-    ) -> OptimStepResult:
-        return await self._train(
-            "optim_step", lambda: self._engine(model_id).optim_step(params, allow_empty=allow_empty)
-        )
-
-    async def compute_logprobs(
-        self, samples: Sequence[TrainingSample], *, model_id: str = RUN
-    ) -> list[np.ndarray]:
-        return await self._train("compute_logprobs", lambda: self._engine(model_id).compute_logprobs(samples))
-
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._train(
-            "compute_reference_logprobs", lambda: self.engine.compute_reference_logprobs(samples)
-        )
-
-    async def save_checkpoint(
-        self,
-        folder: str,
-        *,
-        position: LoopPosition | None = None,
-        model_only: bool = False,
-        wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
-    ) -> None:
-        await self._train(
-            "save",
-            lambda: self.engine.save_checkpoint(
-                folder, position=position, model_only=model_only, wait=wait, attachments=attachments
-            ),
-        )
-
-    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        return await self._train("load", lambda: self.engine.load_checkpoint(folder, model_only=model_only))
-
-    async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
-        await self._train("export", lambda: self.engine.export_hf(folder, dtype=dtype))
-
-    async def save_adapter(self, folder: str) -> None:
-        await self._train("export", lambda: self.engine.save_adapter(folder))
+    forward_backward = _engine_call(TrainingEngine.forward_backward)
+    forward = _engine_call(TrainingEngine.forward)
+    drop_gradient = _engine_call(TrainingEngine.drop_gradient)
+    optim_step = _engine_call(TrainingEngine.optim_step)
+    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs)
+    compute_reference_logprobs = _engine_call(TrainingEngine.compute_reference_logprobs)
+    save_checkpoint = _engine_call(TrainingEngine.save_checkpoint, span_name="save")
+    load_checkpoint = _engine_call(TrainingEngine.load_checkpoint, span_name="load")
+    export_hf = _engine_call(TrainingEngine.export_hf, span_name="export")
+    save_adapter = _engine_call(TrainingEngine.save_adapter, span_name="export")
 
     # Models by id
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self._train("create_model", lambda: self.models.create(model_id, lora))
+        await self.call("trainer", "create_model", self.models.create, model_id, lora)
 
     async def delete_model(self, model_id: str) -> None:
-        await self._train("delete_model", lambda: self.models.delete(model_id))
+        await self.call("trainer", "delete_model", self.models.delete, model_id)
 
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._train("save", lambda: self.models.save(model_id, folder, optimizer=optimizer))
+        save = partial(self.models.save, model_id, folder, optimizer=optimizer)
+        await self.call("trainer", "save", save)
 
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._train("load", lambda: self.models.load(model_id, folder, optimizer=optimizer))
+        load = partial(self.models.load, model_id, folder, optimizer=optimizer)
+        await self.call("trainer", "load", load)
 
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
         """Copy the present weights, and return their version: the policy version of a run, with adapters merged."""
-        return await self._train("push", lambda: self._push(model_id))
+        return await self.call("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:
-        engine = self._engine(model_id)
+        engine = self.engine_of(model_id)
         buffers = persistent_buffers(engine.policy.model)
         lora: LoRA.Config | None = None
         if model_id == RUN:
@@ -425,7 +375,7 @@ class LocalBackend:
         Raises:
             ValueError: the version was not pushed, or a later one is served.
         """
-        await self._call(self._generator, "pull", lambda: self._serve(policy_version))
+        await self.call("generator", "pull", self._serve, policy_version)
         return ServeResult()
 
     def _serve(self, policy_version: int) -> None:
@@ -440,25 +390,17 @@ class LocalBackend:
         lora, tensors = self._pushed[policy_version]
         if lora != self._lora:
             self._model, self._lora = self._make_model(lora), lora
-        put_tensors(self._model, tensors)
         if lora is not None:
             for name, tensor in list(self.models.frozen.items()):
                 if name not in self._frozen:
                     self._frozen[name] = tensor.to(self._dtype)
-            put_tensors(self._model, self._frozen)
+            tensors = self._frozen | tensors
+        # The model gets these very tensors, without a copy.
+        self._model.load_state_dict(tensors, strict=False, assign=True)
         self._served_version = policy_version
-        if not self._gathers:
+        if not self._has_models:
             for version in kept[: kept.index(policy_version) + 1]:
                 del self._pushed[version]
-
-
-def put_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Make these very tensors the parameters, frozen, and the buffers of their names."""
-    parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
-        parent, _, leaf = name.rpartition(".")
-        value = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
-        setattr(module.get_submodule(parent), leaf, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.attention import Segments, SequenceLayout, on_device
+from rl.models.attention import SequenceLayout
 from rl.types import TrainingSample
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
@@ -67,8 +67,8 @@ class PackedBatch:
     """[T] int64."""
     positions: Tensor
     """[T] int64, from 0 in each sequence."""
-    sequences: SequenceLayout | Segments
-    """Layout of the sequences, padding included; segments if prompts are shared."""
+    sequences: SequenceLayout
+    """Layout of the sequences, padding included."""
     mask: Tensor
     """[T] bool, True where the target is trained on."""
     advantages: Tensor
@@ -98,7 +98,7 @@ class PackedBatch:
         """Return a copy with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        return PackedBatch(**(values | moved | {"sequences": on_device(self.sequences, device)}))
+        return PackedBatch(**(values | moved | {"sequences": self.sequences.to(device)}))
 
     @property
     def all_lengths(self) -> list[int]:
@@ -286,7 +286,7 @@ def _pack_one(
         targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
         positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
         sequences=(
-            Segments.after_prefixes(lengths_P, prefixes_P)
+            SequenceLayout.after_prefixes(lengths_P, prefixes_P)
             if shares
             else SequenceLayout.from_lengths(lengths_P)
         ),

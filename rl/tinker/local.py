@@ -59,6 +59,6 @@ class LocalTinkerBackend(TinkerBackend):
             )
 
         workers = await asyncio.to_thread(start)
-        for thread in workers.threads:
+        for thread in workers.threads.values():
             await thread.run(use_threads, config.num_threads)
         return workers

@@ -24,7 +24,7 @@ from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import RankInfo
 from rl.distributed.runtime import seed_everything
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, local_tensor, materialize, reshard
-from rl.models.attention import Segments, SequenceLayout, SequenceShare
+from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
@@ -185,7 +185,7 @@ class Policy:
             return self._forward(batch.input_ids, batch.positions, batch.sequences, head)
         num_tokens = batch.input_ids.numel()
         mine_t = self.context.token_indices(num_tokens).to(self.device)
-        share = SequenceShare.from_lengths(batch.all_lengths, context=self.context, device=self.device)
+        share = SequenceLayout.of_rank(batch.all_lengths, context=self.context, device=self.device)
         head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
         values = self._forward(batch.input_ids[mine_t], batch.positions[mine_t], share, head)
         places_T = self.context.places(num_tokens).to(self.device)
@@ -226,7 +226,7 @@ class Policy:
         )
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, sequences: SequenceLayout | Segments, head: TokenHead
+        self, input_ids: Tensor, positions: Tensor, sequences: SequenceLayout, head: TokenHead
     ) -> tuple[Tensor, Tensor]:
         dtype = self._options.param_dtype
         return call_in_dtype(

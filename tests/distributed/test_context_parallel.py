@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl.distributed.context_parallel import ContextParallel
-from rl.models.attention import SequenceShare
+from rl.models.attention import SequenceLayout
 
 
 def ranks(count):
@@ -35,7 +35,7 @@ def test_padding_gives_equal_pieces_divisible_by_tensor_parallelism(tensor_paral
 def test_ranks_share_a_long_sequence_equally(count):
     work = []
     for context in ranks(count):
-        share = SequenceShare.from_lengths([64 * count], context=context)
+        share = SequenceLayout.of_rank([64 * count], context=context)
         queries, keys = share.query_offsets.diff(), share.key_offsets.diff()
         # The last of q queries sees k keys, the one before k - 1, ...
         work.append(int((queries * keys - queries * (queries - 1) // 2).sum()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl.distributed.context_parallel import ContextParallel
-from rl.models.attention import PackedAttention, Segments, SequenceLayout, SequenceShare, attend_in_segments
+from rl.models.attention import AttentionBySegment, PackedAttention, SequenceLayout
 from rl.models.batch_invariant.model import InvariantAttention
 
 
@@ -58,20 +58,20 @@ def test_attention_of_all_context_parallel_ranks_equals_the_textbook(lengths, nu
     gathered = torch.cat(indices)
     parts = []
     for mine, context in zip(indices, contexts, strict=True):
-        share = SequenceShare.from_lengths(lengths, context=context)
+        share = SequenceLayout.of_rank(lengths, context=context)
         k_NKD, v_NKD = (x[gathered][share.key_rows] for x in (k, v))
-        parts.append(attend_in_segments(q[mine], k_NKD, v_NKD, share))
+        parts.append(AttentionBySegment()(q[mine], k_NKD, v_NKD, share))
     out = torch.cat(parts)[contexts[0].places(len(q))]
     assert_same_values_and_gradients(out, textbook((q, k, v), lengths), (q, k, v))
 
 
 # The batch-invariant kernels are compiled at their first use.
-@pytest.mark.parametrize("core", ["grid", pytest.param("batch-invariant", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("core", ["packed", pytest.param("batch-invariant", marks=pytest.mark.medium)])
 def test_attention_after_a_shared_prefix_equals_the_textbook_over_whole_sequences(core):
     # Two sequences of 7 + 5 and 7 + 1 tokens share the first 7; one of 4 is alone.
     rows, lengths = [*range(12), *range(7), 12, *range(13, 17)], [12, 8, 4]
-    segments = Segments.after_prefixes([7, 5, 1, 4], [(0, 0), (0, 7), (0, 7), (0, 0)])
-    attention = PackedAttention() if core == "grid" else InvariantAttention()
+    segments = SequenceLayout.after_prefixes([7, 5, 1, 4], [(0, 0), (0, 7), (0, 7), (0, 0)])
+    attention = PackedAttention() if core == "packed" else InvariantAttention()
     inputs = random_qkv(17, head_dim=16, dtype=torch.float32)
     whole = textbook([x[rows] for x in inputs], lengths)
     out = attention(*inputs, segments)

@@ -1,11 +1,11 @@
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
-from rl.models import generate as generate_module
-from rl.models.generate import generate, prompt_logprobs
+from rl.models.generate import complete, completion_requests, generate, prompt_logprobs
 from rl.types import SamplingParams
 from tests.support.policies import full_logits, recomputed_logprobs
 
@@ -64,87 +64,56 @@ def test_cancelled_completions_end_as_abort(model):
     sampling = SamplingParams(max_tokens=10, num_samples=2, seed=3)
     whole = generate(model, PROMPTS, sampling=sampling)
     answers = iter([False] * 4)  # one before the prompts are read, and one before each further token
-    cut = generate(model, PROMPTS, sampling=sampling, is_cancelled=lambda: next(answers, True))
-    for completion, expected in zip(chain(*cut), chain(*whole), strict=True):
+    requests = completion_requests(PROMPTS, sampling=sampling, context=128, ends=lambda tokens: False)
+    cut = complete(model, requests, sampling=sampling, is_cancelled=lambda: next(answers, True))
+    for completion, expected in zip(cut, chain(*whole), strict=True):
         assert completion.finish_reason == "abort"
         assert completion.token_ids.tolist() == expected.token_ids[:4].tolist()
-    unread = generate(model, PROMPTS, sampling=sampling, is_cancelled=lambda: True)
-    assert [len(c.token_ids) for c in chain(*unread)] == [0] * 6
+    unread = complete(model, requests, sampling=sampling, is_cancelled=lambda: True)
+    assert [len(c.token_ids) for c in unread] == [0] * 6
 
 
-def test_max_sequences_bounds_the_batch_without_changing_tokens(model, monkeypatch):
+def test_max_sequences_bounds_the_batch_without_changing_tokens(model):
     sampling = SamplingParams(max_tokens=4, num_samples=5, seed=3)
     whole = generate(model, PROMPTS, sampling=sampling)
-    batches, decode = [], generate_module._decode
-
-    def count(model, part, *rest):
-        batches.append(len(part))
-        decode(model, part, *rest)
-
-    monkeypatch.setattr(generate_module, "_decode", count)
+    widths = []
+    hook = model.layers[0].register_forward_hook(lambda *call: widths.append(call[1][3].num_tokens))
     parts = generate(model, PROMPTS, sampling=sampling, max_sequences=7)
-    assert batches == [7, 7, 1]
-    assert [len(completions) for completions in parts] == [5, 5, 5]
+    hook.remove()
+    # The prompts of each batch, then its sequences.
+    assert widths == [6, 7, 7, 7, 10, 7, 7, 7, 9, 1, 1, 1]
     assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-def test_end_condition_ends_a_completion_as_stop(model):
-    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=0)
-    free = generate(model, PROMPTS, sampling=sampling)
+def test_completion_depends_on_its_own_request_alone(model):
+    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=0)
+    long = np.arange(120, dtype=np.int32) % 64
     seen = []
 
     def after_four(tokens):
         seen.append(list(tokens))
         return len(tokens) == 4
 
-    firsts = [c.token_ids[:4].tolist() for c in free[0]]
-    pair = free[2][0].token_ids[4:6].tolist()
-    ended = generate(
-        model, PROMPTS, sampling=sampling, ends=[after_four, None, lambda tokens: list(tokens[-2:]) == pair]
-    )
-    assert [c.token_ids.tolist() for c in ended[0]] == firsts
-    assert [c.finish_reason for c in ended[0]] == ["stop", "stop"]
-    assert sorted(seen) == sorted(ids[:n] for ids in firsts for n in (1, 2, 3, 4))
-    assert same(ended[1], free[1])
-    assert [c.finish_reason for c in ended[1]] == ["length", "length"]
-    assert (len(ended[2][0].token_ids), ended[2][0].finish_reason) == (6, "stop")
-
-
-def test_seeds_of_prompts_leave_the_calls_seed_and_the_global_generator_alone(model):
-    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=3)
-    plain = generate(model, [PROMPTS[1], PROMPTS[1]], sampling=sampling)
-    mixed = generate(model, [PROMPTS[1], PROMPTS[0], PROMPTS[1]], sampling=sampling, seeds=[None, 8, None])
-    assert same(mixed[0] + mixed[2], plain[0] + plain[1])
     state = torch.random.get_rng_state()
-    generate(model, PROMPTS, sampling=SamplingParams(max_tokens=2), seeds=[1, 2, 3])
-    assert torch.equal(state, torch.random.get_rng_state())
-
-
-def test_completions_end_at_the_context_limit_and_carry_the_version(model):
-    long = np.arange(120, dtype=np.int32) % 64
-    (completion,), (other,) = generate(
-        model,
-        [long, PROMPTS[0]],
-        sampling=SamplingParams(max_tokens=20, seed=0),
-        limits=[20, 3],
-        policy_version=7,
+    first, _, second, *filling = completion_requests(
+        [PROMPTS[0], PROMPTS[2], long], sampling=sampling, context=128, ends=lambda tokens: False
     )
-    assert (len(other.token_ids), other.finish_reason) == (3, "length")
-    assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
-    assert completion.policy_versions.tolist() == [7] * 8
+    assert torch.equal(state, torch.random.get_rng_state())
+    requests = [replace(first, ends=after_four), replace(second, max_tokens=3), filling[-1]]
+    ended, short, full = complete(model, requests, sampling=sampling, policy_version=7)
+    free = generate(model, [PROMPTS[0], PROMPTS[2]], sampling=sampling)
+    assert ended.token_ids.tolist() == free[0][0].token_ids[:4].tolist()
+    assert seen == [ended.token_ids[:n].tolist() for n in (1, 2, 3, 4)]
+    assert short.token_ids.tolist() == free[1][0].token_ids[:3].tolist()
+    assert [c.finish_reason for c in (ended, short, full)] == ["stop", "length", "length"]
+    # The context holds 128 tokens.
+    assert full.policy_versions.tolist() == [7] * 8
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        (PROMPTS, {"seeds": [1]}, "shorter"),
-        ([PROMPTS[0], PROMPTS[0][:0]], {}, "prompt 1 has 0 tokens: must be 1 to 127"),
-        ([np.ones(128, dtype=np.int32)], {}, "prompt 0 has 128 tokens: must be 1 to 127"),
-    ],
-)
-def test_invalid_prompt_or_option_is_rejected(model, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, prompts, sampling=SamplingParams(max_tokens=4), **options)
+@pytest.mark.parametrize("length", [0, 128])
+def test_prompt_that_is_empty_or_fills_the_context_is_rejected(model, length):
+    with pytest.raises(ValueError, match=f"prompt 1 has {length} tokens: must be 1 to 127"):
+        generate(model, [PROMPTS[0], np.ones(length, np.int32)], sampling=SamplingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

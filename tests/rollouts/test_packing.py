@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from rl.models.attention import Segments, SequenceLayout
 from rl.rollouts.packing import pack, plan_micro_batches
 from rl.types import TrainingSample
 
@@ -34,8 +33,7 @@ def test_inputs_and_targets_are_shifted_and_positions_restart():
     assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
     assert (batch.num_sequences, batch.sample_indices, batch.lengths) == (2, (1, 0), (3, 2))
-    assert isinstance(batch.sequences, SequenceLayout)
-    assert batch.sequences.offsets.tolist() == [0, 3, 5]
+    assert batch.sequences.num_queries == batch.sequences.num_keys == (3, 2)
 
 
 def test_padding_is_a_separate_sequence_without_mask():
@@ -45,8 +43,7 @@ def test_padding_is_a_separate_sequence_without_mask():
     assert batch.positions.tolist() == [0, 1, 0, 1]
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1]
     assert batch.num_sequences == 1
-    assert isinstance(batch.sequences, SequenceLayout)
-    assert batch.sequences.offsets.tolist() == [0, 2, 4]
+    assert batch.sequences.num_queries == batch.sequences.num_keys == (2, 2)
     assert torch.isnan(batch.generator_logprobs[2:]).all()
     assert batch.temperatures.tolist() == [1.0] * 4
 
@@ -124,8 +121,7 @@ def test_prompt_is_shared_except_for_its_last_token():
     assert batch.positions.tolist()[:10] == [0, 1, 2, 3, 4, 2, 3, 2, 0, 1]
     assert batch.mask.tolist()[:10] == [False, False, *[True] * 8]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 3, 3]
-    assert isinstance(batch.sequences, Segments)
-    assert batch.sequences.query_offsets.tolist() == [0, 2, 5, 7, 8, 10]
+    assert batch.sequences.num_queries == (2, 3, 2, 1, 2)
     assert batch.sequences.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 7, 8, 9]
     parts = batch.scatter(batch.targets.numpy())
     assert {i: part.tolist()[1:] for i, part in parts.items()} == {i: ids[1:] for i, ids in enumerate(GROUP)}

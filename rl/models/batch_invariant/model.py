@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, Segments, SequenceLayout, gather_keys_and_values
+from rl.models.attention import PackedAttention, SequenceLayout, keys_and_values
 from rl.models.decoder import Attention, Decoder, FeedForward
 from rl.models.spec import ModelSpec
 
@@ -77,15 +77,10 @@ def check_batch_invariant_model(config: Decoder.Config) -> None:
 class InvariantAttention(nn.Module):
     """Core attention on a CPU, with the kernel that the generator applies to its cache."""
 
-    def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | Segments
-    ) -> Tensor:
-        """Return [T, H, D]; with a `SequenceShare` the tokens are this rank's."""
+    def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return [t, H, D]."""
         from rl.models.batch_invariant.functions import attend
 
-        if isinstance(sequences, Segments):
-            k_NKD, v_NKD = gather_keys_and_values(k_TKD, v_TKD, sequences)
-            queries, keys = sequences.query_offsets, sequences.key_offsets
-            return attend(q_THD, k_NKD, v_NKD, queries.long().numpy(), keys.long().numpy())
-        offsets = sequences.offsets.long().numpy()
-        return attend(q_THD, k_TKD, v_TKD, offsets, offsets)
+        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
+        queries_S, keys_S = (x.long().numpy() for x in (layout.query_offsets, layout.key_offsets))
+        return attend(q_tHD, k_NKD, v_NKD, queries_S, keys_S)
