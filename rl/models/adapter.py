@@ -64,38 +64,26 @@ class DecoderAdapter:
     def sized(
         cls,
         *,
-        dim: int,
-        num_layers: int,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         feed_forward: Configurable.Config,
-        vocab_size: int,
         max_positions: int,
         theta: float,
-        tie_embeddings: bool,
-        norm_eps: float = 1e-6,
-        init_std: float = 0.02,
+        **sizes: Any,
     ) -> Decoder.Config:
-        """Return the config of a model of the family with these sizes."""
+        """Return the config of a model of the family; `sizes` are the other fields of `Decoder.Config`."""
+        attention = Attention.Config(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qk_norm=cls.qk_norm,
+            qkv_bias=cls.qkv_bias,
+        )
         return Decoder.Config(
-            vocab_size=vocab_size,
-            dim=dim,
-            num_layers=num_layers,
-            tie_embeddings=tie_embeddings,
-            norm_eps=norm_eps,
-            init_std=init_std,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    qk_norm=cls.qk_norm,
-                    qkv_bias=cls.qkv_bias,
-                ),
-                feed_forward=feed_forward,
-            ),
+            block=TransformerBlock.Config(attention=attention, feed_forward=feed_forward),
             rope=RoPE.Config(theta=theta, max_positions=max_positions),
+            **sizes,
         )
 
     @classmethod

@@ -70,9 +70,6 @@ class LowRank(nn.Module):
         """Recompute the mask after `to_empty` has moved the module off the meta device."""
         self.rows_ON = self._local_rows(self.rows_ON.device)
 
-    def extra_repr(self) -> str:
-        return f"rank={self.rank}, scale={self.scale:g}, adapted={len(self.adapted)}"
-
     def follow(self, weight: Tensor) -> None:
         """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a plain weight."""
         if not isinstance(weight, DTensor):

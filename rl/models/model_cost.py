@@ -8,9 +8,8 @@ counted: Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B, with attention
 
 Memory. What a block keeps for its backward, counted operation by operation of `rl.models.decoder`. Kernels differ
 by device. On a GPU a norm keeps its input alone and attention is packed. On a CPU a norm keeps its input in
-float32 and, for the gradient of its weight, the input divided by its root mean square; attention copies queries,
-keys and values to a padded grid, assumed as large as the packed tokens, which holds if all samples are equally
-long.
+float32 and, for the gradient of its weight, the input divided by its root mean square; attention keeps the results
+of single sequences and joins them.
 
 Legend: E model width; Q = H D width of the queries (H heads of size D), K width of the keys and of the values,
 F feed-forward width. A tensor-parallel rank holds T / tp of T tokens between the projections, at full width, and
@@ -159,7 +158,7 @@ def block_memory(
         # Keys and values are repeated for each query head, which is another copy.
         core = 2 * degrees.cp * max(queries, keys) + queries
     else:
-        core = 3 * queries + 2 * degrees.cp * keys * (2 if degrees.cp > 1 else 1)
+        core = 2 * queries + (2 * degrees.cp * keys if degrees.cp > 1 else 0)
     log_sum_exp = attention.num_heads / tp * FLOAT32
     projected = (queries + 2 * keys) * itemsize
     hidden, products = _feed_forward(model, degrees)

@@ -53,18 +53,12 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
 
     Args:
         mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more. The number of tokens of a
-            forward must be a multiple of the size of `tp`.
-
-    Raises:
-        ValueError: if a degree does not divide the model's sizes.
+            forward must be a multiple of the size of `tp`. `check_decoder_layout` allows its sizes.
     """
     if mesh is not None and mesh[TP].size() > 1:
-        check_tensor_parallel(model.config, mesh[TP].size())
         _shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
     mixtures = [block.feed_forward for block in model.layers if isinstance(block.feed_forward, MoE)]
-    if mixtures and config.expert_mesh is not None:
-        _check_expert_parallel(mixtures[0].experts.num_experts, config.expert_mesh[EXPERT].size())
     if mesh is not None:
         for layer in mixtures:
             _place_experts(layer, mesh=mesh, config=config)
@@ -82,7 +76,9 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
     """Raise ValueError for degrees that cannot split a model of these sizes."""
     check_tensor_parallel(config, parallelism.tensor_parallel_degree)
     if isinstance(config.block.feed_forward, MoE.Config):
-        _check_expert_parallel(config.block.feed_forward.num_experts, parallelism.expert_parallel_degree)
+        num_experts, degree = config.block.feed_forward.num_experts, parallelism.expert_parallel_degree
+        if num_experts % degree:
+            raise ValueError(f"expert_parallel_degree={degree} does not divide num_experts={num_experts}")
         return
     for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
         if getattr(parallelism, name) > 1:
@@ -100,11 +96,6 @@ def check_tensor_parallel(config: Decoder.Config, degree: int) -> None:
     ):
         if size % degree:
             raise ValueError(f"tensor_parallel_degree={degree} does not divide {name}={size}")
-
-
-def _check_expert_parallel(num_experts: int, degree: int) -> None:
-    if num_experts % degree:
-        raise ValueError(f"expert_parallel_degree={degree} does not divide num_experts={num_experts}")
 
 
 def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rl.distributed.sharding import distributed, local_tensor
 from rl.models.decoder import Decoder, linear_head
 from rl.models.moe import MoE
-from rl.models.parallelize import COLUMNS_OF_EXPERT, ROWS_OF_EXPERT, check_tensor_parallel
+from rl.models.parallelize import COLUMNS_OF_EXPERT, ROWS_OF_EXPERT
 
 ROWS = 0
 COLUMNS = 1
@@ -47,14 +47,11 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     """Shard the model in place over a mesh of one axis, preferably on the meta device.
 
     Nothing is sent: every rank holds the same weights, or none yet. On a mesh of size 1 the model keeps its
-    plain tensors. Norms are whole, plain tensors on every rank.
-
-    Raises:
-        ValueError: if the size of the mesh does not divide the key-value heads or the vocabulary.
+    plain tensors. Norms are whole, plain tensors on every rank. `check_tensor_parallel` allows the size of the
+    mesh.
     """
     if mesh.size() == 1:
         return model
-    check_tensor_parallel(model.config, mesh.size())
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):

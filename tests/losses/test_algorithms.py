@@ -87,6 +87,16 @@ TABLE = {
         LOG2 + 6 * LOG2 - 6 * LOG2 + 0.1 * (3 * LOG2**2 + LOG4**2),
         [-1 + 0.2 * LOG2, -2 - 0.2 * LOG2, 1 + 0.2 * LOG4, 2 - 0.2 * LOG2], 4.0,
     ),
+    "undivided": (PPOLoss(normalization="none"), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], None),
+    # A third of the first three terms: -(1.2 + .5 - 4) / 3 + 1.6 over two sequences.
+    "every sequence alike": (
+        PPOLoss(normalization="sequence_mean"), [1.0, 1.0, -1.0, -2.0],
+        2.3 / 3 + 1.6, [0.0, -0.5 / 3, 4 / 3, 0.0], 2.0,
+    ),
+    "cross_entropy, every sequence alike": (
+        CrossEntropyLoss(normalization="sequence_mean"), [1.0, 2.0, -1.0, -2.0],
+        4 * LOG2 / 3 + 3 * LOG2, [-1 / 3, -1 / 3, -1 / 3, -1.0], 2.0,
+    ),
     "weighted cross_entropy": (
         CrossEntropyLoss(weights="advantages"), [1.0, 2.0, -1.0, -2.0],
         LOG2 + 6 * LOG2 - 6 * LOG2, [-1.0, -2.0, 1.0, 2.0], 4.0,
@@ -100,8 +110,7 @@ def test_value_gradient_and_denominator_by_hand(name):
     output, actual = loss_and_gradient(loss, inputs(advantages))
     assert output.loss_sum.item() == pytest.approx(value, rel=1e-6)
     assert actual == pytest.approx(gradient, rel=1e-6)
-    assert output.denominator is not None
-    assert output.denominator.item() == denominator
+    assert (None if output.denominator is None else output.denominator.item()) == denominator
     assert output.num_tokens.item() == 4
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from losses.correction import ImportanceCorrection
-from losses.cross_entropy import CrossEntropyLoss
 from losses.ops import NormalizedLoss
 from losses.policy import DrGRPOLoss, DROLoss, GRPOLoss
 from losses.types import LossInputs, uses_proximal_logprobs
@@ -121,35 +120,6 @@ def test_micro_batch_without_a_valid_token_gives_zeros(name, normalization):
         expected = {"token_mean": 0.0, "sequence_mean": num_sequences, "constant": 7.0 * num_sequences}
         if output.denominator is not None:
             assert output.denominator.item() == expected[normalization["normalization"]]
-
-
-def test_normalizations_by_hand():
-    # On policy with A = 1 the gradient of a token is minus its share: two sequences, of three tokens and one.
-    given = LossInputs(
-        logprobs=torch.full((5,), -1.0).requires_grad_(),
-        generator_logprobs=torch.full((5,), -1.0),
-        advantages=torch.ones(5),
-        mask=torch.tensor([True, True, False, True, True]),
-        sequence_ids=torch.tensor([0, 0, 0, 0, 1]),
-        num_sequences=2,
-    )
-    expected: dict[str, tuple[list[float], float | None]] = {
-        "token_mean": ([-1.0, -1.0, 0.0, -1.0, -1.0], 4.0),
-        "sequence_mean": ([-1 / 3, -1 / 3, 0.0, -1 / 3, -1.0], 2.0),
-        "constant": ([-1.0, -1.0, 0.0, -1.0, -1.0], 14.0),
-        "none": ([-1.0, -1.0, 0.0, -1.0, -1.0], None),
-    }
-    for normalization in NORMALIZATIONS:
-        for kind in (GRPOLoss, CrossEntropyLoss):
-            output = kind(**normalization)(given)
-            gradient, denominator = expected[normalization["normalization"]]
-            (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
-            assert actual.tolist() == pytest.approx(gradient)
-            # -r A is -1 for each token, and -p is 1.
-            value = sum(gradient) if kind is GRPOLoss else -sum(gradient)
-            assert output.loss_sum.item() == pytest.approx(value)
-            actual_denominator = None if output.denominator is None else output.denominator.item()
-            assert actual_denominator == denominator
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "dro"])

@@ -11,25 +11,16 @@ import torch
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.types import LossInputs, LossOutput
-from rl.local import LocalBackend, LocalRewarder
-from rl.loop.loop import Loop, RolloutSetup
-from rl.loop.state import StepCheckpoints
+from rl.local import LocalBackend
 from rl.models.generate import generate
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import open_tokenizer
-from rl.rollouts.episode import Sampling
-from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.samples import policy_sample
-from rl.tasks.generated import GeneratedTask
-from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.optimizer import Optimizer
 from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
 from tests.support import policies
-from tests.support.fakes import ListSink
-from tests.training.parts import make_samples, small_spec, write_assets
+from tests.training.parts import make_samples, small_spec
 
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9])]
 SAMPLING = SamplingParams(max_tokens=12, num_samples=4, seed=5)
@@ -250,62 +241,3 @@ def test_more_than_one_process_is_refused(assets, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="WORLD_SIZE=2: a local backend is a single process"):
         LocalBackend(TrainingEngine.Config(), spec=small_spec(), hf_assets_path=assets)
-
-
-# Loop over the local backend
-
-
-class LowBytes(GeneratedTask):
-    """Task that rewards bytes below 96, about a third of the bytes of a random model."""
-
-    def draw(self, generator):
-        letter = chr(generator.randrange(ord("a"), ord("z") + 1))
-        return Problem(id=letter, question=letter, answer="")
-
-    def reward(self, rollout):
-        return float((rollout.completion.token_ids < 96).mean())
-
-
-@pytest.mark.medium
-def test_loop_learns_on_the_local_backend(tmp_path):
-    sink = ListSink()
-
-    async def use(local):
-        tokenizer, ends = open_tokenizer(assets_path)
-        checkpoint = CheckpointConfig(enable=False)
-        task = LowBytes.Config(num_eval=2).build()
-        loop = Loop.Config(
-            num_steps=24,
-            groups_per_batch=4,
-            group_size=8,
-            eval_every=24,
-            max_off_policy_steps=1,
-            sampling=Sampling(max_tokens=6),
-            max_logprob_diff=1e-4,
-        ).build(
-            trainer=local,
-            publisher=local,
-            rollouts=RolloutSetup(
-                generator=local,
-                rewarder=LocalRewarder(rubric=task.rubric(seed=0)),
-                renderer=make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends),
-                task=task,
-                max_sequence_tokens=64,
-                seed=0,
-            ),
-            sinks=[sink],
-            checkpoints=StepCheckpoints(trainer=local, config=checkpoint, folder=str(tmp_path)),
-        )
-        await loop.run()
-
-    torch.manual_seed(0)
-    assets_path = tmp_path / "assets"
-    write_assets(assets_path)
-    with_backend(
-        use,
-        assets=str(assets_path),
-        optimizer=Optimizer.Config(lr=0.012, weight_decay=0.0),
-    )
-    rewards = [float(r["reward/mean"] or 0) for r in sink.records if "reward/mean" in r]
-    assert len(rewards) == 24
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2

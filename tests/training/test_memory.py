@@ -89,7 +89,7 @@ LOGITS = Shape(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_
 MIXED = Shape(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
 EXPERTS = dataclasses.replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
 ROUTED = dataclasses.replace(ACTIVATIONS, hidden_dim=128, num_experts=8)
-FOUR_LAYERS = dataclasses.replace(ACTIVATIONS, num_layers=4, num_tokens=4096)
+FOUR_LAYERS = dataclasses.replace(ACTIVATIONS, num_layers=4, num_tokens=4608)
 UNTIED = dataclasses.replace(PARAMETERS, num_layers=4, vocab_size=16_384, tied=False)
 HEAD = dataclasses.replace(LOGITS, dim=512, num_tokens=512, tied=False)
 FROZEN = dataclasses.replace(PARAMETERS, num_tokens=512)

@@ -83,9 +83,14 @@ def store_in_cache(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tens
 
     Args:
         cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the dtype of keys
-            and values.
+            and values: keys [D, block size], then values [block size, D].
     """
-    kernels.store_paged(_array(k_TKD), _array(v_TKD), slots_T.numpy(), block_size, _blocks(cache))
+    is_stored_T = slots_T >= 0
+    blocks, places = slots_T[is_stored_T] // block_size, slots_T[is_stored_T] % block_size
+    shape, size = (k_TKD.size(2), block_size), k_TKD.size(2) * block_size
+    content = cache.flatten(2)
+    content[..., :size].unflatten(-1, shape)[blocks, :, :, places] = k_TKD[is_stored_T]
+    content[..., size : 2 * size].unflatten(-1, shape[::-1])[blocks, :, places] = v_TKD[is_stored_T]
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -12,6 +12,7 @@ heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -59,56 +60,45 @@ def _number(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _add_tile(
-    typingctx: Any, a: Any, a_start: Any, a_row: Any, a_step: Any,
-    b: Any, b_start: Any, b_step: Any, count: Any, out: Any, out_start: Any, out_row: Any,
-) -> Any:  # fmt: skip
-    """Add the sum over i < count of a[r, i] b[i, c] to out[r, c], for ROWS rows r and COLUMNS columns c.
+def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any) -> Any:
+    """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c], for ROWS rows r and
+    COLUMNS columns c.
 
-    The sums run in the order of i, starting from the values in `out`. Positions and steps count numbers from the
-    first one of an array of float32; nothing is checked.
+    The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows of b and out are
+    contiguous.
     """
-    arguments = (a, a_start, a_row, a_step, b, b_start, b_step, count, out, out_start, out_row)
+    arguments = (a, row, b, column, count, out)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _, a_start, a_row, a_step, _, b_start, b_step, count, _, out_start, out_row = values
-        a_data, b_data, out_data = (
-            context.make_array(signature.args[i])(context, builder, values[i]).data for i in (0, 4, 8)
-        )
-
-        def pointer(data: Any, start: Any, *, row: Any = None, times: int = 0, half: int = 0) -> Any:
-            if row is not None:
-                start = builder.add(start, builder.mul(row, row.type(times)))
-            return builder.gep(data, [builder.add(start, start.type(half * LANES))], inbounds=True)
-
-        def vector(at: Any) -> Any:
-            return builder.bitcast(at, _VECTOR.as_pointer())
-
+        _, row, _, column, count, _ = values
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
         )
-        undefined, first_lane = (
-            ir.Constant(_VECTOR, ir.Undefined),
-            ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES),
-        )
-        tiles = [(r, half) for r in range(ROWS) for half in range(2)]
-        places = [pointer(out_data, out_start, row=out_row, times=r, half=half) for r, half in tiles]
-        sums = [cgutils.alloca_once(builder, _VECTOR) for _ in tiles]
-        for total, place in zip(sums, places, strict=True):
-            builder.store(builder.load(vector(place), align=4), total)
+
+        def pointer(argument: int, i: Any, j: Any, kind: Any) -> Any:
+            array = context.make_array(arguments[argument])(context, builder, values[argument])
+            item = cgutils.get_item_pointer(context, builder, arguments[argument], array, [i, j])
+            return builder.bitcast(item, kind.as_pointer())
+
+        def shifted(start: Any, offset: int) -> Any:
+            return builder.add(start, start.type(offset))
+
+        def in_all_lanes(number: Any) -> Any:
+            undefined, lanes = ir.Constant(_VECTOR, ir.Undefined), ir.VectorType(_INT32, LANES)
+            first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
+            return builder.shuffle_vector(first, undefined, ir.Constant(lanes, [0] * LANES))
+
+        halves = [shifted(column, 0), shifted(column, LANES)]
+        rows = [shifted(row, r) for r in range(ROWS)]
+        places = [pointer(5, row, half, _VECTOR) for row in rows for half in halves]
+        sums = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
         with cgutils.for_range(builder, count, intp=count.type) as loop:
-            start = builder.add(b_start, builder.mul(loop.index, b_step))
-            columns = [builder.load(vector(pointer(b_data, start, half=half)), align=4) for half in range(2)]
-            start = builder.add(a_start, builder.mul(loop.index, a_step))
-            factors = []
-            for r in range(ROWS):
-                factor = builder.load(pointer(a_data, start, row=a_row, times=r))
-                one = builder.insert_element(undefined, factor, ir.Constant(_INT32, 0))
-                factors.append(builder.shuffle_vector(one, undefined, first_lane))
-            for total, (r, half) in zip(sums, tiles, strict=True):
-                builder.store(builder.call(fma, [factors[r], columns[half], builder.load(total)]), total)
+            factors = [in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows]
+            vectors = [builder.load(pointer(2, loop.index, half, _VECTOR), align=4) for half in halves]
+            for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
+                builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
         for total, place in zip(sums, places, strict=True):
-            builder.store(builder.load(total), vector(place), align=4)
+            builder.store(builder.load(total), place, align=4)
         return context.get_dummy_value()
 
     return types.void(*arguments), generate
@@ -193,13 +183,9 @@ def _rows(x: Any) -> Any:
 @_compiled
 def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
     """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are contiguous."""
-    a_row, a_step = a.strides[0] // 4, a.strides[1] // 4
-    b_step, out_row = b.strides[0] // 4, out.strides[0] // 4
     for row in range(0, out.shape[0], ROWS):
         for column in range(0, out.shape[1], COLUMNS):
-            _add_tile(
-                a, row * a_row, a_row, a_step, b, column, b_step, count, out, row * out_row + column, out_row
-            )
+            _add_tile(a, row, b, column, count, out)
 
 
 @_compiled
@@ -315,24 +301,6 @@ def attend_paged(
 
 
 @_compiled
-def store_paged(k: Any, v: Any, slots: Any, B: int, cache: Any) -> None:
-    """Write keys and values [T, K, D] into the cache of `attend_paged`, each token at its slot.
-
-    A slot is block * B + position; a negative slot writes nothing.
-    """
-    D = k.shape[2]
-    for t in range(slots.shape[0]):
-        if slots[t] < 0:
-            continue
-        place = slots[t] % B
-        for h in range(k.shape[1]):
-            block = cache[slots[t] // B, h]
-            for d in range(D):
-                block[d * B + place] = k[t, h, d]
-                block[(B + place) * D + d] = v[t, h, d]
-
-
-@_compiled
 def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> None:
     """Turn exponentials p into weights, and gradients s of the weights into gradients of the scores."""
     for j in range(count):
@@ -352,18 +320,9 @@ def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> Non
 
 @_compiled
 def attend_packed_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    queries: Any,
-    keys: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    begin: int,
-    end: int,
-) -> None:
+    dout: Any, q: Any, k: Any, v: Any, queries: Any, keys: Any,
+    dq: Any, dk: Any, dv: Any, begin: int, end: int,
+) -> None:  # fmt: skip
     """Compute the gradients of `attend_packed`'s inputs, in their shapes."""
     K, D = k.shape[1:]
     G = q.shape[1] // K
@@ -398,7 +357,5 @@ def attend_packed_backward(
             for g in range(G):
                 _add_product(s[g : size * G : G].T, x[g::G], size, dk_rows[:seen])
                 _add_product(p[g : size * G : G].T, dx[g::G], size, dv_rows[:seen])
-        dk[keys[a] : keys[a + 1], h], dv[keys[a] : keys[a + 1], h] = (
-            dk_rows[:num_keys, :D],
-            dv_rows[:num_keys, :D],
-        )
+        dk[keys[a] : keys[a + 1], h] = dk_rows[:num_keys, :D]
+        dv[keys[a] : keys[a + 1], h] = dv_rows[:num_keys, :D]
