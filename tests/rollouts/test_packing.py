@@ -122,6 +122,7 @@ def test_prompt_is_shared_except_for_its_last_token():
     assert batch.mask.tolist()[:10] == [False, False, *[True] * 8]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 3, 3]
     assert batch.sequences.num_queries == (2, 3, 2, 1, 2)
+    assert batch.sequences.key_rows is not None
     assert batch.sequences.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 7, 8, 9]
     parts = batch.scatter(batch.targets.numpy())
     assert {i: part.tolist()[1:] for i, part in parts.items()} == {i: ids[1:] for i, ids in enumerate(GROUP)}
