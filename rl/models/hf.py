@@ -87,38 +87,32 @@ class HFFolder:
         Raises:
             ValueError: naming the first tensor that is missing, has another shape, or is unknown.
         """
-        known = {"lm_head.weight"}
-        for name, parameter in model.named_parameters():
-            if names is not None and name not in names:
-                continue
-            meta = torch.empty(parameter.shape, device="meta")
-            for hf_name, tensor in adapter.to_hf(name, meta).items():
-                known.add(hf_name)
-                self._check_tensor(hf_name, tuple(tensor.shape))
+        needed = {
+            hf_name: tuple(tensor.shape)
+            for name, parameter in model.named_parameters()
+            if names is None or name in names
+            for hf_name, tensor in adapter.to_hf(name, torch.empty(parameter.shape, device="meta")).items()
+        }
+        for hf_name in needed:
+            if hf_name not in self.shapes:
+                raise ValueError(f"{self.path}: tensor {hf_name} is missing")
         for name, buffer in hf_buffers(model, adapter).items():
-            for hf_name in adapter.hf_names(name):
-                known.add(hf_name)
-                if hf_name in self.shapes:
-                    self._check_tensor(hf_name, tuple(buffer.shape))
-        for hf_name in self.shapes:
-            if hf_name not in known and not hf_name.endswith(_IGNORED_ENDINGS):
+            needed |= dict.fromkeys(adapter.hf_names(name), tuple(buffer.shape))
+        for hf_name, shape in self.shapes.items():
+            if hf_name.endswith(_IGNORED_ENDINGS) or shape == needed.get(hf_name):
+                continue
+            other = "a checkpoint of another architecture or size"
+            if hf_name in needed:
                 raise ValueError(
-                    f"{self.path}: tensor {hf_name} has no place in the model: "
-                    "a checkpoint of another architecture or size"
+                    f"{self.path}: tensor {hf_name} has shape {list(shape)}, the model needs "
+                    f"{list(needed[hf_name])}: {other}"
                 )
+            if hf_name != "lm_head.weight":
+                raise ValueError(f"{self.path}: tensor {hf_name} has no place in the model: {other}")
 
     def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""
         return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
-
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self.shapes:
-            raise ValueError(f"{self.path}: tensor {name} is missing")
-        if self.shapes[name] != shape:
-            raise ValueError(
-                f"{self.path}: tensor {name} has shape {list(self.shapes[name])}, the model needs "
-                f"{list(shape)}: a checkpoint of another architecture or size"
-            )
 
 
 def read_parameters(

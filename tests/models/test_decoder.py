@@ -34,19 +34,6 @@ def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
         torch.testing.assert_close(of_packed, of_alone, atol=1e-4, rtol=1e-4)
 
 
-def test_token_sees_only_its_own_sequence_and_past(make_model):
-    model = make_model()
-    tokens, positions, layout = batch(LENGTHS)
-    changed = tokens.clone()
-    changed[8] = (changed[8] + 1) % 64  # third token of the third sequence
-    with torch.no_grad():
-        before, after = (
-            model(x, positions=positions, sequences=layout, head=linear_head) for x in (tokens, changed)
-        )
-    differs = (before - after).abs().amax(-1) > 1e-6
-    assert differs.tolist() == [8 <= i < 15 for i in range(18)]
-
-
 def test_random_weights_depend_only_on_the_seed(make_config):
     def weights(seed):
         model = make_config(qkv_bias=True).build()

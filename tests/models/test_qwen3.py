@@ -154,40 +154,6 @@ def test_we_open_a_folder_of_transformers_with_equal_logits(tmp_path, sizes, who
         assert len({tuple(c.tolist()) for c in chosen}) > 4
 
 
-def test_fused_rows_are_ordered_by_key_value_head(make_config):
-    # Two groups; a group has two query heads, each head 8 rows, and 24 feed-forward rows.
-    adapter = adapter_of(make_config(num_heads=4, num_kv_heads=2, qkv_bias=True))
-    q, k, v = torch.arange(32), torch.arange(100, 116), torch.arange(200, 216)
-    qkv = adapter.from_hf("layers.1.attention.qkv_proj.weight", [x[:, None] for x in (q, k, v)])
-    group_0 = [*range(16), *range(100, 108), *range(200, 208)]
-    group_1 = [*range(16, 32), *range(108, 116), *range(208, 216)]
-    assert qkv[:, 0].tolist() == group_0 + group_1
-    assert adapter.from_hf("layers.1.attention.qkv_proj.bias", [q, k, v]).tolist() == group_0 + group_1
-    gate, up = torch.arange(48), torch.arange(100, 148)
-    gate_up = adapter.from_hf("layers.0.feed_forward.gate_up_proj.weight", [x[:, None] for x in (gate, up)])
-    assert gate_up[:, 0].tolist() == [
-        *range(24), *range(100, 124),
-        *range(24, 48), *range(124, 148),
-    ]  # fmt: skip
-
-
-def test_rows_of_each_expert_are_ordered_by_key_value_head(make_config):
-    # Three experts of 24 rows, in two groups of 12.
-    adapter = adapter_of(make_config(num_experts=3))
-    gates = [torch.arange(1000 * n, 1000 * n + 24)[:, None] for n in range(3)]
-    theirs = [x for gate in gates for x in (gate, gate + 100)]
-    name = "layers.1.feed_forward.experts.gate_up_proj"
-    stacked = adapter.from_hf(name, theirs)
-    assert stacked.shape == (3, 48, 1)
-    of_first = [*range(12), *range(100, 112), *range(12, 24), *range(112, 124)]
-    assert stacked[:, :, 0].tolist() == [[1000 * n + row for row in of_first] for n in range(3)]
-    assert adapter.hf_names(name)[:3] == [
-        "model.layers.1.mlp.experts.0.gate_proj.weight",
-        "model.layers.1.mlp.experts.0.up_proj.weight",
-        "model.layers.1.mlp.experts.1.gate_proj.weight",
-    ]
-
-
 REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (0, {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
     (0, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),

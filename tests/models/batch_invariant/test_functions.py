@@ -67,14 +67,6 @@ def test_bits_of_a_sequence_do_not_depend_on_the_batch_its_order_or_threads(num_
         use_threads(1)
 
 
-def test_last_queries_have_the_same_bits_as_in_the_whole_sequence():
-    q, k, v = random_qkv(150, SHAPES[0])
-    whole = attend(q, k, v, offsets([150]), offsets([150]))
-    for first in (1, 37, 149):
-        part = attend(q[first:], k, v, offsets([150 - first]), offsets([150]))
-        assert torch.equal(part, whole[first:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=str)
 def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape):
