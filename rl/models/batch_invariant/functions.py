@@ -88,7 +88,7 @@ def store_in_cache(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tens
     is_stored_T = slots_T >= 0
     blocks, places = slots_T[is_stored_T] // block_size, slots_T[is_stored_T] % block_size
     shape, size = (k_TKD.size(2), block_size), k_TKD.size(2) * block_size
-    content = cache.flatten(2)
+    content = cache.view(*cache.shape[:2], -1)  # never a copy
     content[..., :size].unflatten(-1, shape)[blocks, :, :, places] = k_TKD[is_stored_T]
     content[..., size : 2 * size].unflatten(-1, shape[::-1])[blocks, :, places] = v_TKD[is_stored_T]
 
