@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorCallError, ActorGroup, ActorLostError, Group, all_or_cancel
+from actors.calls import ActorCallError, ActorGroup, ActorLostError, CallGroup, all_or_cancel
 from actors.recovery import Role
 from losses.types import Loss
 from rl.models.lora import LoRA
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class TrainerClient:
     """A `Trainer` over the ranks of a `PolicyTrainer`."""
 
-    def __init__(self, trainer: Group) -> None:
+    def __init__(self, trainer: CallGroup) -> None:
         self.trainer = trainer
 
     async def forward_backward(
@@ -136,7 +136,7 @@ class TrainerClient:
 class GeneratorClient:
     """A `ResumableGenerator` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
 
-    def __init__(self, generator: Group) -> None:
+    def __init__(self, generator: CallGroup) -> None:
         self.generator = generator
         self._running: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -238,7 +238,7 @@ class ActorRandomStates:
     A rank's name is `<group>-<rank>`. A group that does not answer is a warning, no reason to stop.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[CallGroup]) -> None:
         self.groups = groups
 
     async def random_states(self) -> dict[str, bytes]:
@@ -257,7 +257,7 @@ class ActorRandomStates:
         groups = [group for group in self.groups if group.name in named]
         await asyncio.gather(*(self._ask(g, "restore_random_states", named[g.name]) for g in groups))
 
-    async def _ask(self, group: Group, endpoint: str, *args: Any) -> list[Any]:
+    async def _ask(self, group: CallGroup, endpoint: str, *args: Any) -> list[Any]:
         try:
             return await group.call(endpoint, *args)
         except RunError as error:

@@ -63,7 +63,7 @@ class ActorLostError(ActorCallError):
         self.ranks = tuple(ranks)
 
 
-class Group(Protocol):
+class CallGroup(Protocol):
     """Actors of one role that are called together."""
 
     @property

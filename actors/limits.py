@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from actors.calls import ActorCallError, Group
+from actors.calls import ActorCallError, CallGroup
 from actors.checks import converted_model
 from actors.cluster import Cluster, num_gpus
 from actors.config import RunConfig
@@ -62,7 +62,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     )
 
 
-async def _ask(group: Group, workload: Workload, cache: str) -> MachineLimits:
+async def _ask(group: CallGroup, workload: Workload, cache: str) -> MachineLimits:
     limits: MachineLimits
     limits, *_ = await group.call("measure_machine", workload, cache)
     logger.info("%s: %s", group.name, limits)

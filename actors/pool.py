@@ -26,7 +26,7 @@ from actors.calls import (
     ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    Group,
+    CallGroup,
     first_line,
 )
 from actors.parity import ParityText
@@ -184,7 +184,7 @@ class GeneratorPool:
             member.lose(group, ActorLostError(str(error), role=member.name))
 
     async def _pull_from_living(
-        self, version: int, generators: Sequence[Group]
+        self, version: int, generators: Sequence[CallGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
         """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
         what, trainer = f"pull of version {version}", self.trainer.group
@@ -201,7 +201,7 @@ class GeneratorPool:
             raise
 
     async def pull(
-        self, version: int, *, generators: Sequence[Group]
+        self, version: int, *, generators: Sequence[CallGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
         """Let every generator pull the version, and check each; also return the errors of lost generators.
 
@@ -229,7 +229,7 @@ class GeneratorPool:
         return result, [*lost, *lost_later]
 
     async def _compare(
-        self, version: int, generators: Sequence[Group]
+        self, version: int, generators: Sequence[CallGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
         """Return the largest difference of a generator's logprobs from the trainer's, in nats a token."""
         if self.parity is None:
@@ -245,8 +245,8 @@ class GeneratorPool:
 
 
 async def _answers(
-    groups: Sequence[Group], calls: Sequence[Coroutine[Any, Any, list[Any]]]
-) -> tuple[list[tuple[Group, list[Any]]], list[ActorLostError]]:
+    groups: Sequence[CallGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
+) -> tuple[list[tuple[CallGroup, list[Any]]], list[ActorLostError]]:
     """Await a call to each group; return the answers with their groups, and the errors of lost groups."""
 
     async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:

@@ -124,7 +124,7 @@ class Supervisor:
 
 
 class Role:
-    """A `Group` of one role's current actors, which are restarted in the background when they are lost."""
+    """A `CallGroup` of one role's current actors, which are restarted in the background when they are lost."""
 
     def __init__(
         self,

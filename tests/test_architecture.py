@@ -62,12 +62,6 @@ MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60
 ANY_SIZE = ("tests/", "examples/")
 
 GENERAL_FILES = ("errors.py", "messages.py", "limits.py")
-STILL_REPEATED = {
-    "Episode", "Group", "Guard", "Message", "Policy", "Recorder", "Request", "Router", "Stored", "Training", "Turn",
-    "limits.py",
-}  # fmt: skip
-"""Names that stand for two things today. Remove a name once it is unique; the set is to become empty."""
-
 WELL_WORDED = ("actors", "benchmarks", "configs", "examples", "losses", "rl", "tools", "tests")
 MAX_BAD_OPENINGS = 0.03
 
@@ -273,13 +267,11 @@ def tree() -> dict[str, str]:
     return read_tree(ROOT)
 
 
-@pytest.mark.parametrize("rule", [upward_arrows, cycles, misplaced_imports, family_imports, oversized])
+@pytest.mark.parametrize(
+    "rule", [upward_arrows, cycles, misplaced_imports, family_imports, repeated_names, oversized]
+)
 def test_tree_keeps_the_rule(tree, rule):
     assert rule(tree) == []
-
-
-def test_a_name_stands_for_one_thing(tree):
-    assert [line for line in repeated_names(tree) if line.partition(":")[0] not in STILL_REPEATED] == []
 
 
 def test_docstrings_name_their_subject():

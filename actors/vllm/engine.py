@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig, check_assets
-from actors.vllm.lockstep import Lockstep, Pause, PauseRequest, Turn
+from actors.vllm.lockstep import EngineTurn, Lockstep, Pause, PauseRequest
 from actors.vllm.requests import (
     Begun,
     Drawn,
@@ -353,7 +353,7 @@ class GeneratorEngine(Configurable):
             with contextlib.suppress(Exception):
                 await thread.run(self._core.close)
 
-    async def _decide(self) -> Turn | None:
+    async def _decide(self) -> EngineTurn | None:
         """Wait until there is something to do and return the turn; None on ranks other than 0."""
         if self._lockstep.rank != 0:
             return None
@@ -365,19 +365,19 @@ class GeneratorEngine(Configurable):
                 # Weights come first: they cannot be written once the engine sleeps.
                 pause = min((w.pause for w in self._pauses), key=lambda pause: pause.version is None)
                 if self._core.has_requests and (self._drains or pause.version is None):
-                    return Turn(abort=aborted, step=True)
-                return Turn(abort=aborted, pause=pause)
+                    return EngineTurn(abort=aborted, step=True)
+                return EngineTurn(abort=aborted, pause=pause)
             admitted = self._queue.take_waiting()
             if admitted or aborted or self._core.has_requests:
-                return Turn(admit=admitted, abort=aborted, step=True)
+                return EngineTurn(admit=admitted, abort=aborted, step=True)
             try:
                 async with asyncio.timeout(self._lockstep.idle_turn_s):
                     await self._queue.changed.wait()
             except TimeoutError:
-                return Turn()  # tells the other ranks that this rank lives
-        return Turn(stop=True)
+                return EngineTurn()  # tells the other ranks that this rank lives
+        return EngineTurn(stop=True)
 
-    def _take(self, decided: Turn | None) -> tuple[Turn, Drawn | None]:
+    def _take(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
         """Do what rank 0 decided; None means that the decision comes from another process."""
         turn = self._lockstep.exchange(decided)
         for request in turn.admit:

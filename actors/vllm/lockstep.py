@@ -2,7 +2,7 @@
 
 With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They
 stay equal because rank 0 alone decides what is admitted, aborted and paused for: before each engine step it
-broadcasts a `Turn`, and every rank does exactly what the turn says, in order. Each turn carries a digest of
+broadcasts an `EngineTurn`, and every rank does exactly what the turn says, in order. Each turn carries a digest of
 the tokens that rank 0 drew in the step before; a rank that drew other tokens stops at once, instead of
 producing logprobs of the wrong tokens. While nothing runs, rank 0 sends an empty turn from time to time. A
 rank that hears nothing for longer than the deadline gives up; the connection to a dead rank closes at once.
@@ -64,7 +64,7 @@ class PauseRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class EngineTurn:
     """Rank 0's decision on what every rank does next, in the order of the fields."""
 
     admit: tuple[Request, ...] = ()
@@ -94,7 +94,7 @@ class Lockstep:
         """Seconds between empty turns; None where there are no other ranks."""
         return self.timeout_s / IDLE_TURNS_PER_TIMEOUT if self.size > 1 else None
 
-    def exchange(self, turn: Turn | None) -> Turn:
+    def exchange(self, turn: EngineTurn | None) -> EngineTurn:
         """Return rank 0's next turn on every rank; rank 0 passes it.
 
         Raises:
@@ -111,7 +111,7 @@ class Lockstep:
                 f"generator rank {self.rank} drew other tokens than rank 0 "
                 f"(digest {self._digest:#x}, rank 0 has {digest:#x})"
             )
-        assert isinstance(decided, Turn)
+        assert isinstance(decided, EngineTurn)
         return decided
 
     def record(self, drawn: Drawn) -> None:

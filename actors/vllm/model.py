@@ -37,11 +37,11 @@ from rl.models.spec import ModelSpec
 def register_policy(spec: ModelSpec) -> str:
     """Register the model of `spec` with vLLM; return the name of the architecture."""
     architecture = f"Relay{spec.name.title().replace('_', '')}ForCausalLM"
-    ModelRegistry.register_model(architecture, type(architecture, (Policy,), {"spec": spec}))
+    ModelRegistry.register_model(architecture, type(architecture, (VLLMPolicy,), {"spec": spec}))
     return architecture
 
 
-class Policy(nn.Module):
+class VLLMPolicy(nn.Module):
     """vLLM's model interface around `self.model`, whose parameter names are the trainer's."""
 
     spec: ClassVar[ModelSpec]
@@ -197,7 +197,7 @@ class StoreLoader(BaseModelLoader):
 
     @torch.no_grad()
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        assert isinstance(model, Policy)
+        assert isinstance(model, VLLMPolicy)
         for tensor in (*model.model.parameters(), *map(model.model.get_buffer, model.buffer_names)):
             tensor.zero_()
 
@@ -209,7 +209,7 @@ class FolderLoader(StoreLoader):
     @torch.no_grad()
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
-        assert isinstance(model, Policy)
+        assert isinstance(model, VLLMPolicy)
         folder, tensors = HFFolder(model_config.model), dict(model.model.named_parameters())
         buffers = hf_buffers(model.model, model.adapter)
         names = [*tensors, *folder.present(buffers, model.adapter)]

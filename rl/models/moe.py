@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 """Bytes; rows of the grouped kernel have to start at a multiple."""
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Choice of experts for each token, with their weights.
 
     A bias on the scores, used for the choice only, evens out the load: after every optimizer step the trainer
@@ -133,7 +133,7 @@ class MoE(Configurable, nn.Module):
         super().__init__()
         if config.hidden_dim % num_groups:
             raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
-        self.router = Router(config=config, dim=dim)
+        self.router = ExpertRouter(config=config, dim=dim)
         self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_groups)
 
     def forward(self, x_TE: Tensor) -> Tensor:

@@ -282,7 +282,7 @@ class EpisodeReward:
         return reward
 
 
-class Recorder:
+class ToolCollector:
     """Stand-in for the MCP server of a toolset that records the registered tools."""
 
     def __init__(self) -> None:
@@ -320,6 +320,6 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
 @functools.lru_cache(maxsize=256)
 def _recorded(cls: Any, config: str) -> tuple[Any, ...]:
     toolset = cls(cls._config_cls().model_validate_json(config))
-    recorder = Recorder()
+    recorder = ToolCollector()
     toolset.register(recorder)
     return tuple(recorder.tools)

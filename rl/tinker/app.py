@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.auth import KEY_HEADER, Guard, Keys
+from rl.tinker.auth import KEY_HEADER, AccessGuard, Keys
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.service import Service
 from rl.tinker.types import TinkerError
@@ -106,7 +106,7 @@ def _add_calls(router: APIRouter, service: Service) -> None:
 
 
 def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
-    """Build the application around a service that the caller starts and closes; `hosts` are those of `Guard`."""
+    """Build the application around a service that the caller starts and closes; `hosts` are those of `AccessGuard`."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in DOCUMENTED
     }
@@ -116,7 +116,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(Guard, keys=keys, hosts=hosts, limits=service.http)
+    app.add_middleware(AccessGuard, keys=keys, hosts=hosts, limits=service.http)
     app.add_api_route(f"{PREFIX}/healthz", _health, methods=["GET"])
     router = APIRouter()
     _add_calls(router, service)

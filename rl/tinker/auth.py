@@ -98,7 +98,7 @@ class _RefusedError(Exception):
         self.response = JSONResponse({"detail": detail}, status)
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware that checks host, key, size and encoding, and reads the body within its limits.
 
     Args:

@@ -34,7 +34,7 @@ _CLOSED = "the service is closing"
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PendingRequest:
     """An accepted request."""
 
     request_id: str
@@ -63,14 +63,16 @@ class Futures:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, PendingRequest] = {}
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
         self._closed = False
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def begin(self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False) -> Request:
+    def begin(
+        self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
+    ) -> PendingRequest:
         """Accept a request.
 
         One that `unblocks` others is exempt from the limits: refusing it would keep the others waiting.
@@ -88,13 +90,13 @@ class Futures:
             # A single request above the limit has to pass at some time.
             if value > limit and held.num_waiting and not unblocks:
                 raise BusyError(f"limit {name}: this request would make it {value}, above {limit}; wait")
-        request = Request(request_id=request_id, owner=owner, num_bytes=num_bytes)
+        request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
         held.num_waiting += 1
         held.waiting_bytes += num_bytes
         return request
 
-    async def run(self, request: Request, work: Callable[[], Awaitable[Result]]) -> None:
+    async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Result]]) -> None:
         """Do the work of a request; an exception becomes a RequestFailedResponse."""
         try:
             self._finish(request, await work())
@@ -110,14 +112,14 @@ class Futures:
 
     def fail(
         self,
-        request: Request,
+        request: PendingRequest,
         error: str,
         category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
     ) -> None:
         """Fail a request; the text is for the client, without paths or other internals."""
         self._finish(request, wire.RequestFailedResponse(error=error, category=category))
 
-    def _finish(self, request: Request, result: Result) -> None:
+    def _finish(self, request: PendingRequest, result: Result) -> None:
         """Set a request's result, unless it has one."""
         if request.result is not None:
             return
@@ -161,7 +163,7 @@ class Futures:
             if request.task is not None and request.request_id.startswith(f"{session_id}:"):
                 self._cancel(request, error)
 
-    def _cancel(self, request: Request, error: str) -> None:
+    def _cancel(self, request: PendingRequest, error: str) -> None:
         task = request.task
         assert task is not None
         # A task that has not begun would not report its cancellation.
@@ -174,7 +176,7 @@ class Futures:
         for request in self._requests.values():
             request.done.set()
 
-    def _find(self, request_id: str) -> Request:
+    def _find(self, request_id: str) -> PendingRequest:
         if (request := self._requests.get(request_id)) is None:
             raise GoneError(
                 f"there is no result of request {request_id}: it ended more than {self._limits.result_kept_s:g} s "
@@ -182,7 +184,7 @@ class Futures:
             )
         return request
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: PendingRequest) -> None:
         held = self._held[request.owner]
         if (num_bytes := held.results.pop(request.request_id, None)) is not None:
             held.result_bytes -= num_bytes

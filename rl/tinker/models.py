@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from tinker import types as wire
 
-from rl.tinker.futures import Parts, Request, Result
+from rl.tinker.futures import Parts, PendingRequest, Result
 from rl.tinker.sessions import Session
 from rl.tinker.storage import RunRecord
 from rl.tinker.types import ModelSettings
@@ -29,7 +29,7 @@ Work: TypeAlias = Callable[[], Awaitable[Result]]
 class _Waiting:
     """A request whose turn has not come."""
 
-    request: Request
+    request: PendingRequest
     work: Work | None
     """None for a request that was refused, which only uses up its seq id."""
     adds: bool
@@ -85,7 +85,7 @@ class Model:
             missing += 1
         return seq_id == missing and any(waiting > seq_id for waiting in self._waiting)
 
-    def submit(self, seq_id: int, request: Request, work: Work | None, *, adds: bool = False) -> None:
+    def submit(self, seq_id: int, request: PendingRequest, work: Work | None, *, adds: bool = False) -> None:
         """Accept a seq id that has not come before."""
         if self.ended is not None:
             self._futures.fail(request, self._gone)

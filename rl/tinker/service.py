@@ -36,7 +36,7 @@ from rl.tinker.runs import Runs
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
 from rl.tinker.storage import Storage, in_thread
-from rl.tinker.training import Training
+from rl.tinker.training import TrainingCalls
 from rl.tinker.types import HttpLimits, Limits, Owner
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Service:
         self.http = parts.http
         self.sessions = parts.sessions
         self.sampling = SamplingSessions(parts)
-        self.training = Training(parts, sampling=self.sampling)
+        self.training = TrainingCalls(parts, sampling=self.sampling)
         self.runs = Runs(parts)
         self._sweeping: asyncio.Task[None] | None = None
 

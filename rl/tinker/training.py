@@ -41,7 +41,7 @@ _EITHER = (
 )
 
 
-class Training:
+class TrainingCalls:
     """Calls about models in training; the result of a request is that of `Service.retrieve_future`.
 
     A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition says. Seq ids count

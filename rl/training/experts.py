@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.mesh import TP
-from rl.models.moe import Router
+from rl.models.moe import ExpertRouter
 from rl.types import ExpertLoad
 
 
@@ -48,7 +48,7 @@ class ExpertBalance(Configurable):
     ) -> None:
         self.config = config
         self.mesh = mesh
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         for router in self.routers:
             router.force_balance = config.force_load_balance
         num_experts = self.routers[0].load_balance_bias.numel() if self.routers else 0

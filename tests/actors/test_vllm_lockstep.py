@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from actors.vllm.lockstep import Lockstep, Turn
+from actors.vllm.lockstep import EngineTurn, Lockstep
 from actors.vllm.requests import Drawn
 from tests.support.distributed import run_ranks
 
@@ -26,8 +26,8 @@ def talk() -> dict[str, object]:
     dist.init_process_group("gloo")
     lockstep = Lockstep(rank=rank, size=2, timeout_s=30)
 
-    def exchange(lockstep: Lockstep) -> Turn:
-        return lockstep.exchange(Turn(step=True) if rank == 0 else None)
+    def exchange(lockstep: Lockstep) -> EngineTurn:
+        return lockstep.exchange(EngineTurn(step=True) if rank == 0 else None)
 
     seen: dict[str, object] = {"turn": exchange(lockstep)}
     lockstep.record(drawn(11))
@@ -56,7 +56,7 @@ def _error_of(function: Callable[[], object]) -> str:
 @pytest.mark.medium
 def test_rank_follows_rank_0_and_stops_if_it_diverges_or_hears_nothing():
     first, second = run_ranks(talk, 2, timeout_s=40)
-    assert first["turn"] == second["turn"] == Turn(step=True)
+    assert first["turn"] == second["turn"] == EngineTurn(step=True)
     assert first["agreements"] == second["agreements"] == [True, False, False]
     assert second["divergence"].startswith("RuntimeError: generator rank 1 drew other tokens than rank 0")
     assert second["silence"].startswith(
@@ -67,6 +67,6 @@ def test_rank_follows_rank_0_and_stops_if_it_diverges_or_hears_nothing():
 
 def test_single_rank_needs_no_messages():
     alone = Lockstep(rank=0, size=1, timeout_s=1)
-    assert alone.exchange(Turn(step=True)) == Turn(step=True)
+    assert alone.exchange(EngineTurn(step=True)) == EngineTurn(step=True)
     alone.record(drawn(3))
     assert (alone.all_agree(True), alone.all_agree(False), alone.idle_turn_s) == (True, False, None)

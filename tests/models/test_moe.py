@@ -2,13 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.moe import MoE, Router, grouped_linear, one_kernel
+from rl.models.moe import ExpertRouter, MoE, grouped_linear, one_kernel
 
 
 def router(*, normalize=True):
     """Make a router that chooses two of three experts and whose logits are the token itself."""
     config = MoE.Config(num_experts=3, num_experts_per_token=2, hidden_dim=4, normalize_weights=normalize)
-    made = Router(config=config, dim=3)
+    made = ExpertRouter(config=config, dim=3)
     with torch.no_grad():
         made.weight.copy_(torch.eye(3))
     return made

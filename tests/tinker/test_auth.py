@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl.tinker.auth import Guard, Keys, read_keys
+from rl.tinker.auth import AccessGuard, Keys, read_keys
 from rl.tinker.types import HttpLimits
 
 ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20
@@ -65,7 +65,7 @@ def test_missing_keys_and_files_that_others_can_read_are_refused(tmp_path):
         read_keys(file=None, environment="NO_SUCH")
 
 
-# Guard
+# AccessGuard
 
 KEY = "tml-" + "k" * 20
 LIMITS = HttpLimits(body_bytes=100, json_bytes=40, held_bytes=1000, body_timeout_s=10.0)
@@ -87,7 +87,7 @@ class Inner:
 
 
 def guard(inner, *, keys=None, hosts=None, **limits):
-    return Guard(inner, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits))
+    return AccessGuard(inner, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits))
 
 
 async def call(app, *, chunks=(b"",), headers=None, path="/api/v1/x", ends=True):
