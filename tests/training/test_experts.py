@@ -11,7 +11,7 @@ from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
-from rl.models.moe import MoE, Router
+from rl.models.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
 from rl.training.experts import ExpertBalance
 from rl.types import ExpertLoad
@@ -22,7 +22,7 @@ from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
 def balance(*, num_layers=1, **settings):
     """Return the balance of routers with four experts, whose choices the test writes in."""
     config = MoE.Config(num_experts=4, num_experts_per_token=2, hidden_dim=4)
-    routers = nn.ModuleList(Router(config=config, dim=2) for _ in range(num_layers))
+    routers = nn.ModuleList(ExpertRouter(config=config, dim=2) for _ in range(num_layers))
     made = ExpertBalance.Config(**settings).build(model=routers, mesh=None, device=torch.device("cpu"))
     return made, list(routers)
 

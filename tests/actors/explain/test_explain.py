@@ -181,10 +181,10 @@ memory:
     parameters_bytes: 3.12 MB
     gradients_bytes: 3.12 MB
     optimizer_bytes: 6.23 MB
-    activations_bytes: 124 MB
+    activations_bytes: 111 MB
     logits_bytes: 10.5 MB
     held_between_steps_bytes: 12.5 MB
-    peak_bytes: 147 MB
+    peak_bytes: 134 MB
     fits: true
   generator:
     num_ranks: 1
