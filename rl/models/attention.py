@@ -187,11 +187,14 @@ class AttentionBySegment(nn.Module):
         self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout
     ) -> Tensor:
         """Return [S, H, D] for segments of one query, whose keys are padded to one length."""
+        num_kv_heads = k_NKD.size(1)
         rows = layout.key_offsets[:-1, None] + torch.arange(layout.max_keys, device=q_SHD.device)
-        mask = rows < layout.key_offsets[1:, None]
-        rows = rows.clamp(max=len(k_NKD) - 1)
-        k, v = (x[rows].transpose(1, 2) for x in (k_NKD, v_NKD))
-        q, mask = q_SHD.unsqueeze(2), mask[:, None, None]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1)
-        ).squeeze(2)
+        mask = (rows < layout.key_offsets[1:, None])[:, None, None]
+        rows = rows.clamp(max=len(k_NKD) - 1).flatten()
+        k, v = (
+            x.index_select(0, rows).unflatten(0, (-1, layout.max_keys)).transpose(1, 2)
+            for x in (k_NKD, v_NKD)
+        )
+        # The heads that share keys are the queries of one head, so that keys are not repeated.
+        q = q_SHD.unflatten(1, (num_kv_heads, -1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)
