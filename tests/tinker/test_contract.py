@@ -9,7 +9,8 @@ import torch
 from tinker import RequestFailedError, types
 
 from actors.processes import with_descendants
-from rl.utils.processes import identify, is_alive
+from rl.utils.processes import identify
+from tests.support.runs import wait_until_gone
 from tests.support.tinker_data import (
     TEXTS,
     floats,
@@ -42,7 +43,7 @@ def actor_server(tmp_path_factory):
         yield server
         server.close_clients()
         assert server.end() == 0
-        assert [process for process in processes if is_alive(process)] == []
+        assert wait_until_gone([process.pid for process in processes]) == []
         assert "Error" not in server.log, server.log
 
 
