@@ -57,7 +57,7 @@ def ask_vllm(*folders: Path) -> list[dict[str, Any]]:
     }
     command = [sys.executable, "-c", ENGINE, json.dumps(TEXTS), *map(str, folders)]
     run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL
+        command, env=environment, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
     )
     assert run.returncode == 0, run.stderr[-4000:]
     (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT"))
