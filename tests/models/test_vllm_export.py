@@ -108,7 +108,7 @@ def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
     dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")
     tokenizer = write_random_model(tmp_path / "tokenizer", spec=dense, seed=0)
