@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,8 +88,6 @@ class _Trigger:
 
     def _strike(self) -> None:
         victims = _victims(self._fault.victim, list(read_states(self._logs)))
-        if not victims:
-            return  # They ended meanwhile.
         told = {
             "fault": asdict(self._fault),
             "pids": [process.pid for process in victims],
@@ -117,11 +114,8 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     assert chosen is not None
     if victim != "host":
         return [chosen]
-    host = None
-    with suppress(psutil.NoSuchProcess):
-        host = identify(psutil.Process(chosen.pid).ppid())
-    if host is None:
-        return []
+    host = identify(psutil.Process(chosen.pid).ppid())
+    assert host is not None
     if any(s.role == "controller" and s.process == host for s in states):
         raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")
     # The host first: it must not see its processes die.
