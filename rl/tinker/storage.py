@@ -6,8 +6,8 @@
     .../sampler_weights/...                         the same for weights to sample from
 
 A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
-data that no record names, which the next start removes. An expired checkpoint is not found any more and is removed
-by `sweep`. Reading a checkpoint that is deleted meanwhile fails.
+data that no record names, which the next start removes; other files and folders are left alone. An expired
+checkpoint is not found any more and is removed by `sweep`. Reading a checkpoint that is deleted meanwhile fails.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler
 _RUN = "run.json"
 _MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_DATA = re.compile(rf"({_NAME.pattern})@[0-9a-f]{{32}}")
 _OTHER_KIND: dict[CheckpointKind, str] = {
     "training": "has weights to sample from; only those of save_state can be trained",
     "sampler": "has weights for training; save_weights_for_sampler saves those to sample from",
@@ -140,23 +141,26 @@ class Storage:
         """Lock around changes of records that exist, which several threads may make at once."""
 
     def prepare(self) -> None:
-        """Create the folder, and remove expired checkpoints, data without a record, and runs without checkpoints.
+        """Create the folder, and remove expired checkpoints, data without a record, and runs without files.
 
         Raises:
-            ValueError: the folder cannot be written.
+            ValueError: the folder cannot be made.
         """
         make_folder(self._root, "the storage folder")
         self.sweep()
         for run in self._runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
-                for data in (run / folder).glob("*@*"):
-                    file = data.with_name(f"{data.name.rpartition('@')[0]}.json")
+                for data in (run / folder).glob("[!.]*/"):
+                    if (form := _DATA.fullmatch(data.name)) is None:
+                        log.warning("%s is ignored: it is not of this version of the server", data)
+                        continue
+                    file = data.with_name(f"{form[1]}.json")
                     record = _read(file, CheckpointRecord)
                     # Data of a damaged record are kept.
                     if not file.exists() or (record is not None and record.folder != data.name):
                         shutil.rmtree(data, ignore_errors=True)
-            if not any(_records(run)):
+            if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
                 shutil.rmtree(run, ignore_errors=True)
 
     def sweep(self) -> None:
@@ -249,13 +253,19 @@ class Storage:
                 user_metadata=user_metadata,
                 folder=data.name,
             )
-            await in_thread(publish, temporary, data)
-        await in_thread(self._replace, file, record)
+            await in_thread(self._publish, temporary, file, record)
 
-    def _replace(self, file: Path, record: CheckpointRecord) -> None:
+    def _publish(self, temporary: Path, file: Path, record: CheckpointRecord) -> None:
+        """Publish data and then their record, or neither."""
+        data = file.with_name(record.folder)
+        publish(temporary, data)
         with self._changing:
             older = _read(file, CheckpointRecord)
-            _write(file, record)
+            try:
+                _write(file, record)
+            except OSError:
+                shutil.rmtree(data, ignore_errors=True)
+                raise
             if older is not None:
                 shutil.rmtree(file.with_name(older.folder), ignore_errors=True)
 

@@ -65,6 +65,10 @@ async def test_taken_name_is_refused_or_overwritten_as_requested(client):
     (kept,) = (await client.runs("checkpoints_of_run", model)).checkpoints
     assert kept.user_metadata is None
     assert len([file for file in files(client.folder) if file.endswith("weight.json")]) == 1
+    record = client.folder / model.replace(":", ".") / "weights" / "blocked.json"
+    record.mkdir()
+    assert (await client.failure(client.save(model, 9, "blocked"))).category == "server"
+    assert files(client.folder) == before
 
 
 async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
@@ -126,15 +130,19 @@ async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(cli
         assert await client.loaded_weight(path) == 0
 
 
-async def test_damaged_and_foreign_files_are_ignored_and_data_without_a_record_removed(tmp_path):
+async def test_damaged_and_foreign_files_are_ignored_and_data_without_a_record_removed(tmp_path, caplog):
     async with running_service(tmp_path) as client:
         model = await client.trained()
         paths = [await client.saved(model, seq_id, f"s{seq_id}") for seq_id in (3, 4)]
     folder = tmp_path / model.replace(":", ".") / "weights"
     (folder / "s3.json").write_text('{"format": 2, "settings": []}')
+    (folder / "final@3").mkdir()  # as an earlier version saved it
     present = {one.name for one in folder.iterdir()}
-    for left in ("s4@0", "other@0"):  # as a kill leaves them
-        shutil.copytree(next(folder.glob("s4@*")), folder / left)
+    for left in ("s4", "other"):  # as a kill leaves them
+        shutil.copytree(next(folder.glob("s4@*")), folder / f"{left}@{'0' * 32}")
+    earlier = tmp_path / model.replace(":", ".").replace("train.0", "train.1") / "weights" / "final@3"
+    earlier.mkdir(parents=True)
+    (earlier / "weights.bin").write_text("w")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes.txt").write_text("hello")
     async with running_service(tmp_path) as client:
@@ -144,6 +152,8 @@ async def test_damaged_and_foreign_files_are_ignored_and_data_without_a_record_r
             await client.runs("weights_info", paths[0])
         assert await client.loaded_weight(paths[1]) == -5
     assert (tmp_path / "notes.txt").exists()
+    assert (earlier / "weights.bin").exists()
+    assert f"{earlier} is ignored" in caplog.text
     assert {one.name for one in folder.iterdir()} == present
 
 
