@@ -256,8 +256,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Buffers that a model can recompute, such as tables, are registered with `persistent=False`.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+    # `state_dict` would not do: its hooks shard an FSDP model again, even while another thread computes with it.
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def reset_buffers(model: nn.Module) -> None:
