@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -196,13 +196,19 @@ def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
     return index
 
 
-def is_caused_by_timeout(error: BaseException | None) -> bool:
-    """Return whether an error is a timeout or was raised because of one, here or in an actor."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then its cause, and so on."""
     while error is not None:
-        if isinstance(error, TimeoutError) or isinstance(getattr(error, "exception", None), TimeoutError):
-            return True
+        yield error
         error = error.__cause__
-    return False
+
+
+def is_caused_by_timeout(error: BaseException) -> bool:
+    """Return whether an error is a timeout or was raised because of one, here or in an actor."""
+    return any(
+        isinstance(cause, TimeoutError) or isinstance(getattr(cause, "exception", None), TimeoutError)
+        for cause in causes(error)
+    )
 
 
 def may_hang(role: str, *, after: BaseException) -> bool:

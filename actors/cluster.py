@@ -18,9 +18,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.calls import (
+    ActorCallError,
     ActorGroup,
     ActorLostError,
+    ActorTimeoutError,
     all_or_cancel,
+    causes,
     first_line,
 )
 from actors.config import ClusterConfig, LaunchConfig
@@ -35,7 +38,6 @@ from actors.recovery import AddEvent, Role, Supervisor, no_event
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
-from rl.types import ServeResult
 from rl.utils.errors import RunError
 from rl.utils.threads import run_aside
 from rl.weights.store import WeightStore
@@ -48,6 +50,8 @@ TRAINER_GRACE_S = 10.0
 """Time for a call to a dead trainer to end with its own, more exact error."""
 DEATH_GRACE_S = 3.0
 """Time until the trainer's processes are seen dead; a caller without an answer may notice first."""
+ANSWER_S = 10.0
+"""Time for trainer processes on other hosts to show that they are alive."""
 
 
 class Cluster:
@@ -123,7 +127,12 @@ class Cluster:
         ]
         if config.launch.share_gpus:
             await self._set_up_in_turns(trainer, started)
-            lock = DeviceLock(trainer=trainer, generators=started, pull=self._pull_again)
+            # The pool is made afterwards, of the lock's roles.
+            lock = DeviceLock(
+                trainer=trainer,
+                generators=started,
+                pull=lambda version, generators: self.pool.pull(version, generators=generators),
+            )
             self.trainer, members = lock.trainer, lock.generators
         self.pool = GeneratorPool(
             members, trainer=self.trainer, store=self.store, parity=self._parity, drains=self._drains
@@ -169,13 +178,33 @@ class Cluster:
             RunError: `error`, if the trainer is not lost or nothing is restarted.
             RestartsUsedUpError: the trainer was lost too often.
         """
-        reason = await _reason_of_loss(self.trainer, error) if self._restarts else None
+        reason = await self._reason_of_loss(error) if self._restarts else None
         if reason is None:
             raise error
         async with self.pool.without_weights():
             await self._supervisor.restart(
-                self.trainer.name, reason=reason, start=self._replace_trainer, at_least=at_least
+                self.trainer.name,
+                reason=reason,
+                start=self._replace_trainer,
+                cause=error,
+                at_least=at_least,
             )
+
+    async def _reason_of_loss(self, error: RunError) -> str | None:
+        """Return the reason of the trainer's loss, or None if it is alive."""
+        for cause in causes(error):
+            if isinstance(cause, ActorLostError) and cause.role == self.trainer.name:
+                return first_line(cause)
+        if dead := await self.trainer.group.seen_dead(DEATH_GRACE_S):
+            return f"rank {', '.join(map(str, dead))} is dead: its process ended"
+        for role in self.launcher.roles:
+            if role.name == self.trainer.name and len(role.local) < role.mesh.size():
+                try:
+                    async with deadline(ANSWER_S, f"asking role {role.name!r} whether it is alive"):
+                        await role.members.check.call()
+                except (ActorCallError, ActorTimeoutError) as lost:
+                    return first_line(lost)
+        return None
 
     async def _replace_trainer(self) -> None:
         await self.launcher.end_lost(self.placements.trainer)
@@ -185,11 +214,6 @@ class Cluster:
         await run_aside(self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s)
         self.trainer.replace(await self._start_trainer())
         await self.pool.use_store()
-
-    async def _pull_again(
-        self, version: int, generators: Sequence[ActorGroup]
-    ) -> tuple[ServeResult, Sequence[ActorLostError]]:
-        return await self.pool.pull(version, generators=generators)
 
     async def _restart_generator(self, number: int) -> ActorGroup:
         await self.launcher.end_lost(self.placements.generators[number])
@@ -264,18 +288,6 @@ class Cluster:
             # The engine makes a setting of its own before it imports vllm.
             return ("actors.generator",)
         return ("actors.generator", "actors.vllm.core")
-
-
-async def _reason_of_loss(trainer: Role, error: RunError) -> str | None:
-    """Return the reason of the trainer's loss, or None if it is alive."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ActorLostError) and cause.role == trainer.name:
-            return first_line(cause)
-        cause = cause.__cause__
-    if dead := await trainer.group.seen_dead(DEATH_GRACE_S):
-        return f"rank {', '.join(map(str, dead))} is dead: its process ended"
-    return None
 
 
 def num_gpus() -> int:

@@ -106,7 +106,7 @@ class VLLMGenerator(Actor, Configurable):
 
         `on_update` decides what happens to running requests.
         """
-        pull = partial(self._pull, snapshot)
+        pull = partial(self._pull, self.store, snapshot)
         with span("pull", version=snapshot.version):
             return await self._running().update_weights(pull, version=snapshot.version)
 
@@ -154,8 +154,13 @@ class VLLMGenerator(Actor, Configurable):
         measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
         return await self._running().aside(measure)
 
-    async def _pull(self, snapshot: Snapshot, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
-        pulling = asyncio.create_task(self.store.pull(snapshot, state_dict=state_dict))
+    async def _pull(
+        self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]
+    ) -> tuple[BoxSum, ...]:
+        """Pull from the store that was used when the call arrived; its turn may come after `use_store`."""
+        if store is not self.store:
+            raise GeneratorError(f"the weight store was lost before version {snapshot.version} was pulled")
+        pulling = asyncio.create_task(store.pull(snapshot, state_dict=state_dict))
         self._pulling.add(pulling)
         pulling.add_done_callback(self._pulling.discard)
         try:

@@ -1,4 +1,4 @@
-"""Process that cleans up once the controller has ended, however it ended: `python -m actors.guard RUN`.
+"""Process that cleans up once the controller has ended, however it ended: `python -m actors.guard NAME RUN`.
 
 Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed. The controller
 writes to the guard's stdin what has to be called then. When the controller ends, stdin closes, and the guard
@@ -26,11 +26,11 @@ END_LIMIT_S = 120
 class Guard:
     """The controller's handle of a guard process."""
 
-    def __init__(self, clean_up: Callable[[], object]) -> None:
-        """Start the process; `clean_up` must pickle."""
+    def __init__(self, clean_up: Callable[[], object], *, name: str) -> None:
+        """Start the process; `clean_up` must pickle, and `name` is for lists of processes."""
         env = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.guard", processes.RUN],
+            [sys.executable, "-m", "actors.guard", name, processes.RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=env | {"PYTHONPATH": import_path()},
@@ -54,13 +54,13 @@ def main(run: str) -> None:
     if not clean_up:
         return
     signal.alarm(END_LIMIT_S)  # ends this process if a scheduler does not answer
-    left = carrying_environment(RUN_VARIABLE, run)
-    for process in left:
-        kill(process)
-    while any(map(is_alive, left)):  # they may still write files
-        time.sleep(0.01)
+    while left := carrying_environment(RUN_VARIABLE, run):  # again, as one of them may have started another
+        for process in left:
+            kill(process)
+        while any(map(is_alive, left)):  # they may still write files
+            time.sleep(0.01)
     pickle.loads(base64.b64decode(clean_up))()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[2])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from monarch.actor import ActorError
 
-from actors.calls import ActorLostError, is_caused_by_timeout, mesh_index
+from actors.calls import ActorLostError, causes, is_caused_by_timeout, mesh_index
 from actors.compat import SupervisionError
 from actors.members import RoleProcesses
 from rl.observability.spans import ProcessState, read_states
@@ -48,12 +48,15 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
     """
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped one.
-    is_hang = is_caused_by_timeout(error) or (isinstance(error, ActorLostError) and not error.ranks)
+    is_hang = is_caused_by_timeout(error) or any(
+        isinstance(cause, ActorLostError) and not cause.ranks for cause in causes(error)
+    )
     if logs is None or not is_hang:
         return
     reports = await report_run(roles, logs)
     file = write_reports(reports, logs, title=f"{type(error).__name__}: {error}")
-    logger.info("the stacks of all processes are in %s", file)
+    if file is not None:
+        logger.info("the stacks of all processes are in %s", file)
     if isinstance(error, RunError):
         silent = [report for report in reports if report.role == getattr(error, "role", "")]
         error.more = format_reports(silent or reports, file)
@@ -101,4 +104,4 @@ def format_reports(reports: Sequence[ProcessReport], file: Path | None) -> str:
         lines += [f"  {report.name}: {report.spans}", *(f"    {line}" for line in excerpt(report.stacks))]
     if len(reports) > MAX_REPORTED:
         lines.append(f"  and {len(reports) - MAX_REPORTED} more processes")
-    return "\n".join([*lines, f"  all stacks: {file}"])
+    return "\n".join([*lines, *([] if file is None else [f"  all stacks: {file}"])])

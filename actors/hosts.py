@@ -142,7 +142,7 @@ class Hosts:
                         self.processes[group] = [
                             found for pid in pids if (found := identify(pid)) is not None
                         ]
-                asked.guard = Guard(job.kill)
+                asked.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
                 await run_aside(partial(prepare_client_gateway, job), name="hosts")
             if launch.on_cluster and launch.controller_address is not None:

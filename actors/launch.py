@@ -75,9 +75,11 @@ class Launcher:
     """The launcher of this process that was not stopped: one at a time."""
 
     def __init__(self) -> None:
-        assert Launcher.current is None, "this process runs actors already"
-        Launcher.current = self
+        """Raise RuntimeError if this process runs actors already."""
+        if Launcher.current is not None:
+            raise RuntimeError("this process runs actors already: end the other run first")
         settle_monarch(self._on_fault)
+        Launcher.current = self
         self.roles: list[RoleProcesses] = []
         self.hosts: Hosts | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -187,11 +189,13 @@ class Launcher:
         Strays are children of a process that died earlier, or of a role that never came up. Background tasks
         end first, as they would restart what is stopped here.
         """
-        await self.end_background(timeout_s=STOP_TIMEOUT_S)
-        results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
-        if self.hosts is not None:
-            await self.hosts.end()
-        Launcher.current = None
+        try:
+            await self.end_background(timeout_s=STOP_TIMEOUT_S)
+            results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
+            if self.hosts is not None:
+                await self.hosts.end()
+        finally:
+            Launcher.current = None
         strays = carrying_environment(RUN_VARIABLE, RUN)
         for process in strays:
             kill(process)
@@ -210,7 +214,7 @@ class Launcher:
     def _end_of_background(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("%s ended: %s", task.get_name(), error)
+            logger.warning("%s failed: %s", task.get_name(), error)
 
     async def end_background(self, *, timeout_s: float) -> None:
         """Cancel all background tasks and wait until they have ended."""
@@ -261,6 +265,7 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
         KeyboardInterrupt: the loop stopped after Ctrl-C.
         SystemExit: 143 after SIGTERM.
     """
+    launcher = Launcher()
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     received: list[int] = []
@@ -280,7 +285,6 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
         before.clear()
     for number in before:
         signal.signal(number, on_signal)
-    launcher = Launcher()
     try:
         try:
             yield launcher

@@ -69,6 +69,10 @@ class Member(Actor):
         return "127.0.0.1" if one_host else outward_address(), free_port()
 
     @concurrent_endpoint
+    async def check(self) -> None:
+        """Show that the process is alive."""
+
+    @concurrent_endpoint
     async def stacks(self) -> str:
         """Return this process's stacks to a caller on another host; there must be logs."""
         return await request_stacks(read_state(self._state), self._state.parent.parent)

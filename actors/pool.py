@@ -37,6 +37,7 @@ from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
 from rl.weights.store import WeightStore
+from rl.weights.types import WeightStoreError
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class GeneratorPool:
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
+        # The Tinker backend never has more than `keep_versions` versions, so none of its snapshots is deleted here.
         await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
@@ -164,8 +166,8 @@ class GeneratorPool:
         """Prevent pulls while the store is replaced, and forget all versions of the trainer that was lost."""
         async with self._pulling:
             self._version = None
-            for version in list(self._expected):
-                await _give_up(self._expected.pop(version))
+            while self._expected:
+                await _give_up(self._expected.popitem()[1])
             yield
 
     async def use_store(self) -> None:
@@ -208,6 +210,7 @@ class GeneratorPool:
         Raises:
             WeightParityError: names generator, tensor and version.
             LogprobParityError: names generator and version.
+            WeightStoreError: the version is deleted or given up.
         """
         snapshot = self.store.snapshot(version)
         try:
@@ -222,7 +225,8 @@ class GeneratorPool:
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
             result = ServeResult(canary_diff=diff, canary_s=now_s() - started)
         except BaseException:
-            if version in self._expected:
+            # The version is still served: logprobs that are there are for the next generator that pulls it.
+            if version in self._expected and not self._expected[version].done():
                 await _give_up(self._expected.pop(version))
             raise
         self._expected = {v: expected for v, expected in self._expected.items() if v >= version}
@@ -234,8 +238,13 @@ class GeneratorPool:
         """Return the largest difference of a generator's logprobs from the trainer's, in nats a token."""
         if self.parity is None:
             return None, []
+        if version not in self._expected:
+            raise WeightStoreError(
+                f"version {version} was given up: the trainer's logprobs of the parity text are gone; push a "
+                "new version"
+            )
         # The trainer's logprobs first, as trainer and generators may have to take turns on a device.
-        logprobs_T = (await self._expected[version])[0][0]
+        logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
         calls = [g.call("compute_logprobs", [self.parity.token_ids]) for g in generators]
         answers, lost = await _answers(generators, calls)
         found = {g.name: ranks[0][0] for g, ranks in answers}

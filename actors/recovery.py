@@ -62,15 +62,18 @@ class Supervisor:
         self._restarts: dict[str, list[float]] = {}
         """Times of the restarts, by role."""
 
-    def count(self, role: str, *, reason: str, at_least: int = 1) -> tuple[int, float]:
+    def count(
+        self, role: str, *, reason: str, cause: BaseException | None = None, at_least: int = 1
+    ) -> tuple[int, float]:
         """Count one more restart; return its number within the window and the pause before it.
 
         Args:
+            cause: error of the loss.
             at_least: number that this restart has at least, however long ago the others were: restarts
                 without any progress between them do not expire.
 
         Raises:
-            RestartsUsedUpError: names role, number, window and `reason`.
+            RestartsUsedUpError: names role, number, window and `reason`; raised from `cause`.
         """
         config, now_s = self.config, self._now_s()
         earlier = [at for at in self._restarts.get(role, ()) if now_s - at < config.window_s]
@@ -78,7 +81,7 @@ class Supervisor:
             raise RestartsUsedUpError(
                 f"{role} is lost again, after {num_earlier} restarts (recovery.max_restarts="
                 f"{config.max_restarts}, recovery.window_s={config.window_s:g}); the last reason: {reason}"
-            )
+            ) from cause
         self._restarts[role] = [*earlier, now_s]
         doublings = min(len(earlier) - 1, 60)
         return len(earlier) + 1, min(config.pause_s * 2**doublings, config.max_pause_s) if earlier else 0.0
@@ -89,11 +92,12 @@ class Supervisor:
         *,
         reason: str,
         start: Callable[[], Awaitable[T]],
+        cause: BaseException | None = None,
         at_least: int = 1,
     ) -> T:
         """Return the result of `start`, which is called again after pauses if the role is lost during it.
 
-        `start` has deadlines of its own. `at_least` is the one of `count`, for the first call.
+        `start` has deadlines of its own. `cause` and `at_least` are those of `count`, for the first call.
 
         Raises:
             RestartsUsedUpError: the role was lost too often.
@@ -101,7 +105,7 @@ class Supervisor:
         """
         lost_at = self._now_s()
         for counted in itertools.count(at_least):
-            number, pause_s = self.count(role, reason=reason, at_least=counted)
+            number, pause_s = self.count(role, reason=reason, cause=cause, at_least=counted)
             again = f"starting it again in {pause_s:g} s" if pause_s else "starting it again"
             logger.warning(
                 "%s is lost: %s; %s (%d of %d)", role, reason, again, number, self.config.max_restarts
@@ -114,7 +118,7 @@ class Supervisor:
                 raise
             except RunError as error:
                 logger.info("%s was not started", role, exc_info=True)
-                reason = first_line(error)
+                reason, cause = first_line(error), error
                 continue
             after_s = self._now_s() - lost_at
             logger.warning("%s is restarted after %.1f s", role, after_s)
@@ -206,20 +210,22 @@ class Role:
         if self._start is None or self._supervisor is None or not self._supervisor.config.max_restarts:
             self.failure = error
             raise error
-        restart = self._restart(self._start, self._supervisor, reason=first_line(error))
+        restart = self._restart(self._start, self._supervisor, error=error)
         self.restarting = self._supervisor.in_background(restart, name=f"restart of {self.name}")
 
     async def _restart(
-        self, start: Callable[[], Awaitable[ActorGroup]], supervisor: Supervisor, *, reason: str
+        self, start: Callable[[], Awaitable[ActorGroup]], supervisor: Supervisor, *, error: ActorLostError
     ) -> None:
         try:
-            self.group = await supervisor.restart(self.name, reason=reason, start=start)
-        except RunError as error:
-            self.failure = error
-        except BaseException as error:
+            self.group = await supervisor.restart(
+                self.name, reason=first_line(error), start=start, cause=error
+            )
+        except RunError as failure:
+            self.failure = failure
+        except BaseException as failure:
             # Also if it is cancelled: no caller may wait for this role any longer.
-            self.failure = RunError(f"{self.name} was not started again: {type(error).__name__}: {error}")
-            self.failure.__cause__ = error
+            self.failure = RunError(f"{self.name} was not started again: {type(failure).__name__}: {failure}")
+            self.failure.__cause__ = failure
             raise
         finally:
             self.restarting = None

@@ -100,7 +100,7 @@ async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIte
         reward_actors: False scores in a process of this one, as `reward.num_procs=0` does.
 
     Raises:
-        ValueError: the config cannot run; nothing was started or written.
+        ValueError: the config cannot run; nothing was started, and nothing written but the lock of a checkpoint folder.
         RunError: a process did not come up, or ran into an error.
     """
     if Launcher.current is not None:
@@ -122,7 +122,8 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
         source: origin of the config, which is written to the folder.
 
     Raises:
-        ValueError: the config cannot run; nothing was written, and an earlier run of that name is as it was.
+        ValueError: the config cannot run; an earlier run of that name is as it was. Nothing was written, except that a
+            checkpoint folder outside of the run's folder was made and has a lock file.
     """
     check_fields(config)
     with ExitStack() as stack:

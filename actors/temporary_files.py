@@ -20,6 +20,7 @@ from actors.guard import Guard
 PREFIX = "relay-tmp-"
 MAX_PATH = 45
 """Characters of the folder's path: the sockets in it are limited to 107 characters."""
+GUARD_NAME = "temporary-files"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -31,7 +32,7 @@ def temporary_files() -> Iterator[None]:
     """
     # Compiled kernels are for later runs too: their cache is not in the folder.
     cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    folder = _folder()
+    folder, _ = _guarded_folder()
     settings = {"TMPDIR": folder, INDUCTOR_CACHE: os.environ.get(INDUCTOR_CACHE, cache)}
     before, python_before = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
     os.environ.update(settings)
@@ -48,11 +49,11 @@ def temporary_files() -> Iterator[None]:
 
 
 @functools.cache
-def _folder() -> str:
+def _guarded_folder() -> tuple[str, Guard]:
     """Make this process's folder: one for all its runs, as Monarch's client keeps its sockets from run to run."""
+    # The cache also keeps the guard: its pipe must stay open until this process ends.
     parent = Path(tempfile.gettempdir())
     if len(str(parent / f"{PREFIX}12345678")) > MAX_PATH:
         parent = Path("/tmp")
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-    Guard(functools.partial(shutil.rmtree, folder, ignore_errors=True))
-    return folder
+    return folder, Guard(functools.partial(shutil.rmtree, folder, ignore_errors=True), name=GUARD_NAME)

@@ -112,16 +112,16 @@ class ActorBackend(TinkerBackend):
         store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=folder)
         logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
         launcher = Launcher()
-        cluster = Cluster(
-            self._cluster,
-            launcher=launcher,
-            model_spec=base.spec,
-            hf_assets_path=str(base.folder),
-            store=store,
-            logs=LogSettings(folder=logs, console_level=config.console_level),
-            trainer_arguments={"model_spec": base.spec, "models": True},
-        )
         try:
+            cluster = Cluster(
+                self._cluster,
+                launcher=launcher,
+                model_spec=base.spec,
+                hf_assets_path=str(base.folder),
+                store=store,
+                logs=LogSettings(folder=logs, console_level=config.console_level),
+                trainer_arguments={"model_spec": base.spec, "models": True},
+            )
             await cluster.start()
         except BaseException:
             with left:
@@ -146,6 +146,7 @@ class ActorWorkers(TrainerClient):
         self._versions: set[int] = set()
 
     async def push(self, *, model_id: str) -> int:
+        # No more than `keep_versions`: `GeneratorPool.serve` deletes the oldest beyond them.
         most, version = self._cluster.store.config.keep_versions, next(self._numbers)
         if len(self._versions) >= most:
             raise LimitReachedError(

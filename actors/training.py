@@ -93,8 +93,8 @@ async def load_start(
     """
     find = find or (lambda: plan.source)
     # The tokenizer in a checkpoint is not loaded, only compared.
-    has_tokenizer = excluded(TOKENIZER, config.trainer.checkpoint.exclude_from_loading)
-    exclude_of_own = (TOKENIZER,) if has_tokenizer else ()
+    excluded_of_all = config.trainer.checkpoint.exclude_from_loading
+    exclude_of_own = (TOKENIZER,) if excluded(TOKENIZER, excluded_of_all) else ()
     while (source := find()) is not None:
         exclude = exclude_of_own if source.whole else None
         try:

@@ -18,18 +18,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from losses.types import Loss
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import whole_tensor
@@ -55,36 +55,36 @@ from rl.training.engine import TrainingEngine
 from rl.training.models import RUN, TrainedModels, adapted
 from rl.types import (
     Completion,
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
     Rollout,
     SamplingParams,
     Score,
     ServeResult,
+    TrainingSample,
 )
 from rl.utils.threads import WorkerThread
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
 def _engine_call(
-    method: Callable[..., ResultT], *, span_name: str | None = None
-) -> Callable[..., Coroutine[Any, Any, ResultT]]:
-    """Return the asynchronous form of an engine's method; it also takes the `model_id` of an engine."""
-    name = method.__name__
+    method: Callable[Concatenate[TrainingEngine, P], ResultT], *, span_name: str
+) -> Callable[Concatenate[LocalBackend, P], Coroutine[Any, Any, ResultT]]:
+    """Return the asynchronous form of a method of the run's engine."""
 
     @wraps(method)
-    async def call(self: LocalBackend, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
-        def run() -> ResultT:
-            result: ResultT = getattr(self.engine_of(model_id), name)(*args, **options)
-            return result
+    async def asynchronous(self: LocalBackend, /, *args: P.args, **options: P.kwargs) -> ResultT:
+        return await self._train(span_name, lambda engine: method(engine, *args, **options), model_id=RUN)
 
-        return await self.call("trainer", span_name or name, run)
-
-    return call
+    return asynchronous
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
-    """A call of `generate`, which can be answered with others."""
+class _Draw:
+    """The completions of one call of `generate`, which can be drawn with those of others."""
 
     sampling: SamplingParams
     requests: list[CompletionRequest]
@@ -139,8 +139,8 @@ class LocalBackend:
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
         self._has_models, self._max_sequences, self._gather_s = models, max_sequences, gather_s
-        self._waiting: deque[_Call] = deque()
-        """Calls of `generate` that can still be answered with others."""
+        self._waiting: list[_Draw] = []
+        """Calls of `generate` under way, which can be answered with others; changed by the event loop alone."""
         self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
         """Unmerged adapters and copies of the weights by version, in the order of the pushes; the base of adapters
         is shared."""
@@ -208,22 +208,19 @@ class LocalBackend:
             thread.stop(timeout_s=threading.TIMEOUT_MAX)
         (self.models if self._has_models else self.engine).close()
 
-    async def call(self, thread: str, name: str, function: Callable[..., ResultT], *args: Any) -> ResultT:
+    async def _run_in(self, thread: str, name: str, function: Callable[..., ResultT], *args: Any) -> ResultT:
         """Return the result of a function in a thread, unless the call is cancelled before its turn."""
         self._check_open()
-        cancelled = threading.Event()
 
         def run() -> ResultT:
             self._check_open()
-            if cancelled.is_set():
-                raise asyncio.CancelledError
             with span(name):
                 return function(*args)
 
-        try:
-            return await self.threads[thread].run(run)
-        finally:
-            cancelled.set()
+        return await self.threads[thread].run(run)
+
+    async def _train(self, name: str, use: Callable[[TrainingEngine], ResultT], *, model_id: str) -> ResultT:
+        return await self._run_in("trainer", name, lambda: use(self.engine_of(model_id)))
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -237,10 +234,15 @@ class LocalBackend:
         """Return the completions of each prompt (`TokenGenerator.generate`).
 
         Raises:
-            ValueError: a prompt is empty or fills the context, or a setting is out of range.
+            ValueError: a prompt is empty or fills the context, a setting is out of range, or there are stop texts
+                and no tokenizer.
             RuntimeError: no weights were published yet, or the backend is closed.
         """
         self._check_open()
+        if sampling.stop_texts and self._folder is None:
+            raise ValueError(
+                f"stop_texts={sampling.stop_texts}: needs a tokenizer: set hf_assets_path, or give stop_token_ids"
+            )
         cancelled = threading.Event()
 
         def ends(tokens: Sequence[int]) -> bool:
@@ -252,31 +254,33 @@ class LocalBackend:
         context = self._spec.model.rope.max_positions
         requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
         num_tokens = sum(map(len, prompts))
-        call = _Call(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+        own = _Draw(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
         try:
             if self._has_models:
-                self._waiting.append(call)
+                self._waiting.append(own)
                 await asyncio.sleep(self._gather_s)
-            completions = await self.call("generator", "generate", self._answer, call)
+            completions = await self._run_in("generator", "generate", self._answer, own)
         finally:
             cancelled.set()
+            if self._has_models:
+                self._waiting.remove(own)
         return by_prompt(completions, sampling=sampling)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        assert self._folder is not None, "stop texts need a tokenizer"
+        assert self._folder is not None, "`generate` refuses stop texts without a tokenizer"
         return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
 
-    def _answer(self, call: _Call) -> list[Completion]:
-        """Return a call's completions, drawn together with those of the waiting calls that fit."""
+    def _answer(self, own: _Draw) -> list[Completion]:
+        """Return the completions of a call, drawn together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        if call.completions is None:
-            group = self._group(call)
+        if own.completions is None:
+            group = self._group(own)
             completions = complete(
                 self._model,
                 [request for one in group for request in one.requests],
-                sampling=call.sampling,
+                sampling=own.sampling,
                 policy_version=self._served_version,
                 max_sequences=self._max_sequences,
                 is_cancelled=lambda: self._closed.is_set() or all(one.cancelled.is_set() for one in group),
@@ -285,21 +289,21 @@ class LocalBackend:
             remaining = iter(completions)
             for one in group:
                 one.completions = list(itertools.islice(remaining, len(one.requests)))
-        assert call.completions is not None
-        return call.completions
+        assert own.completions is not None
+        return own.completions
 
-    def _group(self, first: _Call) -> list[_Call]:
-        """Take a call and the waiting ones that can be answered with it; a single call may exceed the limits."""
+    def _group(self, first: _Draw) -> list[_Draw]:
+        """Return a call and the waiting ones that can be answered with it; a single call may exceed the limits."""
         group, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
         max_tokens = self._config.training.max_tokens_per_microbatch
-        for _ in range(len(self._waiting)):
-            call = self._waiting.popleft()
-            if call is first or call.cancelled.is_set():
+        for other in tuple(self._waiting):
+            if other is first or other.cancelled.is_set() or other.completions is not None:
                 continue
-            num_sequences += len(call.requests)
-            num_tokens += call.num_tokens
+            num_sequences += len(other.requests)
+            num_tokens += other.num_tokens
             has_room = num_sequences <= self._max_sequences and num_tokens <= max_tokens
-            (group if has_room and call.drawn_alike == first.drawn_alike else self._waiting).append(call)
+            if has_room and other.drawn_alike == first.drawn_alike:
+                group.append(other)
         return group
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
@@ -308,16 +312,56 @@ class LocalBackend:
         def compute() -> PromptLogprobs:
             return prompt_logprobs(self._model, prompt, top_k=top_k)
 
-        return await self.call("generator", "prompt_logprobs", compute)
+        return await self._run_in("generator", "prompt_logprobs", compute)
 
     # Trainer
 
-    forward_backward = _engine_call(TrainingEngine.forward_backward)
-    forward = _engine_call(TrainingEngine.forward)
-    drop_gradient = _engine_call(TrainingEngine.drop_gradient)
-    optim_step = _engine_call(TrainingEngine.optim_step)
-    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _engine_call(TrainingEngine.compute_reference_logprobs)
+    async def forward_backward(
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
+        model_id: str = RUN,
+    ) -> ForwardBackwardResult:
+        """Call `TrainingEngine.forward_backward`."""
+
+        def use(engine: TrainingEngine) -> ForwardBackwardResult:
+            return engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
+
+        return await self._train("forward_backward", use, model_id=model_id)
+
+    async def forward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
+    ) -> ForwardBackwardResult:
+        """Call `TrainingEngine.forward`."""
+        return await self._train("forward", lambda e: e.forward(samples, loss=loss), model_id=model_id)
+
+    async def drop_gradient(self, *, model_id: str = RUN) -> None:
+        """Call `TrainingEngine.drop_gradient`."""
+        await self._train("drop_gradient", TrainingEngine.drop_gradient, model_id=model_id)
+
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
+    ) -> OptimStepResult:
+        """Call `TrainingEngine.optim_step`."""
+
+        def use(engine: TrainingEngine) -> OptimStepResult:
+            return engine.optim_step(params, allow_empty=allow_empty)
+
+        return await self._train("optim_step", use, model_id=model_id)
+
+    async def compute_logprobs(
+        self, samples: Sequence[TrainingSample], *, model_id: str = RUN
+    ) -> list[np.ndarray]:
+        """Call `TrainingEngine.compute_logprobs`."""
+        return await self._train(
+            "compute_logprobs", lambda engine: engine.compute_logprobs(samples), model_id=model_id
+        )
+
+    compute_reference_logprobs = _engine_call(
+        TrainingEngine.compute_reference_logprobs, span_name="compute_reference_logprobs"
+    )
     save_checkpoint = _engine_call(TrainingEngine.save_checkpoint, span_name="save")
     load_checkpoint = _engine_call(TrainingEngine.load_checkpoint, span_name="load")
     export_hf = _engine_call(TrainingEngine.export_hf, span_name="export")
@@ -326,24 +370,24 @@ class LocalBackend:
     # Models by id
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self.call("trainer", "create_model", self.models.create, model_id, lora)
+        await self._run_in("trainer", "create_model", self.models.create, model_id, lora)
 
     async def delete_model(self, model_id: str) -> None:
-        await self.call("trainer", "delete_model", self.models.delete, model_id)
+        await self._run_in("trainer", "delete_model", self.models.delete, model_id)
 
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         save = partial(self.models.save, model_id, folder, optimizer=optimizer)
-        await self.call("trainer", "save", save)
+        await self._run_in("trainer", "save", save)
 
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
         load = partial(self.models.load, model_id, folder, optimizer=optimizer)
-        await self.call("trainer", "load", load)
+        await self._run_in("trainer", "load", load)
 
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
         """Copy the present weights, and return their version: the policy version of a run, with adapters merged."""
-        return await self.call("trainer", "push", self._push, model_id)
+        return await self._run_in("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:
         engine = self.engine_of(model_id)
@@ -375,7 +419,7 @@ class LocalBackend:
         Raises:
             ValueError: the version was not pushed, or a later one is served.
         """
-        await self.call("generator", "pull", self._serve, policy_version)
+        await self._run_in("generator", "pull", self._serve, policy_version)
         return ServeResult()
 
     def _serve(self, policy_version: int) -> None:
@@ -396,7 +440,8 @@ class LocalBackend:
                     self._frozen[name] = tensor.to(self._dtype)
             tensors = self._frozen | tensors
         # The model gets these very tensors, without a copy.
-        self._model.load_state_dict(tensors, strict=False, assign=True)
+        unknown = self._model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+        assert not unknown, f"the sampled model has no tensors {unknown}"
         self._served_version = policy_version
         if not self._has_models:
             for version in kept[: kept.index(policy_version) + 1]:

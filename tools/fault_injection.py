@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class _Trigger:
 
     def _strike(self) -> None:
         victims = _victims(self._fault.victim, list(read_states(self._logs)))
+        if not victims:
+            return  # They ended meanwhile.
         told = {
             "fault": asdict(self._fault),
             "pids": [process.pid for process in victims],
@@ -114,8 +117,11 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     assert chosen is not None
     if victim != "host":
         return [chosen]
-    host = identify(psutil.Process(chosen.pid).ppid())
-    assert host is not None
+    host = None
+    with suppress(psutil.NoSuchProcess):
+        host = identify(psutil.Process(chosen.pid).ppid())
+    if host is None:
+        return []
     if any(s.role == "controller" and s.process == host for s in states):
         raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")
     # The host first: it must not see its processes die.

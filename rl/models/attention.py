@@ -160,13 +160,15 @@ class PackedAttention(nn.Module):
 
 
 class AttentionBySegment(nn.Module):
-    """Attention to the result of `keys_and_values`, one segment after another."""
+    """Attention to the result of `keys_and_values`, one segment after another, or to padded keys while decoding."""
 
     never_compiled = True
     """Every batch, with other lengths, would be compiled anew."""
 
     def forward(self, q_tHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
+        if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries):
+            return self._of_single_queries(q_tHD, k_NKD, v_NKD, layout)
         queries = q_tHD.split(layout.num_queries)
         keys, values = k_NKD.split(layout.num_keys), v_NKD.split(layout.num_keys)
         outs = []
@@ -180,3 +182,19 @@ class AttentionBySegment(nn.Module):
             )
             outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs)
+
+    def _of_single_queries(
+        self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout
+    ) -> Tensor:
+        """Return [S, H, D] for segments of one query, whose keys are padded to one length."""
+        num_kv_heads = k_NKD.size(1)
+        rows = layout.key_offsets[:-1, None] + torch.arange(layout.max_keys, device=q_SHD.device)
+        mask = (rows < layout.key_offsets[1:, None])[:, None, None]
+        rows = rows.clamp(max=len(k_NKD) - 1).flatten()
+        k, v = (
+            x.index_select(0, rows).unflatten(0, (-1, layout.max_keys)).transpose(1, 2)
+            for x in (k_NKD, v_NKD)
+        )
+        # The heads that share keys are the queries of one head, so that keys are not repeated.
+        q = q_SHD.unflatten(1, (num_kv_heads, -1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)

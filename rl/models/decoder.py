@@ -159,6 +159,9 @@ class TransformerBlock(Configurable, nn.Module):
 class Decoder(Configurable, nn.Module):
     """The model type that trainers, generators and samplers program against."""
 
+    row_multiple = 1
+    """Number whose multiples are valid token counts of a forward."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         vocab_size: int

@@ -1,7 +1,7 @@
 """A batched sampler with a key-value cache, in plain PyTorch on the trainer's model.
 
 It serves the in-process backends and is the reference for the engine's logprobs. While it runs, only the model's
-core attention is replaced. Forwards are padded to whole tiles of rows, as batch-invariant layers need.
+core attention is replaced. Forwards of a batch-invariant model are padded to whole tiles of rows.
 
 Shape legend: T packed tokens of a forward, P prompts, N requests, B of them still running, C tokens of one chunk,
 E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens of one prompt, k most likely
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -45,7 +46,10 @@ def generate(
     Raises:
         ValueError: if a prompt is empty or fills the context, or a setting is out of range.
     """
-    assert not sampling.stop_texts, "they need a tokenizer"
+    if sampling.stop_texts:
+        raise ValueError(
+            f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; give stop_token_ids"
+        )
     requests = completion_requests(
         prompts,
         sampling=sampling,
@@ -198,11 +202,12 @@ def _logits(
 ) -> Tensor:
     """Return the logits at these rows, by default at all."""
     rows = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
+    pad = partial(pad_rows, multiple=model.row_multiple)
 
     def head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-        return F.linear(pad_rows(hidden_TE[rows]), weight_VE)[: len(rows)]
+        return F.linear(pad(hidden_TE[rows]), weight_VE)[: len(rows)]
 
-    return model(pad_rows(tokens), positions=pad_rows(positions), sequences=layout, head=head)
+    return model(pad(tokens), positions=pad(positions), sequences=layout, head=head)
 
 
 class CachedAttention(nn.Module):
@@ -256,7 +261,11 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> Pr
     With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for bit.
     """
     tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(model.embed_tokens.weight.device)
-    inputs_T, targets_T = pad_rows(tokens_M), pad_rows(tokens_M.roll(-1))
+    pad = partial(pad_rows, multiple=model.row_multiple)
+    inputs_T, targets_T = pad(tokens_M), pad(tokens_M.roll(-1))
+    positions_T = pad(torch.arange(len(prompt), device=tokens_M.device))
+    lengths = [len(prompt), len(inputs_T) - len(prompt)]
+    layout = SequenceLayout.from_lengths([n for n in lengths if n], device=tokens_M.device)
 
     def head(hidden_TE: Tensor, weight_VE: Tensor) -> Any:
         chunks = []
@@ -268,10 +277,7 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> Pr
             chunks.append((own_C, *logprobs_CV.topk(top_k, dim=-1)))
         return [torch.cat(values) for values in zip(*chunks, strict=True)]
 
-    with cached_attention(model):
-        layout = SequenceLayout.from_lengths([len(prompt)], device=tokens_M.device)
-        positions_T = pad_rows(torch.arange(len(prompt), device=tokens_M.device))
-        values = model(inputs_T, positions=positions_T, sequences=layout, head=head)
+    values = model(inputs_T, positions=positions_T, sequences=layout, head=head)
     # Entry m of the results is about token m + 1.
     own_M, top_Mk, ids_Mk = (x[: len(prompt)].roll(1, 0).cpu().numpy() for x in values)
     own_M[0], top_Mk[0], ids_Mk[0] = np.nan, np.nan, -1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -95,6 +97,16 @@ class WandbConfig:
         _check_project(self.project)
 
 
+@contextmanager
+def error_hooks_kept() -> Iterator[None]:
+    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be printed twice."""
+    hooks = sys.excepthook, sys.exit
+    try:
+        yield
+    finally:
+        sys.excepthook, sys.exit = hooks
+
+
 class WandbLogger(MetricsLogger):
     """Run of Weights & Biases. W&B keeps its records of steps that are trained again."""
 
@@ -119,25 +131,26 @@ class WandbLogger(MetricsLogger):
         import wandb
 
         config = self._config
-        self._run = wandb.init(
-            **self._arguments,
-            entity=config.entity,
-            project=config.project,
-            group=config.group,
-            tags=list(config.tags) or None,
-            mode=config.mode,
-            resume="allow",
-            reinit="create_new",  # a notebook may have another run
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                save_code=False,
-                disable_git=True,
-                init_timeout=self._finish_s,
-                finish_timeout=self._finish_s,
-                x_transaction_log_flush_interval=1.0,
-            ),
-        )
+        with error_hooks_kept():
+            self._run = wandb.init(
+                **self._arguments,
+                entity=config.entity,
+                project=config.project,
+                group=config.group,
+                tags=list(config.tags) or None,
+                mode=config.mode,
+                resume="allow",
+                reinit="create_new",  # a notebook may have another run
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    save_code=False,
+                    disable_git=True,
+                    init_timeout=self._finish_s,
+                    finish_timeout=self._finish_s,
+                    x_transaction_log_flush_interval=1.0,
+                ),
+            )
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:

@@ -10,7 +10,8 @@
 Only the work that a step needs at least is counted (docs/metrics.md).
 
 Each kind of machine is measured once, by the process and threads that compute there, and the result is cached in a
-file. The best of several tries counts, since other work only slows a try down.
+file. The best of several tries counts, since other work only slows a try down; if most tries are slow, all may be,
+and the result is not cached.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from rl.utils.files import atomic_write
 
 MEASURE_S = 0.4
 """Duration of all tries of one rate."""
+BUSY = 1.5
+"""Ratio of the median to the shortest try above which other work is taken to disturb a measurement."""
 MATRICES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Rows of the square matrices that are multiplied; the best rate counts."""
 LARGEST_COPY = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -96,7 +100,10 @@ def machine_limits(workload: Workload, *, device: torch.device, cache: Path) -> 
     file = cache.expanduser() / f"machine-{name}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or damaged
         return MachineLimits(**json.loads(file.read_text())["limits"])
-    limits = measured(workload, device)
+    limits, is_busy = measured(workload, device)
+    if is_busy:
+        logger.info("the measurement is not kept for later runs: the machine is busy")
+        return limits
     with optional_write(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as new:
@@ -105,41 +112,43 @@ def machine_limits(workload: Workload, *, device: torch.device, cache: Path) -> 
 
 
 @torch.no_grad()
-def measured(workload: Workload, device: torch.device) -> MachineLimits:
-    """Measure the limits."""
+def measured(workload: Workload, device: torch.device) -> tuple[MachineLimits, bool]:
+    """Measure the limits, and return whether other work disturbed that."""
     num_bytes = _copied_bytes(workload, device)
-    flops_per_s = max(_flops_per_s(rows, workload.dtype, device) for rows in MATRICES[device.type])
+    products = {rows: _product_times_s(rows, workload.dtype, device) for rows in MATRICES[device.type]}
+    flops_per_s = max(2 * rows**3 / min(times_s) for rows, times_s in products.items())
     source, target = torch.ones(2, num_bytes // 8, device=device)  # read and written together
-    memory = host = num_bytes / _shortest_s("target.copy_(source)", source=source, target=target)
+    copies = to_host = _times_s("target.copy_(source)", source=source, target=target)
+    memory = host = num_bytes / min(copies)
     if device.type == "cuda":
         num_bytes = LARGEST_COPY["cpu"]
         source = torch.ones(num_bytes // 4, device=device)
         pinned = torch.empty(num_bytes // 4, pin_memory=True)
-        host = num_bytes / _shortest_s("target.copy_(source)", source=source, target=pinned)
+        to_host = _times_s("target.copy_(source)", source=source, target=pinned)
+        host = num_bytes / min(to_host)
         del source, target
         torch.cuda.empty_cache()  # other work needs the memory
     limits = MachineLimits(
         device=_name(device), flops_per_s=flops_per_s, memory_bytes_per_s=memory, host_bytes_per_s=host
     )
     logger.info("measured: %s", limits)
-    return limits
+    return limits, any(median(each) > BUSY * min(each) for each in (*products.values(), copies, to_host))
 
 
-def _flops_per_s(rows: int, dtype: str, device: torch.device) -> float:
-    """Return the rate of products of square matrices."""
+def _product_times_s(rows: int, dtype: str, device: torch.device) -> list[float]:
+    """Return durations of a product of square matrices."""
     # A separate generator leaves the run's random states unchanged.
     generator = torch.Generator(device=device).manual_seed(0)
     a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, dtype))
-    product_s = _shortest_s("torch.mm(a, b, out=c)", a=a, b=a.t().contiguous(), c=torch.empty_like(a))
-    return 2 * rows**3 / product_s
+    return _times_s("torch.mm(a, b, out=c)", a=a, b=a.t().contiguous(), c=torch.empty_like(a))
 
 
-def _shortest_s(statement: str, **names: Any) -> float:
-    """Return the shortest duration of a statement, run again and again for `MEASURE_S`."""
+def _times_s(statement: str, **names: Any) -> list[float]:
+    """Return the durations of a statement that is run again and again for `MEASURE_S`."""
     from torch.utils.benchmark import Timer  # slow to import, and most runs read a cached measurement
 
     timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=MEASURE_S).times)
+    return timer.blocked_autorange(min_run_time=MEASURE_S).times
 
 
 def _copied_bytes(workload: Workload, device: torch.device) -> int:

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -43,14 +43,16 @@ REPORT = "report.html"
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
+OLD_SUFFIX = ".old"
+"""Suffix, before a number, of the records of a run that started again from the beginning."""
 TENSORBOARD = "tensorboard"
 OWN_FOLDERS = ("logs", "checkpoints")
 SINK_FOLDERS = (TENSORBOARD, "wandb")
 WEIGHTS = "weights"
 """Folder of weights that are published as files; removed at a regular end of the run."""
 OWN_FILES = (
-    "config.json", METRICS, *ROLLOUTS, "pass_rates.jsonl", "learning_curve.png", EVENTS, ENVIRONMENT, REPORT, TIMELINE,
-    STATUS, "nan_batch_*.npz", "collectives_rank*",
+    "config.json", METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}[0-9]*", "pass_rates.jsonl", "learning_curve.png", EVENTS,
+    ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
 )  # fmt: skip
 """Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
 not finite, and the latest collectives of each rank."""
@@ -105,12 +107,13 @@ class RunFolder:
         """
         if time_stamp:
             name = f"{name}-{wall_clock():%Y%m%d-%H%M%S}"
-            names = chain((name,), (f"{name}-{number}" for number in count(2)))
-            name = next(free for free in names if not os.path.lexists(Path(dump_folder).expanduser() / free))
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
-        is_new = not os.path.lexists(path)
+        is_new = _make_new(path)
+        if time_stamp and not is_new:
+            others = (path.with_name(f"{name}-{number}") for number in count(2))
+            path, is_new = next(other for other in others if _make_new(other)), True
         make_folder(path, AS_WHAT)
         _refuse_foreign(path)
         folder = cls(path, checkpoints=checkpoints, is_new=is_new)
@@ -187,7 +190,7 @@ class RunFolder:
         self.close()
 
     def _remove_if_new(self) -> None:
-        if self._is_new:
+        if self._is_new and self._lock is not None:  # else another run may have locked it first
             shutil.rmtree(self.path)
 
     def close(self) -> None:
@@ -226,6 +229,17 @@ def read_status(path: Path) -> Literal["running", "finished"] | None:
     except ValueError:  # cut short by the end of its process
         return "running"
     return "finished" if content.get("status") == "finished" else "running"
+
+
+def _make_new(path: Path) -> bool:
+    """Make a folder and its parents; return False if the path exists already."""
+    with folder_errors(path, AS_WHAT):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            return False
+    return True
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -273,6 +287,7 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
 
     Lines of later steps are removed, since those steps are repeated; so are evaluations that the checkpoint does
     not include, an unfinished last line, and lines that are not JSON. A file is replaced by one rename, or unchanged.
+    A run that starts from the beginning keeps its earlier files under another name.
 
     Args:
         metrics: path of metrics.jsonl.
@@ -291,17 +306,25 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
 
 
 def _cut(file: Path, position: LoopPosition | None) -> int:
-    """Return the number of kept lines; a file without any is removed."""
+    """Return the number of kept lines; a file without any is removed or, without a checkpoint, renamed."""
     if not file.exists():
+        return 0
+    if position is None:
+        names = (file.with_name(f"{file.name}{OLD_SUFFIX}{number}") for number in count(1))
+        old = next(free for free in names if not free.exists())
+        logger.warning("the run starts from the beginning: its earlier %s is now %s", file.name, old.name)
+        with writing(file):
+            file.rename(old)
         return 0
     with file.open("rb") as opened:
         lines = opened.readlines()
     kept = [line for line in lines if _is_kept(line, position)]
     with writing(file):
+        if len(kept) < len(lines):
+            logger.info("%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept))
         if not kept:
             file.unlink()
         elif len(kept) < len(lines):
-            logger.info("%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept))
             with atomic_write(file) as new, new.open("wb") as shorter:
                 shorter.writelines(kept)
                 shorter.flush()
@@ -309,7 +332,7 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
     return len(kept)
 
 
-def _is_kept(line: bytes, position: LoopPosition | None) -> bool:
+def _is_kept(line: bytes, position: LoopPosition) -> bool:
     """Return whether a line of metrics or rollouts belongs to the checkpoint."""
     if not line.endswith(b"\n"):
         return False
@@ -320,6 +343,6 @@ def _is_kept(line: bytes, position: LoopPosition | None) -> bool:
         logger.warning("removed a damaged line: %.80r", line)
         return False
     is_evaluation = kind.startswith("eval") or any(name.startswith("eval/") for name in record)
-    if position is None or step > position.step:
+    if step > position.step:
         return False
     return step < position.step or position.evaluated or not is_evaluation

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from rl.observability.loggers import (
     TrackioLogger,
     WandbConfig,
     WandbLogger,
+    error_hooks_kept,
 )
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_folder import METRICS, TENSORBOARD
@@ -102,8 +103,10 @@ def check_sinks(config: SinksConfig) -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))
-        if not wandb.login(prompt=False, verify=False):
+        with error_hooks_kept():
+            wandb.setup(wandb.Settings(silent=True))
+            has_key = wandb.login(prompt=False, verify=False)
+        if not has_key:
             raise ValueError(
                 "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or "
                 "choose offline"
@@ -215,6 +218,7 @@ class RunSinks:
         self.threads = threads
         self._metrics = metrics
         self._close_s = close_s
+        self._has_warned = False
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -222,14 +226,29 @@ class RunSinks:
         records = read_metrics(self._metrics)
         for thread in self.threads:
             thread.begin(int(records[-1]["step"]) if records else None)
-        with self.console.shown(records):
+        with ExitStack() as stack:
+            with self._console_errors():
+                stack.enter_context(self.console.shown(records))
             yield
 
     def write(self, record: Record) -> None:
         """Hand on the record of a step or an evaluation."""
         for thread in self.threads:
             thread.write(record)
-        self.console.write(record)
+        with self._console_errors():
+            self.console.write(record)
+
+    @contextmanager
+    def _console_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (the console never stops training)
+            level = logging.INFO if self._has_warned else logging.WARNING
+            self._has_warned = True
+            logger.log(
+                level, "the console failed: %s: %s; training goes on, and %s has all metrics",
+                type(error).__name__, error, METRICS,
+            )  # fmt: skip
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         """Show the title of a long operation while it runs."""

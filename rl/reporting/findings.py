@@ -157,7 +157,7 @@ def find_not_finite(run: RunData) -> Finding | None:
         if names:
             found = (
                 int(record["step"]),
-                f"{', '.join(sorted(names))} of step {record['step']:g} is not finite.",
+                f"{', '.join(sorted(names))} of step {int(record['step'])} is not finite.",
             )
     if found is None:
         return None

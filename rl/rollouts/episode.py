@@ -28,7 +28,7 @@ from rl.rollouts.renderer import Renderer, render_prompt
 from rl.types import (
     Completion,
     EndReason,
-    Observation,
+    Message,
     Problem,
     Prompt,
     Reply,
@@ -156,35 +156,38 @@ class Episodes:
         while True:
             tokens = np.concatenate([tokens, prompt_ids, completion.token_ids])
             text = self.renderer.text(completion.token_ids)
-            observation, error, room = Observation(), None, 0
+            turns.append(Turn(messages=messages, prompt_ids=prompt_ids, completion=completion, text=text))
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))
-            except EnvironmentFailedError as failed:
-                error = failed
-            turn = Turn(messages=messages, prompt_ids=prompt_ids, completion=completion, text=text)
-            turns.append(replace(turn, observation=observation))
-            messages = tuple(observation.messages)
-            end = "failed" if error else self._end(turns, seconds=now_s() - started)
-            if end is None:
-                try:
-                    prompt_ids = self.renderer.continuation(messages, after=completion)
-                except Exception as refused:  # noqa: BLE001  (by a template or tokenizer, for these messages)
-                    error = EnvironmentFailedError(
-                        f"the renderer refused the environment's messages ({refused!r})"
-                    )
-                    error.__cause__ = refused
-                room = self.limit - len(tokens) - len(prompt_ids)
-                end = "failed" if error else "tokens" if room < 1 else None
-            failure = None
-            if error is not None:
+                turns[-1] = replace(turns[-1], observation=observation)
+                end = self._end(turns, seconds=now_s() - started)
+                if end is None:
+                    messages = tuple(observation.messages)
+                    prompt_ids = self._continuation(messages, after=completion)
+            except EnvironmentFailedError as error:
                 failure = f"{error} in turn {len(turns)} of problem {prompt.problem.id!r}, reply {text!r}"
                 logger.warning("%s", failure, exc_info=error)
+                return Rollout(
+                    prompt=prompt, sample=sample, turns=tuple(turns), end="failed", failure=failure
+                )
+            room = self.limit - len(tokens) - len(prompt_ids)
+            if end is None and room < 1:
+                end = "tokens"
             if end is not None:
-                return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end=end, failure=failure)
+                return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end=end)
             max_tokens = min(sampling.max_tokens, room)
             seed = _turn_seed(sampling.seed, prompt.problem, sample, turn=len(turns))
             one = replace(sampling, num_samples=1, max_tokens=max_tokens, seed=seed)
             ((completion,),) = await self._draw([np.concatenate([tokens, prompt_ids])], one, session)
+
+    def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
+        """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot be rendered."""
+        try:
+            return self.renderer.continuation(messages, after=after)
+        except Exception as refused:  # by a template or tokenizer, for these messages
+            raise EnvironmentFailedError(
+                f"the renderer refused the environment's messages ({refused!r})"
+            ) from refused
 
     def _end(self, turns: Sequence[Turn], *, seconds: float) -> EndReason | None:
         """Return why an episode ends after its last turn, or None."""

@@ -155,7 +155,8 @@ class Judge:
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname or url.password or url.query:
             raise ValueError(
-                "base_url: must be http:// or https:// with a host, without a password or a query"
+                "base_url: must be http:// or https:// with a host, without a password or a query; put the key "
+                "into the environment variable that api_key_env names"
             )
         if not self.model:
             raise ValueError("model='': must be the name of the model on the server")
@@ -216,13 +217,14 @@ class Judge:
         """Return the judge's text from the body of the server's answer."""
         try:
             choice = json.loads(body)["choices"][0]
-            text, reason = str(choice["message"]["content"]), choice.get("finish_reason")
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise self._error(f"no chat completion came back: {self._clean(body)!r}") from None
         if reason == "length":
-            raise self._error(
-                f"its answer was cut off at max_tokens={self.max_tokens}: {self._clean(text)!r}"
-            )
+            limit = "the server's own limit" if self.max_tokens is None else f"max_tokens={self.max_tokens}"
+            raise self._error(f"its answer was cut off at {limit}: {self._clean(str(text))!r}")
+        if not isinstance(text, str):
+            raise self._error(f"its answer has no text: {self._clean(body)!r}")
         return text
 
     def _error(self, what: str) -> JudgeError:
@@ -246,6 +248,7 @@ def _key(api_key_env: str | None) -> str | None:
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(
-            f"api_key_env={api_key_env!r}: this environment variable is not set; None: no key is needed"
+            f"api_key_env={api_key_env!r}: this environment variable is not set; set it to the key, or set "
+            "api_key_env=None for a server without keys"
         )
     return key

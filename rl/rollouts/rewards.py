@@ -22,7 +22,6 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -47,13 +46,17 @@ MAX_SENT = 16
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False)
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because a call did not answer in time."""
+    """The reward process ended, or was killed because a call did not answer in time.
 
-    exit_code: int | None
-    num_calls: int
-    """Calls that were under way."""
+    Args:
+        num_calls: calls that were under way.
+    """
+
+    def __init__(self, *, exit_code: int | None, num_calls: int) -> None:
+        super().__init__(f"the reward process ended (exit code {exit_code}) during {num_calls} calls")
+        self.exit_code = exit_code
+        self.num_calls = num_calls
 
 
 def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:

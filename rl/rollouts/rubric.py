@@ -149,7 +149,9 @@ class Rubric:
             if names.count(name) > 1:
                 raise ValueError(f"two criteria have the name {name!r}: each needs its own")
             if name in (ENVIRONMENT, OVERLONG):
-                raise ValueError(f"a criterion has the reserved name {name!r}: choose another")
+                raise ValueError(
+                    f"a criterion has the name {name!r}, reserved for a part that relay adds to scores: choose another"
+                )
         if isinstance(self.correct, str) and self.correct not in names:
             raise ValueError(f"correct={self.correct!r} is not a criterion of the rubric {names}")
         if self.correct in self.comparing:
@@ -205,11 +207,12 @@ class Rubric:
         """Call the sync functions of a call in this thread, up to the first that fails."""
         results = []
         for name in call.names:
+            given, raised = None, None
             try:
                 given = self._given(name, call)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (code of a user)
-                given = error
-            results.append(self._read(name, given, num=len(call.rollouts)))
+                raised = error
+            results.append(self._read(name, given, raised=raised, num=len(call.rollouts)))
             if results[-1].failure is not None:
                 return results[-1]
         return CallResult(
@@ -221,6 +224,7 @@ class Rubric:
         """Call the async function of a call within `time_limit_s` for each rollout; None: without limit."""
         (name,) = call.names
         num = len(call.rollouts)
+        given, raised = None, None
         try:
             async with asyncio.timeout(None if time_limit_s is None else time_limit_s * num) as timer:
                 given = await self._given(name, call)
@@ -230,8 +234,8 @@ class Rubric:
                 raise
             if timer.expired() and time_limit_s is not None:
                 return call.too_long(time_limit_s)
-            given = error
-        return self._read(name, given, num=num)
+            raised = error
+        return self._read(name, given, raised=raised, num=num)
 
     def _given(self, name: str, call: RubricCall) -> Any:
         """Return what a function of a call returns: a coroutine if it is async."""
@@ -243,14 +247,20 @@ class Rubric:
             return criterion.function(call.rollouts)
         return criterion.function(call.rollouts[0])
 
-    def _read(self, name: str, given: Any, *, num: int) -> CallResult:
-        """Return the values of `num` rollouts from what a function returned or raised."""
+    def _read(self, name: str, given: Any, *, raised: BaseException | None, num: int) -> CallResult:
+        """Return the values of `num` rollouts from what a function returned, or raised."""
+        if raised is not None and not isinstance(raised, UnparsedAnswer):
+            return CallResult(failure=f"{_title(name)} raised {shown(raised)}")
+        try:
+            return self._values(name, given, unparsed=raised, num=num)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  (a user's value)
+            return CallResult(failure=f"{_title(name)} gave a value that cannot be read: {shown(error)}")
+
+    def _values(self, name: str, given: Any, *, unparsed: UnparsedAnswer | None, num: int) -> CallResult:
+        """Return the values of `num` rollouts; may raise anything, because a value is of any type."""
         title = _title(name)
-        is_unparsed = isinstance(given, UnparsedAnswer)
-        if isinstance(given, BaseException) and not is_unparsed:
-            return CallResult(failure=f"{title} raised {shown(given)}")
-        if isinstance(given, UnparsedAnswer):
-            title, numbers = f"{title}: the value of its UnparsedAnswer", [given.value] * num
+        if unparsed is not None:
+            title, numbers = f"{title}: the value of its UnparsedAnswer", [unparsed.value] * num
         elif name == CORRECT:
             numbers = [bool(given)]
         elif isinstance(self.criterion(name), Criterion):
@@ -272,7 +282,7 @@ class Rubric:
                 return CallResult(failure=f"{where} is {shown(number)}, not a number")
             if not math.isfinite(values[-1]):
                 return CallResult(failure=f"{where} is {values[-1]}, not a finite number")
-        return CallResult(values={name: values}, unparsed=(name,) if is_unparsed else ())
+        return CallResult(values={name: values}, unparsed=() if unparsed is None else (name,))
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]

@@ -73,7 +73,9 @@ class Countdown(GeneratedTask):
                 break
         else:
             raise ValueError(
-                f"no target was found for operations={self.config.operations!r}: allow more of them"
+                f"no target up to max_target={self.config.max_target} was found for "
+                f"operations={self.config.operations!r}, num_numbers={self.config.num_numbers} and "
+                f"largest={self.config.largest}: allow more operations or targets, or fewer or smaller numbers"
             )
         generator.shuffle(numbers)
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"

@@ -155,8 +155,9 @@ class Source:
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
         if dataset not in registered:
-            near = difflib.get_close_matches(dataset, registered, n=3) or sorted(registered)
-            hint = f"did you mean {' or '.join(near)}?"
+            near = difflib.get_close_matches(dataset, registered, n=3)
+            names = "sorted(reasoning_gym.factory.DATASETS) lists them"
+            hint = f"did you mean {' or '.join(near)}?" if near else names
             raise ValueError(f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}")
         valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
         decoded = decode_settings(settings)

@@ -19,7 +19,8 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from concurrent.futures import CancelledError
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import aiohttp
@@ -138,16 +139,24 @@ class Host:
         await asyncio.shield(self._ready)
 
     def close(self) -> None:
-        """End the servers, and wait until they have ended."""
-        if self._serving is None:
+        """End the servers, and wait until they have ended, up to `CLOSE_S`."""
+        if self._serving is None or self._serving.done():
             return
         loop = self._serving.get_loop()
-        if threading.get_ident() == self._thread:  # called by the garbage collector, which runs in any thread
+        if not loop.is_running():
+            # In a thread of its own, because the caller's may run another loop.
+            end = self._end(self._serving)
+            thread = threading.Thread(target=loop.run_until_complete, args=(end,), daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)
+        elif (
+            threading.get_ident() == self._thread
+        ):  # called by the garbage collector, which runs in any thread
             self._stopping.set()
-        elif loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._end(self._serving), loop).result()
         else:
-            loop.run_until_complete(self._end(self._serving))
+            # The loop may end, or its thread may be busy, before the coroutine has its turn.
+            with suppress(RuntimeError, TimeoutError, CancelledError):
+                asyncio.run_coroutine_threadsafe(self._end(self._serving), loop).result(CLOSE_S)
 
     async def _end(self, serving: asyncio.Task[None]) -> None:
         self._stopping.set()

@@ -178,7 +178,10 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
     """
     root = import_for_tasks("verifiers", needed_by=f"taskset={config.taskset!r}")
     if not root.__version__.startswith(VERSION):
-        raise ValueError(f"verifiers {root.__version__} is installed, but relay supports {VERSION}x")
+        raise ValueError(
+            f"verifiers {root.__version__} is installed, but relay supports {VERSION}x: "
+            f"pip install 'verifiers=={VERSION}*'"
+        )
     # verifiers finds plugins as top-level modules, by name.
     sys.modules.setdefault(HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers"))
     if config.classes:

@@ -30,7 +30,7 @@ from tinker import types as wire
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
 from losses.types import Loss
-from rl.tinker.types import MAX_FLOAT, BaseModel, Datum, InvalidRequestError, check_range
+from rl.tinker.types import BELOW_1, MAX_FLOAT, BaseModel, Datum, InvalidRequestError, check_range
 from rl.types import ForwardBackwardResult, OptimParams, TrainingSample
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
@@ -134,8 +134,8 @@ def optim_params(params: wire.AdamParams) -> OptimParams:
     """
     for name, lowest, highest in (
         ("learning_rate", 0.0, MAX_FLOAT),
-        ("beta1", 0.0, math.nextafter(1.0, 0.0)),
-        ("beta2", 0.0, math.nextafter(1.0, 0.0)),
+        ("beta1", 0.0, BELOW_1),
+        ("beta2", 0.0, BELOW_1),
         ("eps", MIN_EPS, MAX_FLOAT),
         ("weight_decay", 0.0, MAX_FLOAT),
         ("grad_clip_norm", 0.0, MAX_FLOAT),

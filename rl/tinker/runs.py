@@ -11,6 +11,7 @@ from fastapi import Body, Path
 from tinker import types as wire
 
 from rl.tinker.futures import Parts
+from rl.tinker.models import Model
 from rl.tinker.storage import RunRecord, Stored, in_thread, parse_path
 from rl.tinker.types import Id, Limit, NotFoundError, Offset, Owner, check_ttl
 
@@ -40,14 +41,16 @@ class Runs:
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints, newest first."""
         records = {record.model_id: record for record in await in_thread(self._storage.runs, owner)}
-        records |= {model.model_id: model.record for model in self._sessions.models(owner)}
+        models = self._sessions.models(owner)
+        records |= {model_id: model.record for model_id, model in models.items()}
         newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
         some, cursor = _page(newest, offset=offset, limit=limit)
-        runs = [await self._describe(record, owner) for record in some]
+        runs = [await self._describe(record, models.get(record.model_id)) for record in some]
         return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
     async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        return await self._describe(await self._record(run_id, owner), owner)
+        record = await self._record(run_id, owner)
+        return await self._describe(record, self._sessions.models(owner).get(run_id))
 
     async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
         """Return a run's checkpoints of both kinds, newest first."""
@@ -89,25 +92,25 @@ class Runs:
         )
 
     async def _record(self, model_id: str, owner: str) -> RunRecord:
-        for model in self._sessions.models(owner):
-            if model.model_id == model_id:
-                return model.record
+        if (model := self._sessions.models(owner).get(model_id)) is not None:
+            return model.record
         record = await in_thread(self._storage.run, model_id, owner)
         if record is None:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")
         return record
 
-    async def _describe(self, record: RunRecord, owner: str) -> wire.TrainingRun:
+    async def _describe(self, record: RunRecord, model: Model | None) -> wire.TrainingRun:
+        """Describe a run, whose model is given if it is in memory."""
         found = await in_thread(self._storage.checkpoints, record.model_id)
         checkpoints = [_checkpoint(stored) for stored in found]
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
         times_s = [record.created_s, *(stored.record.created_s for stored in found)]
-        times_s += [m.requested_s for m in self._sessions.models(owner) if m.record is record]
+        times_s += [] if model is None else [model.requested_s]
         return wire.TrainingRun(
             training_run_id=record.model_id,
             base_model=record.settings.base_model,
-            model_owner=owner,
+            model_owner=record.owner_hash,
             is_lora=lora is not None,
             lora_rank=None if lora is None else lora.rank,
             last_request_time=_time(max(times_s)),

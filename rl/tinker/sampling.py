@@ -221,14 +221,16 @@ class SamplingSessions:
 
     async def publish(self, model_id: str, new_id: str, session: Session) -> None:
         """Open a sampling session of a model's weights as they are now."""
+        taken = f"sampling_session_seq_id: there is a sampling session {new_id} already"
         if new_id in session.samplers:
-            raise InvalidRequestError(
-                f"sampling_session_seq_id: there is a sampling session {new_id} already"
-            )
+            raise InvalidRequestError(taken)
         weights = await self._weights.publish(model_id, session.owner)
         if session.ended:
             self._weights.close(weights.key, "its session has ended")
             raise GoneError(f"session {session.session_id} has ended")
+        if new_id in session.samplers:  # another model of the session was faster
+            self._weights.close(weights.key, taken)
+            raise InvalidRequestError(taken)
         session.samplers[new_id] = weights
 
     def _weights_of(self, source: Weights | Stored | None, owner: str) -> Weights:

@@ -80,7 +80,7 @@ class Service:
         """Start the backend, and remove checkpoints that have expired or are half written.
 
         Raises:
-            ValueError: the storage folder cannot be written.
+            ValueError: the storage folder cannot be made.
         """
         self._parts.storage.prepare()
         await self._parts.backend.start()

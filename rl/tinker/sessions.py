@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Body
@@ -40,7 +41,7 @@ class Session:
     display_name: str | None
     user_metadata: Metadata | None
     models: dict[str, Model] = field(default_factory=dict)
-    """Models by id, also those that have ended."""
+    """Models by id, also those that have ended; none once the session and their tasks have."""
     samplers: dict[str, Weights | Stored | None] = field(default_factory=dict)
     """What each sampling session samples from: a snapshot, saved weights, or None for the base model."""
     ended: bool = False
@@ -62,7 +63,7 @@ class Sessions:
         self._limits = limits
         self._sessions: dict[str, Session] = {}
         """All sessions of this process, oldest first, also those that have ended."""
-        self.end_samplers: Callable[[Session, str], None]
+        self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
 
     # Calls
@@ -136,10 +137,10 @@ class Sessions:
         if not session.ended:
             self._keep_alive(session)
 
-    def models(self, owner: str) -> list[Model]:
-        """Return an owner's models in memory, oldest first."""
+    def models(self, owner: str) -> dict[str, Model]:
+        """Return an owner's models in memory by id, oldest first."""
         own = [session for session in self._sessions.values() if session.owner == owner]
-        return [model for session in own for model in session.models.values() if model.in_memory]
+        return {i: model for session in own for i, model in session.models.items() if model.in_memory}
 
     def sources(self) -> list[Weights | Stored | None]:
         """Return what the sampling sessions of all owners sample from."""
@@ -180,4 +181,9 @@ class Sessions:
             session.silence.cancel()
         for model in session.models.values():
             model.end(why)
+            model.task.add_done_callback(partial(_forget, session, model.model_id))
         self.end_samplers(session, why)
+
+
+def _forget(session: Session, model_id: str, _: asyncio.Task[None]) -> None:
+    del session.models[model_id]

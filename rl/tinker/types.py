@@ -13,6 +13,7 @@ Shape legend: N tokens of one datum or prompt, K targets per token.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -213,6 +214,7 @@ def _check_positive(limits: Limits | HttpLimits) -> None:
 SESSION = r"[0-9a-f]{8}-[0-9a-f]{16}"
 MAX_SEQ_ID = 2**63 - 1
 MAX_FLOAT = sys.float_info.max
+BELOW_1 = math.nextafter(1.0, 0.0)
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
@@ -247,7 +249,12 @@ def check_seq_id(name: str, value: int | None, *, first: int) -> int:
 def check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
     """Raise InvalidRequestError unless the value is None or within the bounds, which NaN never is."""
     if value is not None and not lowest <= value <= highest:
-        raise InvalidRequestError(f"{name}={value!r:.100}: must be {lowest} to {highest}")
+        valid = f"{lowest} to {highest}"
+        if highest == BELOW_1:
+            valid = f"at least {lowest:g} and below 1"
+        elif highest >= MAX_FLOAT:
+            valid = f"a finite number of at least {lowest:g}"
+        raise InvalidRequestError(f"{name}={value!r:.100}: must be {valid}")
 
 
 def check_ttl(ttl_seconds: int | None) -> None:

@@ -65,7 +65,8 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    # Line by line, because stderr has the same pipe, and what is buffered is lost when the process is killed.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.path[0:1] = request["import_paths"]
     try:
         confine(

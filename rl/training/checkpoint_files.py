@@ -30,7 +30,8 @@ from rl.utils.files import remove
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""Version of what a checkpoint holds; another version's checkpoints are refused."""
 MANIFEST, STATE = "manifest.json", "state.json"
 TENSORS_SUFFIX, METADATA = ".distcp", ".metadata"
 HF_FOLDER, ADAPTER_FOLDER = "hf", "adapter"

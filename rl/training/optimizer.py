@@ -124,6 +124,11 @@ class Optimizer(Configurable):
         if self.muon is not None:
             self.muon.momenta.clear()
 
+    def held_tensors(self) -> list[Tensor]:
+        """Return the tensors of the state that exist, which are none before the first step."""
+        held = [tensor for state in self.inner.state.values() for tensor in state.values()]
+        return held + ([] if self.muon is None else list(self.muon.momenta.values()))
+
     def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Return the running means of each parameter and Adam's step count, creating missing ones.
 

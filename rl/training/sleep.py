@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import local_tensor
+from rl.training.checkpoint_tensors import model_tensors
 from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,13 @@ class TrainerSleep:
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the storages on the engine's device; tied parameters share one."""
+        engine = self.engine
+        tensors = [*model_tensors(engine.policy.model).values(), *engine.optimizer.held_tensors()]
+        if engine.reference is not None:
+            tensors += model_tensors(engine.reference.policy.model).values()
         found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self.engine.checkpointer.tensors().values():
+        for tensor in tensors:
             storage = local_tensor(tensor).untyped_storage()
-            if storage.device.type == self.engine.device.type and storage.nbytes():
+            if storage.device.type == engine.device.type and storage.nbytes():
                 found.setdefault(storage._cdata, storage)
         return list(found.values())

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl.utils.files import LOCK, is_unlocked, locked_folder
 from rl.utils.threads import run_aside
 from rl.weights.boxes import PackedPart, num_bytes
-from rl.weights.types import WeightStoreError
+from rl.weights.types import VersionExistsError, VersionNotFoundError, WeightStoreError
 
 
 class VersionFolder:
@@ -60,10 +60,17 @@ class VersionFolder:
 
 
 async def write_file(file: Path, data: np.ndarray) -> None:
-    """Write [bytes] uint8 to a new file; raise WeightStoreError if that fails."""
+    """Write [bytes] uint8 to a new file.
+
+    Raises:
+        VersionExistsError: the file exists.
+        WeightStoreError: it was not written.
+    """
 
     def write() -> None:
         file.parent.mkdir(exist_ok=True)
+        if file.exists():
+            raise VersionExistsError(f"the version is already pushed: {file} exists")
         with file.open("xb") as opened:
             data.tofile(opened)
 
@@ -74,7 +81,12 @@ async def write_file(file: Path, data: np.ndarray) -> None:
 
 
 async def read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
-    """Return some of a file's boxes; raise WeightStoreError if that fails."""
+    """Return some of a file's boxes.
+
+    Raises:
+        VersionNotFoundError: the file was deleted.
+        WeightStoreError: it cannot be read.
+    """
 
     def load(part: PackedPart) -> Tensor:
         data = np.fromfile(file, dtype=np.uint8, count=num_bytes(part), offset=part.offset)
@@ -82,6 +94,8 @@ async def read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
 
     try:
         return await run_aside(lambda: [load(part) for part in parts], name="weight-file")
+    except FileNotFoundError as error:
+        raise VersionNotFoundError(f"the version was deleted: there is no {file}") from error
     except (OSError, RuntimeError) as error:
         raise WeightStoreError(f"the files of a version cannot be read: {error}") from error
 

@@ -330,7 +330,7 @@ def _open_locked(ref: SegmentRef) -> int:
         ) from error
     except OSError as error:
         raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
-    with suppress(BlockingIOError):  # it is being reused, or another file has the number by now
+    with suppress(OSError):  # it is being reused, or another file or a pipe has the number by now
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.pread(descriptor, len(ref.header), 0) == ref.header:
             return descriptor

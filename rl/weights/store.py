@@ -8,8 +8,9 @@
     await store.pull(snapshot, state_dict=...)                    # every generator rank, in place
     await store.prune()                                           # controller, after all of them
 
-A version is published under a new key, readable once it is announced, never overwritten, and kept while somebody
-reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in docs/architecture.md.
+A version is published under a new key, readable once it is announced, and never overwritten. In shared memory it is
+kept while somebody reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in
+docs/architecture.md.
 
     shared memory   processes of one host: written once, read in place
     messages        generators on other hosts, by Monarch's messages
@@ -56,6 +57,7 @@ from rl.weights.boxes import (
     Part,
     Read,
     batches,
+    check_complete,
     lay_out,
     outgoing_parts,
     parts_of,
@@ -244,10 +246,12 @@ class WeightStore(Configurable):
 
         Raises:
             VersionExistsError: the version is already announced.
+            WeightMismatchError: a rank's part of a tensor is missing; names the tensor.
         """
         (version,) = {shard.version for shard in shards}
         if version in self._snapshots:
             raise VersionExistsError(f"version {version} is already announced")
+        check_complete(version, [shard.parts for shard in shards])
         snapshot = self._snapshots[version] = Snapshot(version=version, shards=tuple(shards))
         return snapshot
 

@@ -33,6 +33,8 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
     assert lines[:2] == ["  trainer[0]: optim_step for 9.0 s", "    thread at /home/me/step.py:3 step"]
     assert lines[-2:] == ["  and 12 more processes", f"  all stacks: {file}"]
     assert len([line for line in lines if "trainer[" in line]) == 8
+    full_disk = write_reports([report_of(0)], tmp_path / "gone", title="x")
+    assert format_reports([report_of(0)], full_disk) == "  trainer[0]: optim_step for 9.0 s"
 
 
 def test_report_has_the_roles_of_the_run_and_other_live_processes(tmp_path):

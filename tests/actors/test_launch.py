@@ -47,6 +47,18 @@ def test_local_ranks_are_counted_per_host():
     assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in envs} == {("10.0.0.7", "20001")}
 
 
+def test_nested_run_is_refused_and_leaves_the_signal_handlers(monkeypatch):
+    monkeypatch.setattr(launch.Launcher, "current", object())
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def main(launcher):
+        raise AssertionError("not reached")
+
+    with pytest.raises(RuntimeError, match="this process runs actors already: end the other run first"):
+        launch.run(main)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.fixture(scope="module")
 def meshes():
     with monarch_meshes() as meshes:

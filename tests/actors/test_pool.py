@@ -10,23 +10,33 @@ import pytest
 
 from actors.calls import ActorCallError, ActorLostError
 from actors.config import RecoveryConfig
+from actors.parity import ParityText
 from actors.pool import GeneratorPool
 from actors.recovery import RestartsUsedUpError, Role, Supervisor
 from actors.run import make_router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from rl.weights.store import WeightStore
+from rl.weights.types import WeightStoreError
 from tests.support.mortal import Mortal, MortalGenerator
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
 START_S = 20.0
+PARITY = ParityText(token_ids=np.array([1, 2, 3], dtype=np.int32), max_diff=0.1)
 SAMPLING = SamplingParams(max_tokens=8, num_samples=1, seed=1)
 
 
 class PoolRun:
     """Pool whose generators take `START_S` to restart."""
 
-    def __init__(self, num_generators: int = 2, *, now_s: Any = now_s, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_generators: int = 2,
+        *,
+        now_s: Any = now_s,
+        parity: ParityText | None = None,
+        **settings: Any,
+    ) -> None:
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
         self.num_started = 0
@@ -48,7 +58,7 @@ class PoolRun:
             for i in range(num_generators)
         ]
         trainer = Role(cast(Any, self.trainer))
-        self.pool = GeneratorPool(members, trainer=trainer, store=self.store)
+        self.pool = GeneratorPool(members, trainer=trainer, store=self.store, parity=parity)
         self.router = make_router(self.pool)
         self.watching: asyncio.Task[None] | None = None
 
@@ -142,6 +152,30 @@ def test_restarted_generator_serves_only_after_pulling_the_current_version():
     assert told[0] == ("lost", "generator_0", "rank 0 is dead: its process ended")
     event, role, after_s = told[1]
     assert (event, role, after_s) == ("recovered", "generator_0", pytest.approx(START_S + 1, abs=0.01))
+
+
+def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
+    async def steps(room):
+        await room.serve(0)
+        start = room.start
+
+        async def start_silent_at_first(number):
+            group = await start(number)
+            group.silent_about = "pull_model_state_dict" if room.num_started == 1 else ""
+            return group
+
+        room.start = start_silent_at_first
+        room[0].die()
+        await room.ask(1, 2)
+        while len(room.pool.up()) < 2:
+            await asyncio.sleep(0.1)
+        assert room[0].asked == ["use_store", "pull_model_state_dict", "compute_logprobs"]
+        await room.serve(1)
+        with pytest.raises(WeightStoreError, match="version 0 was given up"):
+            await room.pool.serve(0)
+        return room.num_started
+
+    assert run_pool(steps, parity=PARITY) == 2
 
 
 def test_update_and_prompts_wait_when_all_generators_are_lost():

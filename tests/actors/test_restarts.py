@@ -100,8 +100,11 @@ def test_failed_start_is_another_loss_and_recovery_time_counts_from_the_first(ca
 
 def test_starts_that_fail_end_with_the_last_error_and_parity_errors_at_once():
     starts = Starts(num_failing=9)
-    with pytest.raises(RestartsUsedUpError, match=r"after 2 restarts .* the last reason: start 2 failed$"):
+    with pytest.raises(
+        RestartsUsedUpError, match=r"after 2 restarts .* the last reason: start 2 failed$"
+    ) as raised:
         starts.run(max_restarts=2, window_s=START_S - 1)  # the starts outlast the window
+    assert str(raised.value.__cause__).startswith("start 2 failed")
     assert [event for event, *_ in starts.events] == ["lost", "lost"]
     starts = Starts(num_failing=9, error=LogprobParityError("differs from the trainer"))
     with pytest.raises(LogprobParityError):

@@ -44,7 +44,7 @@ def in_run(parent, function):
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
         processes.RUN = uuid.uuid4().hex[:8]
-        temporary_files._folder.cache_clear()
+        temporary_files._guarded_folder.cache_clear()
         with temporary_files.temporary_files():
             return function()
 

@@ -358,11 +358,10 @@ def test_finished_completions_are_returned_unchanged(engine):
 
 def test_sequences_are_scored_beside_running_requests(engine):
     sequences = prompts_of([2, 1, 32, 150, 256, 64, 65], seed=9)
-    sampling = replace(LONG, seed=4)
 
     async def run():
         # More requests than can run at once, and the sequences are in the cache.
-        calls = asyncio.create_task(engine.engine.generate(PROMPTS * 4, sampling=sampling))
+        calls = asyncio.create_task(engine.engine.generate(PROMPTS * 4, sampling=LONG))
         await engine.engine.generate(sequences[:4], sampling=SamplingParams(max_tokens=1))
         scored = await engine.engine.compute_logprobs(sequences)
         assert not calls.done()
@@ -375,7 +374,7 @@ def test_sequences_are_scored_beside_running_requests(engine):
         for tokens, logprobs in zip(sequences, made, strict=True):
             assert logprobs.dtype == np.float32
             np.testing.assert_allclose(logprobs, sequence_logprobs(OLD, tokens), atol=1e-5, rtol=0)
-    assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS * 4, sampling=sampling))
+    assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS * 4, sampling=LONG))
 
 
 @in_flight

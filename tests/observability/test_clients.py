@@ -55,7 +55,9 @@ async def run():
                 sinks.write(record)
                 print("step", record["step"])
 
+hooks = sys.excepthook, sys.exit
 asyncio.run(run())
+assert (sys.excepthook, sys.exit) == hooks
 print("ended")
 exit_process(0)
 """

@@ -38,7 +38,7 @@ def test_measured_rates_match_matrix_products_and_copies():
 
     use_threads(1)
     random_state = torch.get_rng_state()
-    limits = measured(WORKLOAD, CPU)
+    limits, _ = measured(WORKLOAD, CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
     a, b = torch.ones(2, 256, 256)
@@ -52,7 +52,7 @@ def test_measured_rates_match_matrix_products_and_copies():
 
 
 def test_limits_are_cached_by_workload_and_a_damaged_cache_is_measured_again(tmp_path, monkeypatch):
-    measure = Mock(return_value=MACHINE)
+    measure = Mock(return_value=(MACHINE, False))
     monkeypatch.setattr(machine_limits_module, "measured", measure)
     cache = tmp_path / "cache"
 
@@ -73,6 +73,17 @@ def test_limits_are_cached_by_workload_and_a_damaged_cache_is_measured_again(tmp
     file.write_text("{")
     assert ask() == ask(file / "no folder") == MACHINE
     assert measure.call_count == 6
+    measure.return_value = (MACHINE, True)  # measured beside other work
+    assert ask(dtype="float16") == ask(dtype="float16") == MACHINE
+    assert measure.call_count == 8
+
+
+@pytest.mark.parametrize(("times_s", "is_busy"), [([0.1, 0.1, 0.1, 0.9], False), ([0.1, 0.2, 0.2], True)])
+def test_measurement_beside_other_work_is_recognised(monkeypatch, times_s, is_busy):
+    monkeypatch.setattr(machine_limits_module, "_times_s", lambda *_, **__: times_s)
+    limits, found = measured(WORKLOAD, CPU)
+    assert found is is_busy
+    assert limits.flops_per_s == pytest.approx(2 * 1024**3 / 0.1)
 
 
 # Shares of a step, compared with sums by hand

@@ -1,7 +1,11 @@
+import datetime
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -33,6 +37,7 @@ def test_overwrite_clears_only_files_of_runs(tmp_path):
         (folder.path / "nan_batch_version_12.npz").write_bytes(b"batch")
         (folder.path / "collectives_rank1.json").write_text("[]")
         (folder.path / "status.json.tmp").write_text("{")
+        (folder.path / "metrics.jsonl.old1").write_text("{}\n")
         (folder.path / "nan_notes.npz").write_bytes(b"mine")
         (folder.path / "notes.txt").write_text("mine")
         for sink in SINK_FOLDERS:
@@ -46,6 +51,7 @@ def test_overwrite_clears_only_files_of_runs(tmp_path):
         assert [file.name for file in again.path.glob("nan*")] == ["nan_notes.npz"]
         assert not (again.path / "collectives_rank1.json").exists()
         assert not (again.path / "status.json.tmp").exists()
+        assert not (again.path / "metrics.jsonl.old1").exists()
         assert not any((again.path / sink).exists() for sink in ("tensorboard", "wandb"))
         assert (again.path / "notes.txt").read_text() == "mine"
         assert (elsewhere / "weights").read_text() == "w"
@@ -96,6 +102,25 @@ def test_foreign_folder_is_refused_even_with_overwrite(tmp_path):
     with pytest.raises(ValueError, match="is not a run's folder"):
         RunFolder.create(tmp_path, "run", overwrite=True)
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("time_stamp", [False, True])
+def test_runs_that_start_at_once_never_share_or_remove_a_folder(tmp_path, time_stamp):
+    start = threading.Barrier(8)
+
+    def create(_):
+        start.wait()
+        with suppress(ValueError):
+            return RunFolder.create(
+                tmp_path, "run", time_stamp=time_stamp, wall_clock=lambda: datetime.datetime(2026, 3, 29)
+            )
+
+    with ThreadPoolExecutor(8) as threads:
+        made = [folder for folder in threads.map(create, range(8)) if folder is not None]
+    assert len({folder.path for folder in made}) == len(made) == (8 if time_stamp else 1)
+    assert all(read_status(folder.path) == "running" for folder in made)
+    for folder in made:
+        folder.close()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a"])
@@ -173,7 +198,7 @@ def cut(tmp_path):
             if text:
                 (tmp_path / name).write_text(text)
         cut_back(metrics=tmp_path / "metrics.jsonl", rollouts=tmp_path / "rollouts.jsonl", position=position)
-        assert {p.name for p in tmp_path.iterdir()} <= set(files)  # no temporary file
+        assert {p.name for p in tmp_path.iterdir() if ".old" not in p.name} <= set(files)  # no temporary file
         return [(tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files]
 
     return act
@@ -189,6 +214,14 @@ WRITTEN = ((0, "eval"), (1, "step"), (2, "step"), (2, "eval"), (3, "step"))
 def test_records_after_the_checkpoint_are_removed(cut, position, num_left):
     metrics, *_ = cut(metrics=metrics_of(*WRITTEN), position=position)
     assert metrics == metrics_of(*WRITTEN[:num_left])
+
+
+def test_records_of_a_run_that_starts_again_are_kept_under_another_name(cut, tmp_path, caplog):
+    for number, steps in enumerate((WRITTEN, WRITTEN[:2]), start=1):
+        assert cut(metrics=metrics_of(*steps), older=rollouts_of(*steps), position=None) == ["", "", ""]
+        assert (tmp_path / f"metrics.jsonl.old{number}").read_text() == metrics_of(*steps)
+        assert (tmp_path / f"rollouts.1.jsonl.old{number}").read_text() == rollouts_of(*steps)
+        assert f"its earlier metrics.jsonl is now metrics.jsonl.old{number}" in caplog.text
 
 
 def test_damaged_lines_and_a_truncated_last_line_are_removed(cut, caplog):

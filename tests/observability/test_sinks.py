@@ -208,6 +208,18 @@ class ClosedTerminal(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
+class BrokenTerminal(io.StringIO):
+    def write(self, text):
+        raise TypeError("broken")
+
+
+def test_unexpected_error_of_the_console_stops_nothing(tmp_path, caplog):
+    run(tmp_path, [1, 2, 3], config=SinksConfig(), stream=BrokenTerminal())
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.getMessage().startswith("the console failed: TypeError: broken; training goes on")
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 3
+
+
 def test_closed_terminal_is_one_warning_and_stops_nothing(tmp_path, caplog):
     run(tmp_path, [1, 2, 3], config=SinksConfig(), stream=ClosedTerminal())
     (record,) = caplog.records

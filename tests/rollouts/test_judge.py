@@ -109,6 +109,7 @@ def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch)
         ("who knows", "no valid grade is in its answer 'who knows'"),
         (f"your key is {KEY}", "no valid grade is in its answer 'your key is ***'"),
         ((200, "<html>a page</html>"), "no chat completion came back: '<html>a page</html>'"),
+        ((200, completion(None)), "its answer has no text: '{"),
         ((200, completion("Grade: 1", "length")), "its answer was cut off at max_tokens=512: 'Grade: 1'"),
     ],
 )

@@ -5,6 +5,7 @@ import functools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric, UnparsedAnswer, answer_part
@@ -192,6 +193,13 @@ async def raises_cancelled(rollout):
     raise asyncio.CancelledError
 
 
+TOO_LARGE = "gave a value that cannot be read: OverflowError('int too large to convert to float')"
+
+
+async def too_large(rollout):
+    return 10**400
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -200,6 +208,9 @@ async def raises_cancelled(rollout):
         (lambda r: math.nan, "is nan, not a finite number"),
         (lambda r: None, "is None, not a number"),
         (lambda r: "high", "is 'high', not a number"),
+        (lambda r: ValueError("given"), "is ValueError('given'), not a number"),
+        (lambda r: 10**400, TOO_LARGE),
+        (too_large, TOO_LARGE),
         (raises_timeout, 'raised TimeoutError("the service\'s own")'),
         (raises_cancelled, "raised CancelledError()"),
     ],
@@ -209,9 +220,17 @@ def test_function_without_a_finite_number_is_a_failed_score(function, message):
     assert text == f"reward 'f' {message} on problem 'sum-digits/47-82', completion '1'"
 
 
+def test_correct_without_a_truth_value_is_a_failed_score():
+    message = failure(number, correct=lambda r: np.array([1, 0]))
+    assert message.startswith(
+        "correct gave a value that cannot be read: ValueError('The truth value of an array"
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (lambda rs: (1 / 0 for _ in rs), "reward 'g' gave a value that cannot be read: ZeroDivisionError("),
         (lambda rs: [1.0], "reward 'g' is [1.0], but must be 2 numbers"),
         (lambda rs: [1.0, math.nan], "reward 'g', number 1, is nan, not a finite number"),
         (lambda rs: 1.0, "reward 'g' is 1.0, but must be 2 numbers"),
@@ -245,7 +264,7 @@ RANKED = GroupCriterion(name="ranked", function=rank)
         (lambda: Criterion(name="one", function=None), "function=None is not callable"),  # type: ignore[arg-type]
         (lambda: Criterion(name="j", function=NoPlaces()), "max_concurrency=0 is not a number"),
         (lambda: Rubric(criteria=(ONE, ONE)), "two criteria have the name 'one'"),
-        (lambda: Rubric(criteria=(replace(ONE, name="overlong"),)), "the reserved name 'overlong'"),
+        (lambda: Rubric(criteria=(replace(ONE, name="overlong"),)), "the name 'overlong', reserved for"),
         (lambda: Rubric(criteria=(ONE,), correct="two"), "correct='two' is not a criterion of the rubric"),
         (lambda: Rubric(criteria=(ONE, RANKED), correct="ranked"), r"correct='ranked' compares the rollouts"),
         (lambda: Rubric(criteria=(ONE,), correct=number_later), "correct is an async function"),  # type: ignore[arg-type]

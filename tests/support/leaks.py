@@ -16,13 +16,14 @@ import psutil
 import pytest
 
 from actors.processes import SHARED_MEMORY, mapped_shared_memory
+from actors.temporary_files import GUARD_NAME
 
 MARK = "RELAY_TEST_SESSION"
 GRACE_S = 10.0
 """Time that the last processes may take to exit after the last test."""
 HELPERS = (
     "multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker",
-    "actors.guard",
+    f"actors.guard {GUARD_NAME}",
 )  # fmt: skip
 """Processes that exit with the interpreter."""
 

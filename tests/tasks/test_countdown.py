@@ -87,5 +87,5 @@ def test_reply_without_expression_is_unparsed(text):
 
 
 def test_settings_without_any_target_are_refused():
-    with pytest.raises(ValueError, match=r"no target was found for operations='\+'"):
+    with pytest.raises(ValueError, match=r"no target up to max_target=\d+ was found for operations='\+'"):
         next(task(num_numbers=8, max_target=5, operations="+").train_problems(seed=0))

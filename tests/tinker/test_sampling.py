@@ -107,6 +107,21 @@ async def test_without_room_in_the_backend_the_owners_oldest_unused_snapshot_clo
     assert len(client.backend.published) == 3
 
 
+@service_test()
+async def test_second_snapshot_under_one_id_is_refused_and_closed(client):
+    session = client.session()
+    models = [client.model(session=session, number=number) for number in (0, 1)]
+    gate = client.backend.hold("publish")
+    first, second = (client.snapshot(model, 1, 7) for model in models)
+    await settled()
+    assert client.backend.names().count("publish") == 2
+    gate.set()
+    assert (await client.result(first)).sampling_session_id == f"{session}:sample:7"
+    assert "there is a sampling session" in (await client.failure(second)).error
+    await settled()
+    assert len(client.backend.published) == 1
+
+
 @service_test(virtual=False)
 async def test_weights_replaced_before_the_first_sample_fail_it(client):
     model = client.model()
@@ -181,7 +196,7 @@ def test_call_is_translated_with_its_defaults():
         ([-1], {}, "prompt: has token id -1: must be 0 to 999"),
         ([1], {"num_samples": 0}, "num_samples=0: must be 1 to 1024"),
         ([1], {"topk_prompt_logprobs": 1001}, "topk_prompt_logprobs=1001: must be 0 to 1000"),
-        ([1], {"max_tokens": 0}, "sampling_params.max_tokens=0: must be 1 to"),
+        ([1], {"max_tokens": 0}, "sampling_params.max_tokens=0: must be a finite number of at least 1"),
         ([1], {"temperature": -0.1}, "sampling_params.temperature, unless it is 0=-0.1: must be 1e-30 to"),
         ([1], {"top_p": 0.0}, "sampling_params.top_p=0.0: must be 1e-30 to 1"),
         ([1], {"seed": 2**63}, "sampling_params.seed=9223372036854775808: must be 0 to"),

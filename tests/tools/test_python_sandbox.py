@@ -76,7 +76,7 @@ def wait_until(holds):
         ("print('a')\nx = 2\nx ** 10", "a\n1024"),
         ("x = 5", "(no output)"),
         ("'é\\ud800'", "'é\\ud800'"),
-        ("import sys; print('to stderr', file=sys.stderr); 1", "to stderr\n1"),
+        ("import sys; print(1); print('to stderr', file=sys.stderr); print(2); 3", "1\nto stderr\n2\n3"),
         ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; 1", "1"),
         ("import zoneinfo; zoneinfo.ZoneInfo('Europe/Paris').key", "'Europe/Paris'"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),

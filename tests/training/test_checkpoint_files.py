@@ -100,14 +100,14 @@ OTHER_VERSION = "written by another version of this project"
     ("name", "content", "says", "is_damage"),
     [
         (MANIFEST, "{", "is corrupted: JSONDecodeError", True),
-        (MANIFEST, {"format": 1, "files": {"a": 3}}, "is corrupted: TypeError", True),
+        (MANIFEST, {"format": 2, "files": {"a": 3}}, "is corrupted: TypeError", True),
         (MANIFEST, [], "is corrupted: TypeError", True),
-        (MANIFEST, {"format": 1, "files": {}}, r"is corrupted: it does not list \.metadata", True),
+        (MANIFEST, {"format": 2, "files": {}}, r"is corrupted: it does not list \.metadata", True),
         (MANIFEST, None, "is missing: .* is not a complete checkpoint", True),
-        (MANIFEST, {"format": 2}, "has format 2; this version reads 1", False),
+        (MANIFEST, {"format": 1}, "has format 1; this version reads 2", False),
         (STATE, None, "is missing", True),
-        (STATE, {"format": 1, "policy_version": 2}, f"{OTHER_VERSION}: KeyError", False),
-        (STATE, {"format": 1, "position": {"later_field": 1}}, OTHER_VERSION, False),
+        (STATE, {"format": 2, "policy_version": 2}, f"{OTHER_VERSION}: KeyError", False),
+        (STATE, {"format": 2, "position": {"later_field": 1}}, OTHER_VERSION, False),
     ],
 )
 def test_malformed_description_is_damage_but_that_of_another_version_is_not(

@@ -235,6 +235,14 @@ def test_close_finishes_the_current_call_and_refuses_waiting_ones(assets):
     with_backend(use, assets=assets)
 
 
+def test_stop_texts_without_a_tokenizer_are_refused():
+    async def use(local):
+        with pytest.raises(ValueError, match=r"stop_texts=\('a',\): needs a tokenizer: set hf_assets_path"):
+            await local.generate(PROMPTS, sampling=replace(SAMPLING, stop_texts=("a",)))
+
+    with_backend(use)
+
+
 def test_more_than_one_process_is_refused(assets, monkeypatch):
     environment = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in environment.items():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_reused_memory_has_a_new_generation(maps):
         assert data.data_ptr() == old.data_ptr()
     assert take(pool)[0] is not first
     pool.close()
+
+
+def test_descriptor_that_is_a_pipe_by_now_is_a_lost_version(maps):
+    reading, writing = os.pipe()
+    segment, ref = take(SegmentPool())
+    num_open = len(os.listdir("/proc/self/fd"))
+    with (
+        pytest.raises(VersionNotFoundError, match="another version"),
+        maps.holding(replace(ref, descriptor=reading)),
+    ):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    segment.close()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_memory_is_not_reused_while_it_is_read(maps):

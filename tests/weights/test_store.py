@@ -124,7 +124,9 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
         return run(store.push(version=1, state_dict={"w": torch.full((3,), value)}))
 
     shard = push(0.0)
-    with pytest.raises(WeightStoreError, match=r"version 1 is already pushed|File exists: .*v1/rank0\.bin"):
+    with pytest.raises(
+        VersionExistsError, match=r"version 1 is already pushed|already pushed: .*v1/rank0\.bin exists"
+    ):
         push(1.0)
     with pytest.raises(VersionNotFoundError, match=r"version 1 is not in the store; there are \[\]"):
         store.snapshot(1)
@@ -141,7 +143,30 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
             run(store.pull(first, state_dict={"w": target}))
     run(store.pull(second, state_dict={"w": target}))
     assert target.tolist() == [1, 1, 1]
+    if cluster.transport == "files":
+        run(store.delete(1))
+        with pytest.raises(
+            VersionNotFoundError, match=r"the version was deleted: there is no .*v1/rank0\.bin"
+        ):
+            run(store.pull(second, state_dict={"w": target}))
     run(store.stop())
+
+
+def test_version_that_a_rank_has_not_pushed_is_refused_and_may_be_pushed_again(cluster):
+    run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
+    run(cluster.trainer.build.call("fsdp", version, torch.float32))
+    shard = run(cluster.trainer.slice(procs=0).push.call_one(store, version))
+    with pytest.raises(
+        WeightMismatchError, match=rf"version {version} is incomplete: \d+ elements of '.*' were not pushed"
+    ):
+        store.announce([shard])
+    run(store.delete(version))
+    shards = run(cluster.trainer_ranks("fsdp").push.call(store, version))
+    snapshot = store.announce([shard for _, shard in shards.items()])
+    wanted = expected(version, torch.bfloat16)
+    for full in cluster.pull(store, "tp", snapshot, torch.bfloat16):
+        assert_same_bits(full, wanted)
+    run(store.delete(version))
 
 
 def test_mismatches_name_the_tensor_and_both_shapes(cluster):

@@ -24,9 +24,9 @@ ROW_MULTIPLE = 32
 """Row count of a tile; token counts of forwards are multiples of it in trainer and generator."""
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """Pad [T, ...] with zeros to a multiple of ROW_MULTIPLE rows."""
-    padding = -x.size(0) % ROW_MULTIPLE
+def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
+    """Pad [T, ...] with zeros to a multiple of rows."""
+    padding = -x.size(0) % multiple
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, padding)) if padding else x
 
 
@@ -41,6 +41,8 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
     if not on_cpu:
         _split_no_sums()
     for module in model.modules():
+        if isinstance(module, Decoder):
+            module.row_multiple = ROW_MULTIPLE
         if isinstance(module, Attention) and isinstance(module.core, PackedAttention):
             module.core = InvariantAttention() if on_cpu else PackedAttention(num_splits=1)
         if isinstance(module, FeedForward) and on_cpu:
