@@ -1,9 +1,11 @@
 """Estimate of the memory that a layout needs on each device, before anything is allocated.
 
-Parameters, gradients and optimizer state are exact up to the padding of shards; gathered parameters, activations
-and logits are counted from the order of operations in a step. The model is the converted one: weights that LoRA
-freezes have neither gradient nor state, and Float8 casts inputs and weights only for one product at a time. For
-compiled blocks the estimate is an upper bound, because the compiler keeps fewer activations.
+Parameters, gradients and optimizer state are exact up to the padding of shards; the rest is counted from the shapes
+of the converted model, within 30% of a step's peak. For compiled blocks the estimate is an upper bound, because the
+compiler keeps fewer activations.
+
+Legend: E model width; Q and K widths of the queries and of the keys, F feed-forward width, each on one
+tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -17,23 +19,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from losses.types import uses_entropy
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, TransformerBlock
+from rl.models.decoder import Decoder, FeedForward
 from rl.models.low_rank import adapted_layers
-from rl.models.model_cost import FLOAT32, BlockMemory, block_memory
-from rl.models.moe import GroupedExperts
+from rl.models.moe import GroupedExperts, MoE
 from rl.models.spec import ModelSpec
-from rl.training.config import TrainingConfig
 from rl.training.muon import is_hidden_matrix
-from rl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
+
+FLOAT32 = 4
+"""Bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,36 +42,28 @@ class MemoryEstimate:
     """Bytes on one rank of the trainer."""
 
     parameters: int
+    """Weights, those of the reference policy included."""
     gradients: int
     optimizer: int
     """Optimizer state between steps."""
-    reference: int
-    """Weights of the reference policy."""
     gathered: int
     """Parameters and gradients beyond this rank's shards in forward and backward."""
     activations: int
-    """Activations kept from forward to backward."""
-    recomputed: int
-    """Activations of the block that is recomputed, beyond those of later blocks, which are freed by then."""
+    """Activations kept from forward to backward, and those of a block that is recomputed."""
     logits: int
-    """Logits with the loss's intermediate results, or the gradient of the head's weight if that is larger."""
-    reduced: int
-    """Gradients outside the blocks while FSDP sums them over ranks, after activations are freed."""
-    step: int
-    """Intermediate results of the optimizer's step."""
-    merged: int
-    """Copies of the weights with merged adapters while weights are pushed."""
+    """Logits with the loss's intermediate results."""
+    copies: int
+    """Copies in the optimizer's step, or of the weights with merged adapters while weights are pushed."""
 
     @property
     def held(self) -> int:
         """Bytes held between steps."""
-        return self.parameters + self.gradients + self.optimizer + self.reference
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Bytes at the peak of a step; blocks are recomputed after the logits are freed."""
-        forward_backward = self.gathered + self.activations + max(self.logits, self.recomputed)
-        return self.held + max(forward_backward, self.reduced, self.step, self.merged)
+        """Bytes at the peak of a step."""
+        return self.held + max(self.gathered + self.activations + self.logits, self.copies)
 
     def describe(self) -> str:
         """Return the total and its parts in GB as one line."""
@@ -97,33 +90,32 @@ def estimate(
         module = model.build()
         if converters is not None:
             converters.convert(module)
-    parameters = _Parameters(module, degrees)
+    on_rank = _OnRank(module, degrees)
     stored, computed = _size(training.dtype), _size(training.param_dtype)
     # Offloaded tensors do not count on a GPU.
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
-    num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    first: TransformerBlock = module.layers[0]
-    block = block_memory(
-        model, first, num_tokens=num_tokens, degrees=degrees, itemsize=computed, on_gpu=on_gpu
-    )
-    activations, recomputed = _activations(block, len(module.layers), config.activation_checkpoint)
-    local, trained = parameters.shards(parameters.all), parameters.shards(parameters.trained)
+    named = dict(module.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    num_all, num_trained = on_rank.shards(named.values()), on_rank.shards(trained.values())
     # Adam keeps two running means, Muon one.
-    by_muon = parameters.shards(parameters.matrices) if optimizer.name == "Muon" else 0
-    num_reduced = parameters.gathered_trained(parameters.root) if _has_fsdp(degrees, training) else 0
+    by_muon = [p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)]
+    num_adam = num_trained - on_rank.shards(by_muon)
+    num_copied = max(
+        num_adam if optimizer.implementation == "foreach" else 0,
+        on_rank.shards([linear.weight for linear, _ in adapted_layers(module)]),
+    )
+    num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
+    of_token = _activations_of_token(
+        model, degrees=degrees, itemsize=computed, on_gpu=on_gpu, checkpoint=config.activation_checkpoint
+    )
     return MemoryEstimate(
-        parameters=kept_on_device * local * stored,
-        gradients=kept_on_device * trained * stored,
-        optimizer=kept_on_device * (2 * trained - by_muon) * stored,
-        reference=kept_on_device * config.reference.enable * local * computed,
-        gathered=_gathered(parameters, degrees=degrees, config=config),
-        # The embedding, and the last norm's input and result.
-        activations=activations + 4 * num_tokens * model.dim * computed,
-        recomputed=recomputed,
-        logits=_logits(module, degrees=degrees, config=config),
-        reduced=num_reduced * (computed + _size(training.reduce_dtype)),
-        step=kept_on_device * _step(parameters, optimizer, num_adam=trained - by_muon) * stored,
-        merged=kept_on_device * _merged(parameters, stored=stored),
+        parameters=kept_on_device * num_all * (stored + config.reference.enable * computed),
+        gradients=kept_on_device * num_trained * stored,
+        optimizer=kept_on_device * (num_trained + num_adam) * stored,
+        gathered=_gathered(on_rank, named, config=config),
+        activations=int(num_tokens * of_token),
+        logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config),
+        copies=kept_on_device * num_copied * stored,
     )
 
 
@@ -146,132 +138,15 @@ def too_large(message: str, *, compiled: bool) -> None:
     logger.warning("%s. The compiled model may need less, so the run starts", message)
 
 
-def _step(parameters: _Parameters, optimizer: Optimizer.Config, *, num_adam: int) -> int:
-    """Return the elements of the step's intermediate results."""
-    largest = max((p.numel() for p in parameters.matrices or parameters.trained), default=0)
-    # foreach has one intermediate result for all parameters at once: the decayed gradient, then a root.
-    adam = {"fused": 0, "foreach": num_adam, "for-loop": 2 * largest}[optimizer.implementation]
-    # The gathered matrix, a few copies in the dtype of the iteration, and the broadcast update.
-    muon = 6 * largest if optimizer.name == "Muon" else 0
-    return max(adam, muon)
-
-
-def _merged(parameters: _Parameters, *, stored: int) -> int:
-    """Return the bytes of merged copies of adapted weights, and of the last product in float32."""
-    largest = max((parameters.shards([weight]) for weight in parameters.adapted), default=0)
-    return parameters.shards(parameters.adapted) * stored + 2 * largest * FLOAT32
-
-
-def _has_fsdp(degrees: Degrees, training: TrainingConfig) -> bool:
-    return degrees.dp_replicate * degrees.fsdp > 1 or training.cpu_offload
-
-
-def _gathered(parameters: _Parameters, *, degrees: Degrees, config: TrainingEngine.Config) -> int:
-    training = config.training
-    computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
-    if not _has_fsdp(degrees, training):
-        # All parameters are cast at once.
-        return 0 if training.param_dtype == training.dtype else parameters.gathered(parameters.all) * computed
-    never = config.parallelism.reshard_after_forward == "never"
-    stays = never or (degrees.fsdp == 1 and not training.cpu_offload)
-    # In backward: the root, one block, and the next block that is being gathered.
-    num_layers = parameters.num_layers
-    num_blocks = num_layers if stays else 2
-    blocks = num_blocks * parameters.gathered_bytes(parameters.blocks, computed, among=num_layers)
-    # Gradients of the head, which are summed only with the root's last gradient, and of a block, which are
-    # copied into one buffer to be summed over ranks.
-    of_block = parameters.gathered_trained(parameters.blocks, among=num_layers)
-    gradients = parameters.gathered_trained(parameters.head) * computed + of_block * (computed + reduced)
-    # The experts of one block are gathered at a time and freed before their gradients are copied. Experts that
-    # a rank holds whole stay.
-    experts = parameters.gathered_bytes(parameters.experts_apart, computed, among=num_layers)
-    of_experts = parameters.gathered_trained(parameters.experts_apart, among=num_layers)
-    if never or (degrees.fsdp == degrees.ep and not training.cpu_offload):
-        of_blocks = num_layers * experts + of_experts * (computed + reduced)
-    else:
-        of_blocks = of_experts * computed + max(experts, of_experts * reduced)
-    return parameters.gathered_bytes(parameters.root, computed, among=1) + blocks + gradients + of_blocks
-
-
-def _activations(
-    block: BlockMemory, num_layers: int, checkpoint: ActivationCheckpointConfig
-) -> tuple[int, int]:
-    """Return the bytes that all blocks keep, and those that one block recomputes."""
-    if checkpoint.mode == "none":
-        return num_layers * block.whole, 0
-    if checkpoint.mode == "full":
-        return num_layers * block.input, block.whole
-    if checkpoint.selective_option == "op":
-        return num_layers * block.selected, block.recomputed
-    every = int(checkpoint.selective_option)
-    num_full = math.ceil(num_layers / every)
-    # Blocks that keep everything after the last checkpointed block are freed before it is recomputed.
-    is_last = (num_layers - 1) % every == 0
-    return num_full * block.input + (num_layers - num_full) * block.whole, is_last * block.whole
-
-
-def _logits(module: Decoder, *, degrees: Degrees, config: TrainingEngine.Config) -> int:
-    """Return the bytes of logits, the loss's intermediate results and the head's gradient.
-
-    The forward holds the logits and, in float32, their log-softmax, its exponential and the product of both for
-    the entropy. An entropy gradient holds four float32 tensors in backward: the log-softmax, its two gradients
-    and their sum.
-    """
-    training, loss_parallel = config.training, config.parallelism.loss_parallel
-    computed = _size(training.param_dtype)
-    num_all = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    num_tokens = min(num_all, training.logits_chunk_tokens or num_all)
-    vocab_size, dim = module.config.vocab_size, module.config.dim
-    own = vocab_size // degrees.tp
-    is_split = loss_parallel and degrees.tp > 1
-    each = computed + 3 * FLOAT32
-    if uses_entropy(config.loss) and not is_split:
-        each = max(each, 4 * FLOAT32)
-    if loss_parallel or degrees.tp == 1:
-        logits = num_tokens * own * each
-    else:
-        logits = num_tokens * (own * computed + vocab_size * each)
-    weight = module.embed_tokens.weight if module.lm_head is None else module.lm_head.weight
-    has_adapter = module.lm_head_lora is not None
-    if not weight.requires_grad and not has_adapter:
-        return logits
-    # Gradients of the first chunk, the next chunk and their sum, or of all tokens at once.
-    num_gradients = 3 if num_tokens < num_all else 1
-    if _has_fsdp(degrees, training) and not has_adapter:
-        num_gradients -= 1  # counted in `gathered`
-    size = own * dim * computed
-    # The sum of weight and adapter exists from the forward on.
-    return max(logits, num_tokens * own * computed + num_gradients * size) + has_adapter * size
-
-
-def _size(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
-
-
-class _Parameters:
-    """Parameters of the converted model, and their division over ranks."""
+class _OnRank:
+    """Division of a model's parameters over ranks."""
 
     def __init__(self, module: Decoder, degrees: Degrees) -> None:
-        named = dict(module.named_parameters())
         self.degrees = degrees
         self.num_layers = len(module.layers)
-        self.all = list(named.values())
-        self.trained = [p for p in self.all if p.requires_grad]
-        self.matrices = [p for name, p in named.items() if p.requires_grad and is_hidden_matrix(name, p)]
-        """Trained parameters that Muon steps."""
-        self.adapted = [linear.weight for linear, _ in adapted_layers(module)]
         self._experts = {
             p for part in module.modules() if isinstance(part, GroupedExperts) for p in part.parameters()
         }
-        self.root = [p for name, p in named.items() if not name.startswith("layers.")]
-        in_layers = [p for name, p in named.items() if name.startswith("layers.")]
-        self.experts_apart = [p for p in in_layers if p in self._experts and degrees.ep > 1]
-        """Experts that FSDP gathers separately, under expert parallelism."""
-        apart = set(self.experts_apart)
-        self.blocks = [p for p in in_layers if p not in apart]
-        embedding = module.embed_tokens.weight if module.lm_head is not None else None
-        self.head = [p for p in self.root if p is not embedding]
-        """The root without an embedding that is no output head; backward starts with these."""
 
     def shards(self, part: Collection[Tensor]) -> int:
         """Return the elements of one rank's shards."""
@@ -282,15 +157,6 @@ class _Parameters:
         # Under expert parallelism a rank gathers only its own experts.
         return self._share(part, num_shards=1, num_expert_shards=self.degrees.ep)
 
-    def gathered_trained(self, part: Collection[Tensor], *, among: int = 1) -> int:
-        """Return the gathered elements with a gradient, of one of `among` equal parts."""
-        return self.gathered([p for p in part if p.requires_grad]) // among
-
-    def gathered_bytes(self, part: Collection[Tensor], itemsize: int, *, among: int) -> int:
-        """Return the bytes of one of `among` equal parts; torchao's wrapper casts a shard before its gather."""
-        in_float8 = self.gathered([p for p in part if hasattr(p, "fsdp_pre_all_gather")]) // among
-        return (self.gathered(part) // among - in_float8) * itemsize + in_float8
-
     def _share(self, part: Collection[Tensor], *, num_shards: int, num_expert_shards: int) -> int:
         """Return the elements of one rank; experts have their own tensor-parallel degree.
 
@@ -300,3 +166,86 @@ class _Parameters:
         num_rest = sum(p.numel() for p in part) - num_experts
         tp, etp = self.degrees.tp, self.degrees.etp
         return math.ceil(num_rest / (tp * num_shards) + num_experts / (etp * num_expert_shards))
+
+
+def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEngine.Config) -> int:
+    """Return the bytes of gathered parameters, and of gradients before they are summed over ranks."""
+    training, degrees = config.training, on_rank.degrees
+    computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
+    if degrees.dp_replicate * degrees.fsdp == 1 and not training.cpu_offload:
+        # All parameters are cast at once.
+        return 0 if training.param_dtype == training.dtype else on_rank.gathered(named.values()) * computed
+    stays = config.parallelism.reshard_after_forward == "never" or (
+        degrees.fsdp == 1 and not training.cpu_offload
+    )
+    # In backward: the root, one block, and the next block that is being gathered. Their gradients: those of the
+    # root, and those of a block, which are copied into one buffer.
+    num_blocks = on_rank.num_layers if stays else 2
+    root = {name: p for name, p in named.items() if not name.startswith("layers.")}
+    blocks = [p for name, p in named.items() if name not in root]
+    in_float8 = [p for p in blocks if hasattr(p, "fsdp_pre_all_gather")]  # cast before they are gathered
+    of_blocks = on_rank.gathered(blocks) * computed - on_rank.gathered(in_float8) * (computed - 1)
+    block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (computed + reduced)
+    root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
+    return (
+        on_rank.gathered(root.values()) * computed
+        + root_gradients
+        + (num_blocks * of_blocks + block_gradients) // on_rank.num_layers
+    )
+
+
+def _activations_of_token(
+    model: Decoder.Config,
+    *,
+    degrees: Degrees,
+    itemsize: int,
+    on_gpu: bool,
+    checkpoint: ActivationCheckpointConfig,
+) -> float:
+    """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
+    tp, attention, feed_forward = degrees.tp, model.block.attention, model.block.feed_forward
+    width = model.dim
+    queries = attention.num_heads * attention.head_dim / tp
+    keys = attention.num_kv_heads * attention.head_dim / tp
+    if isinstance(feed_forward, MoE.Config):
+        # Whole experts see their rank's part of the tokens, split experts see all tokens.
+        copies = feed_forward.num_experts_per_token / (1 if degrees.etp > 1 else tp)
+        hidden = copies * feed_forward.hidden_dim / degrees.etp
+        routed = copies * width
+    else:
+        assert isinstance(feed_forward, FeedForward.Config)
+        hidden, routed = feed_forward.hidden_dim / tp, 0.0
+    # A norm keeps its input; on a CPU in float32, with the input divided by its root mean square.
+    norm = itemsize if on_gpu else 2 * FLOAT32
+    norms = 2 * norm * width / tp + norm * (queries + keys) * attention.qk_norm
+    # Results of products, of rotation and attention (a GPU also repeats keys and values for each query head), and
+    # of the feed-forward: gate and up, silu(gate), and their product.
+    core = (4 if on_gpu else 3) * queries
+    whole = norms + itemsize * (2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed)
+    block_input = itemsize * width / tp
+    results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed)
+    num_layers, every = model.num_layers, checkpoint.selective_option
+    ends = 4 * width * itemsize  # the embedding, and the last norm's input and result
+    if checkpoint.mode == "none":
+        return ends + num_layers * whole
+    if checkpoint.mode == "full":
+        return ends + num_layers * block_input + whole
+    if every == "op":
+        return ends + num_layers * (block_input + results) + max(0.0, whole - results)
+    num_full = math.ceil(num_layers / int(every))
+    # Blocks that keep everything after the last checkpointed block are freed before it is recomputed.
+    num_whole = num_layers - num_full + ((num_layers - 1) % int(every) == 0)
+    return ends + num_full * block_input + num_whole * whole
+
+
+def _logits(
+    model: Decoder.Config, *, num_tokens: int, degrees: Degrees, config: TrainingEngine.Config
+) -> int:
+    """Return the bytes of logits and, in float32, their log-softmax, its exponential and the entropy's product."""
+    num_tokens = min(num_tokens, config.training.logits_chunk_tokens or num_tokens)
+    parts = degrees.tp if config.parallelism.loss_parallel else 1
+    return num_tokens * model.vocab_size // parts * (_size(config.training.param_dtype) + 3 * FLOAT32)
+
+
+def _size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
