@@ -70,7 +70,7 @@ class Controller(Configurable):
 
         Nothing is started or written (docs/configuration.md).
         """
-        from actors.explain.explain import show
+        from actors.explain import show
 
         return show(self.source, form=form, here=Machine.here())
 

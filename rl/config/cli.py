@@ -94,12 +94,10 @@ def parse_cli(
     try:
         options, wants_help = _split(argv)
         run = _source(options, default_module=default_module, default_config=default_config)
-        changes = _changes(run.config, options)
-        config = rebuild(run.config, changes)
+        run = dataclasses.replace(run, config=rebuild(run.config, _changes(run.config, options)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    run = dataclasses.replace(run, config=config, options=tuple(changes))
     if wants_help:
         _print_help(run, prog=prog)
     return run
@@ -140,10 +138,9 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
     if "resume" in given:
         run = _resumed(Path(given["resume"]), options)
     elif "from_json" in given:
-        file = Path(given["from_json"])
-        run = read_json(file)
+        run = read_json(Path(given["from_json"]))
         defaults = {f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")}
-        run = dataclasses.replace(run, config=rebuild(run.config, defaults), file=file)
+        run = dataclasses.replace(run, config=rebuild(run.config, defaults))
     else:
         # An empty name finds nothing, so the error lists what the module has.
         run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
@@ -165,7 +162,7 @@ def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
     dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path, file=file)
+    return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path)
 
 
 def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:

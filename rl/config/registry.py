@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -33,10 +33,6 @@ class ResolvedRun:
     """The root config, an instance of some `Configurable.Config`."""
     resumes: Path | None = None
     """Folder of the run that is continued; None for a new run."""
-    file: Path | None = field(default=None, compare=False)
-    """The config.json that the values come from, if any."""
-    options: tuple[str, ...] = field(default=(), compare=False)
-    """Paths of the fields set on the command line."""
     explain: ExplanationForm | None = None
     """Form in which to explain the run instead of starting it; None: start it."""
 

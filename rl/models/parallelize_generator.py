@@ -36,13 +36,6 @@ _DIMS = {
 """Dimension over which the plan splits each layer's weight."""
 
 
-def is_split(name: str) -> bool:
-    """Return whether the plan splits this parameter over the ranks; all others are whole on each rank."""
-    dims = {_DIMS[part] for part in name.split(".") if part in _DIMS}
-    # The bias of a layer that is split by columns is added to the sum over the ranks.
-    return ROWS in dims or (COLUMNS in dims and not name.endswith("bias"))
-
-
 def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     """Shard the model in place over a mesh of one axis, preferably on the meta device.
 

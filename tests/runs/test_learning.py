@@ -12,7 +12,6 @@ from rl.distributed.process_group import World
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import Decoder, linear_head
 from rl.models.qwen3 import model_registry
-from rl.training.checkpoint_files import saved_steps
 from tests.support.explained import explained
 from tests.support.runs import FinishedRun, run_to_the_end
 
@@ -47,19 +46,10 @@ def starting_point(run: FinishedRun) -> str:
 @pytest.mark.timeout(900)
 def test_run_matches_its_explanation(run_of_seed_0):
     run, explanation = run_of_seed_0, explained("--seed", "0", *STEPS)
-    whole, step = explanation["run"], explanation["step"]
-    assert len(run.steps) == whole["num_steps"]
+    step = explanation["step"]
     assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step["samples"]}
-    # Replies of this task end before the token limit, and none is a single token.
-    micro_batches = {r["packing/num_micro_batches"] for r in run.steps}
-    assert step["micro_batches_of_rank_fewest"] <= min(micro_batches)
-    assert max(micro_batches) <= step["micro_batches_of_rank_most"]
-    replies = [r["completion/tokens_mean"] * step["samples"] for r in run.steps]
-    assert max(replies) <= step["reply_tokens_most"]
+    assert step["samples_of_run"] == len(run.steps) * step["samples"]
     assert max(r["age/max"] for r in run.steps) == explanation["staleness"]["steps_most"] == 0
-    assert {r["sync/version"] for r in run.steps} == set(range(1, whole["publishes"]))
-    assert sorted(run.evaluations) == whole["evaluations_after"]
-    assert list(saved_steps(run.folder / "checkpoints")) == whole["checkpoints_after"]
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,316 @@
+"""Explain a run without starting it: `python -m rl.simple_grpo_sum_digits --explain`.
+
+Nothing is started and nothing is written. The explanation is one dict of sections, printed as JSON or as YAML; sizes
+are in GB of 10^9 bytes. Refusals come from the run's own checks: all of them, not only the first. A field without
+effect is declared beside the field (`rl.config.effect`), or here where fields of different components decide together.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
+from actors.cluster import trains_on_gpu
+from actors.config import RunConfig
+from actors.placement import place_actors
+from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
+from rl.config.effect import idle_options
+from rl.config.json import differences, leaves, to_dict
+from rl.config.registry import ExplanationForm, ResolvedRun, resolve
+from rl.config.tree import walk
+from rl.distributed.mesh import Degrees
+from rl.loop.config import LoopConfig
+from rl.models.model_cost import model_work
+from rl.models.spec import ModelSpec
+from rl.observability.run_folder import RunFolder, check_free
+from rl.starting_point import StartingPoint
+from rl.training.checkpoint_config import LoadSource
+
+WIDTH = 110
+ASSUMED_GPU_BYTES = 80 * 10**9
+"""Memory of the GPUs that the shipped configs are made for."""
+PROGRAMS = "rl.tasks.verifiers_task"
+"""Module of tasks made of third-party programs, which loading might start."""
+NOT_TRIED = (
+    "whether prompts fit, and environments and reward functions work: a run tries them before it starts, also "
+    "with --launch.dry_run"
+)
+
+
+def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
+    """Print the explanation of a run and return the exit status.
+
+    The status is 2 for a config that is refused on any machine (the reasons also go to stderr), else 0.
+    """
+    explanation = explain(run, here=here)
+    as_json = json.dumps(explanation, indent=2, allow_nan=False)
+    as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
+    print(as_json if form == "json" else as_yaml)
+    for reason in explanation["options"]["refused"]:
+        print(f"error: {reason}", file=sys.stderr)
+    return 2 if explanation["options"]["refused"] else 0
+
+
+def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
+    """Explain a run of a `RunConfig` that would be started on the machine `here`."""
+    config = run.config
+    found = _search(config, resumes=run.resumes)
+    spec, refused_here = found.spec, found.faults
+    machine, devices = explained_on(config, spec=spec, here=here)
+    on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
+    refused = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None)
+    if not refused:
+        refused_here += machine_faults(config, spec=spec, machine=machine)
+        with refused_here.caught():
+            if found.start is not None:
+                check_source(found.source, start=found.start, config=config, num_gpus=machine.num_gpus)
+    values, registry = to_dict(config), to_dict(resolve(run.module, run.function).config)
+    changes = {
+        path: {"value": value, "registry": before}
+        for path, (before, value) in differences(values, registry).items()
+    }
+    return {
+        "config": f"{run.module}.{run.function}",
+        "model": f"{spec.name} {spec.flavor}",
+        "devices": devices,
+        "values": dict(leaves(values)),
+        "changes": changes,
+        "step": step_arithmetic(config),
+        "staleness": staleness(config.loop),
+        "layout": _or_unknown(lambda: _layout(config, num_gpus=machine.num_gpus)),
+        "memory": memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
+        "options": {
+            "refused": list(dict.fromkeys(refused)),
+            "refused_here": list(refused_here),
+            **ineffective(config, spec=spec, on_gpu=on_gpu, changed=changes),
+        },
+        "not_checked": found.not_checked,
+    }
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """Parts of a run as far as this machine has them."""
+
+    spec: ModelSpec
+    start: StartingPoint | None = None
+    source: LoadSource | None = None
+    """Checkpoint that the run would load before its first step."""
+    faults: Faults = field(default_factory=Faults)
+    """Reasons to refuse the run on this machine."""
+    not_checked: list[str] = field(default_factory=list)
+
+
+def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
+    """Look for everything that the config names; `resumes` is the folder of a resumed run."""
+    found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
+    with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
+        # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
+        found.start = untrained_start(config)
+        found.spec = found.start.spec
+    with found.faults.caught():
+        if found.start is not None:
+            renderer_of(config, found.start)
+    if any(cls.__module__ == PROGRAMS for cls in config.task.owner.__mro__):
+        found.not_checked.append("problems of the task, which runs third-party programs")
+    else:
+        with found.faults.caught("task: "):
+            task = config.task.build()
+            next(iter(task.train_problems(seed=config.seed)), None)
+            if config.loop.eval_every:
+                task.eval_sets()
+    with found.faults.caught():
+        if resumes is not None:
+            folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+            found.source = find_resumed(
+                config,
+                folder,
+                skip=lambda path, error: found.not_checked.append(
+                    f"{path.name} would be set aside, and an earlier one taken: {error}"
+                ),
+            )
+        elif config.name is not None:  # without a name the run gets a free one
+            path = Path(config.dump_folder).expanduser().absolute() / config.name
+            check_free(path, overwrite=config.overwrite)
+        found.source = found.source or asked_source(config, None, repairs=False)
+    found.not_checked.append(NOT_TRIED)
+    return found
+
+
+def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
+    """Return the machine to explain for, with its devices in words.
+
+    GPUs are assumed where the config names GPUs, has hosts that bring them, or needs more memory than a machine
+    without GPUs has.
+    """
+    launch, trainer, generator = config.launch, config.trainer, config.generator
+    on_gpu = trains_on_gpu(launch, num_gpus=here.num_gpus)
+    with_gpus = replace(here, gpu_bytes=here.gpu_bytes or ASSUMED_GPU_BYTES)
+    size = f"{(with_gpus.gpu_bytes or 0) / 1e9:.0f} GB"
+    if launch.on_cluster and on_gpu:
+        return with_gpus, f"GPUs of {size} on the hosts of {launch.hosts}"
+    named = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
+    of_role = (trainer.num_procs, generator.num_replicas * generator.tensor_parallel_degree)
+    needed = max(max(of_role) if launch.share_gpus else sum(of_role), 1 + max(named, default=-1))
+    lacks_gpus = not launch.on_cluster and needed > here.num_gpus
+    if lacks_gpus and (
+        here.num_gpus or named or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
+    ):
+        devices = f"{needed} GPUs of {size}: this machine has {here.num_gpus}"
+        return replace(with_gpus, num_gpus=needed), devices
+    return here, f"{'GPUs' if on_gpu else 'CPU cores'} of this machine"
+
+
+def _or_unknown(find: Callable[[], Any]) -> Any:
+    """Return what `find` returns, or the reason of its ValueError: the layout is refused."""
+    try:
+        return find()
+    except ValueError as error:
+        return f"not known: {error}"
+
+
+def step_arithmetic(config: RunConfig) -> dict[str, Any]:
+    """Return the numbers of one step, and of the run; lengths are bounds for any prompts."""
+    loop, limit = config.loop, config.generator.max_model_len
+    samples = loop.groups_per_batch * loop.group_size
+    longest = min(limit, loop.episode.max_tokens or limit, loop.max_sample_tokens or limit)
+    return {
+        "groups": loop.groups_per_batch,
+        "group_size": loop.group_size,
+        "samples": samples,
+        "optimizer_steps": loop.num_minibatches,
+        "samples_of_optimizer_step": samples // loop.num_minibatches,
+        # A sample has one input fewer than tokens.
+        "trained_tokens_most": samples * (longest - 1),
+        "samples_of_run": loop.num_steps * samples,
+    }
+
+
+def staleness(loop: LoopConfig) -> dict[str, int]:
+    """Return the bounds that docs/async.md proves, in steps and in optimizer steps."""
+    steps = loop.max_off_policy_steps
+    return {
+        "steps_most": steps,
+        # The last minibatch of a step trains weights that the step's first minibatches have updated.
+        "policy_versions_most": steps * loop.num_minibatches + loop.num_minibatches - 1,
+    }
+
+
+def _layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
+    """Return hosts, processes and devices of each role, and the trainer's mesh."""
+    places = place_actors(config, num_gpus=num_gpus)
+    mesh = {axis: size for axis, size in asdict(_degrees(config)).items() if size > 1}
+    return {place.role: asdict(place) for place in places.all} | {"trainer_mesh": mesh}
+
+
+def _degrees(config: RunConfig) -> Degrees:
+    return config.trainer.parallelism.degrees(config.trainer.num_procs)
+
+
+def _fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
+    """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
+    with suppress(ValueError):  # of a layout that is refused anyway
+        rank = config.trainer.estimate_memory(spec, degrees=_degrees(config), on_gpu=on_gpu)
+        return (1 if on_gpu else config.trainer.num_procs) * rank.total <= available
+    return True
+
+
+def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool) -> dict[str, Any]:
+    """Estimate the memory of trainer and generator ranks, and the weights that a publish sends."""
+    available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
+    generator = config.generator
+    degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
+    work = model_work(spec.model)
+    on_rank = work.parameters * itemsize // degree
+    if on_gpu:  # vLLM also takes its activations off this share, so the cache is an upper bound.
+        cache = max(0, int(generator.gpu_memory_utilization * available) - on_rank)
+        tokens = cache * degree // (work.cached * itemsize)
+        fits = tokens >= generator.max_model_len  # otherwise the engine does not start
+    else:
+        cache, tokens = generator.cpu_cache_bytes, generator.cpu_cache_tokens(spec.model)
+        fits = generator.num_replicas * degree * (on_rank + cache) <= available
+
+    def of_trainer() -> dict[str, Any]:
+        rank = config.trainer.estimate_memory(spec, degrees=_degrees(config), on_gpu=on_gpu)
+        parts = {f"{part.name}_gb": _gb(getattr(rank, part.name)) for part in fields(rank)}
+        fits = _fits(config, spec=spec, available=available, on_gpu=on_gpu)
+        return parts | {"peak_gb": _gb(rank.total), "fits": fits}
+
+    return {
+        "available_gb": _gb(available),
+        "trainer_rank": _or_unknown(of_trainer),
+        "generator_rank": {
+            "weights_gb": _gb(on_rank),
+            "cache_gb": _gb(cache),
+            "cache_tokens": tokens,
+            "fits": fits,
+        },
+        "publish": {"pushed_gb": _gb(work.parameters * itemsize), "pulled_by_rank_gb": _gb(on_rank)},
+    }
+
+
+def _gb(num_bytes: int) -> float:
+    """Return bytes in GB, with three digits."""
+    return float(f"{num_bytes / 1e9:.3g}")
+
+
+def ineffective(
+    config: RunConfig, *, spec: ModelSpec, on_gpu: bool, changed: Collection[str]
+) -> dict[str, list[str]]:
+    """Return the options without effect, those set in vain apart from the others, in the order of the config.
+
+    Args:
+        changed: paths of the fields that differ from the registry function.
+    """
+    entries = {entry.path: entry for entry in walk(config)}
+    idle = {*idle_options(config), *idle_beside_others(config, spec=spec, on_gpu=on_gpu)}
+    listed = [path for path in entries if path in idle and not _is_below(path, idle - {path})]
+    names = {path: f"{path}.*" if entries[path].kind == "node" else path for path in listed}
+    in_vain = [path for path in listed if any(_is_below(change, {path}) for change in changed)]
+    return {
+        "set_without_effect": [names[path] for path in in_vain],
+        "without_effect": [names[path] for path in listed if path not in in_vain],
+    }
+
+
+def _is_below(path: str, components: Collection[str]) -> bool:
+    """Return whether a path is one of the components or a field of one."""
+    return any(f"{path}.".startswith(f"{component}.") for component in components)
+
+
+def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> set[str]:
+    """Return the fields without effect because of other components or the machine."""
+    trainer, loop, launch = config.trainer, config.loop, config.launch
+    degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
+    with suppress(ValueError):  # The layout is refused anyway.
+        degrees = _degrees(config)
+    is_whole = degrees.dp_replicate * degrees.fsdp == 1 and not trainer.training.cpu_offload
+    on_policy = loop.max_off_policy_steps == 0
+    ratios_are_1 = config.batch_invariant and on_policy and loop.num_minibatches == 1
+    rules = {
+        "generator.on_update": on_policy,  # nothing is generated while weights change
+        "generator.cpu_kv_cache_gib": on_gpu,
+        "generator.gpu_memory_utilization": not on_gpu,
+        "generator.enforce_eager": not on_gpu,
+        "generator.can_sleep": not launch.share_gpus,
+        "trainer.comm": trainer.num_procs == 1,
+        "trainer.parallelism.reshard_after_forward": is_whole,
+        "trainer.training.cpu_offload": not on_gpu,
+        "trainer.training.reduce_dtype": is_whole,
+        "trainer.training.share_prompts": (
+            degrees.cp > 1 or trainer.compile.includes("model") or spec.model.has_experts
+        ),
+        "trainer.loss.clip_low": ratios_are_1,
+        "trainer.loss.clip_high": ratios_are_1,
+        "weights.rdma": config.weights.transport == "auto" and launch.hosts in ("this", "process"),
+    }
+    return {path for path, is_idle in rules.items() if is_idle}

@@ -1,0 +1,179 @@
+"""Explanations of a run that has not started."""
+
+import json
+
+import psutil
+import pytest
+
+from actors.checks import Machine
+from actors.explain import explain, idle_beside_others, memory, staleness, step_arithmetic
+from configs.sum_digits import qwen3_32b, tiny
+from rl.config.cli import main
+from rl.config.effect import idle_options
+from rl.config.json import write_json
+from rl.config.registry import ResolvedRun
+from rl.config.tree import rebuild
+from rl.loop.config import LoopConfig
+from tests.support.checkpoints import save, truncate
+from tests.support.explained import LAPTOP, explained
+from tests.support.loops import run, some_right
+from tests.support.simulated import SimulatedPolicy
+
+
+def start(*options):
+    return main(list(options), default_module="sum_digits", default_config="tiny", prog="test")
+
+
+def changed(**edits):
+    """Edit the tiny config; `__` in a keyword stands for a dot."""
+    return rebuild(tiny(), {path.replace("__", "."): value for path, value in edits.items()})
+
+
+def test_explaining_neither_starts_nor_writes_anything(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    children = set(psutil.Process().children())
+    assert start("--explain", "json", "--loop.num_steps", "7") == 0
+    assert set(psutil.Process().children()) == children
+    assert list(tmp_path.iterdir()) == []
+    found = json.loads(capsys.readouterr().out)
+    assert (found["values"]["loop.num_steps"], found["step"]["samples"]) == (7, 256)
+    assert found["changes"] == {"loop.num_steps": {"value": 7, "registry": 80}}
+    assert found["values"]["trainer.optimizer.betas"] == [0.9, 0.95]
+    assert found["memory"]["trainer_rank"]["parameters_gb"] == 0.00312  # 4 * 779,328 bytes
+    assert (found["devices"], found["options"]["refused"]) == ("CPU cores of this machine", [])
+    assert start("--explain") == 0
+    assert "\nstaleness:\n  steps_most: 0\n  policy_versions_most: 0\n" in capsys.readouterr().out
+
+
+def test_resumed_run_lists_what_differs_from_its_registry_function(tmp_path):
+    folder = tmp_path / "mine"
+    save(folder / "checkpoints", 20)
+    (folder / "status.json").write_text('{"status": "running"}')
+    config = changed(name="elsewhere", trainer__optimizer__lr=1e-3, warmup=None)
+    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json")
+    found = explained("--resume", str(folder), "--loop.num_steps", "100")
+    assert {"loop.num_steps", "name", "dump_folder", "trainer.optimizer.lr", "warmup.num_steps"} < set(
+        found["changes"]
+    )
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json", "status.json"}
+
+
+def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
+    found = explained("--config", "qwen3_32b")
+    assert found["devices"] == "20 GPUs of 80 GB: this machine has 0"
+    layout = found["layout"]
+    assert layout["trainer"]["gpus"] == (*range(16),)
+    assert layout["trainer_mesh"] == {"dp_shard": 4, "tp": 4}
+    assert layout["generator"]["gpus"] == (16, 17, 18, 19)
+    # 32,762,123,264 parameters: in float32 over 16 ranks, and in bfloat16 over 4.
+    rank, publish = found["memory"]["trainer_rank"], found["memory"]["publish"]
+    assert (rank["parameters_gb"], rank["gradients_gb"], rank["optimizer_gb"]) == (8.19, 8.19, 16.4)
+    assert rank["fits"]
+    assert publish == {"pushed_gb": 65.5, "pulled_by_rank_gb": 16.4}
+    assert found["options"]["refused"] == []
+    (missing,) = found["options"]["refused_here"]
+    assert missing.startswith("hf_assets_path='assets/Qwen3-32B'")
+    assert found["step"]["trained_tokens_most"] == 256 * 1023
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gsm8k.math_qwen3_1_7b", "sum_digits.tiny_fsdp2_tp2", "sum_digits.tiny_moe", "verifiers_env.qwen3_1_7b",
+    ],
+)  # fmt: skip
+def test_shipped_config_is_explained_on_a_laptop_and_can_run_somewhere(name):
+    module, function = name.split(".")
+    found = explained("--module", module, "--config", function)
+    assert found["options"]["refused"] == []
+    # Tiny configs need no files.
+    assert found["options"]["refused_here"] == [] or not function.startswith("tiny")
+    assert found["memory"]["trainer_rank"]["fits"]
+    assert found["memory"]["generator_rank"]["fits"]
+    assert ("GPU" in found["devices"]) == (found["memory"]["available_gb"] != LAPTOP.memory_bytes / 1e9)
+
+
+def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
+    options = [
+        "--trainer.num_procs", "3", "--trainer.parallelism.tensor_parallel_degree", "3",
+        "--generator.max_model_len", "4096", "--loop.kl_reward.coef", "0.5",
+    ]  # fmt: skip
+    assert start("--explain", *options) == 2
+    captured = capsys.readouterr()
+    faults = [line.removeprefix("error: ") for line in captured.err.splitlines()]
+    for message in (
+        "trainer.parallelism.tensor_parallel_degree=3 does not divide num_kv_heads=4",
+        "generator.max_model_len=4096 is more than the model's max_positions=1024",
+        "trainer.training.max_tokens_per_microbatch=2048 is less than generator.max_model_len=4096",
+        "loop.kl_reward.coef=0.5 needs the reference policy",
+    ):
+        assert sum(fault.startswith(message) for fault in faults) == 1, message
+    assert start(*options) == 2
+    assert capsys.readouterr().err == f"error: {faults[0]}\n"
+    # Values that do not depend on the refused options are still shown.
+    assert "samples_of_run: 20480" in captured.out
+
+
+def test_damaged_checkpoint_and_load_errors_are_named_and_left_in_place(tmp_path):
+    folder = tmp_path / "mine"
+    truncate(save(folder / "checkpoints", 20) / "__0_0.distcp")
+    save(folder / "checkpoints", 10, position=False)
+    (folder / "status.json").write_text('{"status": "running"}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run = ResolvedRun(module="sum_digits", function="tiny", config=tiny(), resumes=folder)
+    found = explain(run, here=LAPTOP)
+    assert found["not_checked"][0].startswith("step-20 would be set aside")
+    assert any("was not saved by a loop" in fault for fault in found["options"]["refused_here"])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_options_without_effect_are_told_apart():
+    found = explained("--parity.enable", "false", "--parity.num_tokens", "5")["options"]
+    assert found["set_without_effect"] == ["parity.num_tokens"]
+    idle = {
+        "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "generator.rank_timeout_s",
+        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.write_s",
+    }  # fmt: skip
+    assert idle < set(found["without_effect"])
+    config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
+    assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
+    assert "sinks.write_s" not in idle_options(config)
+
+
+def test_arithmetic_of_a_step():
+    config = changed(loop__max_sample_tokens=100, loop__num_minibatches=2)
+    assert step_arithmetic(config) == {
+        "groups": 32,
+        "group_size": 8,
+        "samples": 256,
+        "optimizer_steps": 2,
+        "samples_of_optimizer_step": 128,
+        "trained_tokens_most": 256 * 99,
+        "samples_of_run": 80 * 256,
+    }
+
+
+def test_generator_without_room_for_its_longest_request_does_not_fit():
+    config = qwen3_32b()
+    config.generator.gpu_memory_utilization = 1.0
+
+    def generator(gpu_gb):
+        machine = Machine(num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12)
+        return memory(config, spec=config.model, machine=machine, on_gpu=True)["generator_rank"]
+
+    # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
+    small, large = generator(16.42), generator(16.6)
+    assert 0 < small["cache_tokens"] < 1024 <= large["cache_tokens"]
+    assert not small["fits"]
+    assert large["fits"]
+
+
+@pytest.mark.parametrize(("max_off_policy_steps", "num_minibatches"), [(0, 2), (2, 2)])
+def test_staleness_bound_is_kept_and_reached(max_off_policy_steps, num_minibatches):
+    settings = {"max_off_policy_steps": max_off_policy_steps, "num_minibatches": num_minibatches}
+    bound = staleness(LoopConfig(**settings))
+    policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: 0.5, train_s=2.0)
+    records, _ = run(policy, num_steps=8, groups_per_batch=2, **settings)
+    assert max(policy.age_of_tokens) == bound["policy_versions_most"]
+    assert max(record["age/max"] for record in records) == bound["steps_most"]
