@@ -92,13 +92,8 @@ def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes:
     # First what no number of processes could mend.
     with faults.caught("trainer.parallelism."):
         check_decoder_layout(spec.model, trainer.parallelism)
-    for check in trainer_checks(
-        trainer,
-        spec,
-        world_size=trainer.num_procs,
-        device_type="cuda" if on_gpu else "cpu",
-        kl_in_reward=loop.kl_reward.coef > 0 and trainer.reference.enable,
-    ):
+    device_type = "cuda" if on_gpu else "cpu"
+    for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
         with faults.caught(), named_as_options("trainer", trainer):
             check()
     faults += _contradictions(config)

@@ -309,6 +309,12 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         "trainer.training.share_prompts": (
             degrees.cp > 1 or trainer.compile.includes("model") or spec.model.has_experts
         ),
+        # Nothing reads its logprobs.
+        "trainer.reference": (
+            trainer.reference.enable
+            and loop.kl_reward.coef == 0
+            and not getattr(trainer.loss, "uses_reference", False)
+        ),
         "trainer.loss.clip_low": ratios_are_1,
         "trainer.loss.clip_high": ratios_are_1,
         "weights.rdma": config.weights.transport == "auto" and launch.hosts in ("this", "process"),

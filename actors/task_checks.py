@@ -69,7 +69,6 @@ def check_task(
         loop=loop,
         time_limit_s=time_limit_s,
     )
-    _check_sample_limit(loop, openings[len(held_out) :], renderer=renderer, max_model_len=max_model_len)
     if warms_up:
         check_demonstrations(
             task.warmup_problems(seed=seed),
@@ -103,20 +102,6 @@ async def _open_all(
             except (EnvironmentFailedError, RunError) as error:
                 raise ValueError(f"closing problem {problem.id!r}: {error}") from error
     return openings, has_one_turn
-
-
-def _check_sample_limit(
-    loop: LoopConfig, openings: Iterable[tuple[Message, ...]], *, renderer: Renderer, max_model_len: int
-) -> None:
-    """Raise ValueError for a limit that every sample would meet, or none."""
-    shortest = min(len(renderer.opening(messages)) for messages in openings)
-    limit = loop.max_sample_tokens
-    if limit is not None and not shortest < limit < max_model_len:
-        raise ValueError(
-            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
-            f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a limit "
-            "already; or None"
-        )
 
 
 def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:

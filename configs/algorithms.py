@@ -116,56 +116,34 @@ def with_kl(
     return config
 
 
-def tiny_grpo() -> Controller.Config:
-    return _tiny(grpo)
+def _tiny(algorithm: Callable[[Controller.Config], Controller.Config]) -> Callable[[], Controller.Config]:
+    def tiny() -> Controller.Config:
+        config = algorithm(sum_digits.tiny())
+        config.description = f"Qwen3 of 0.8M parameters on sum-digits, on a CPU, with {algorithm.__name__}"
+        return config
+
+    return tiny
 
 
-def tiny_dr_grpo() -> Controller.Config:
-    return _tiny(dr_grpo)
-
-
-def tiny_dapo() -> Controller.Config:
-    return _tiny(dapo)
-
-
-def tiny_gspo() -> Controller.Config:
-    return _tiny(gspo)
-
-
-def tiny_cispo() -> Controller.Config:
-    return _tiny(cispo)
-
-
-def tiny_rloo() -> Controller.Config:
-    return _tiny(rloo)
-
-
-def tiny_reinforce_plus_plus() -> Controller.Config:
-    return _tiny(reinforce_plus_plus)
+tiny_grpo = _tiny(grpo)
+tiny_dr_grpo = _tiny(dr_grpo)
+tiny_dapo = _tiny(dapo)
+tiny_gspo = _tiny(gspo)
+tiny_cispo = _tiny(cispo)
+tiny_rloo = _tiny(rloo)
+tiny_reinforce_plus_plus = _tiny(reinforce_plus_plus)
+tiny_importance_sampling = _tiny(importance_sampling)
+tiny_dro = _tiny(dro)
 
 
 def tiny_reinforce_plus_plus_baseline() -> Controller.Config:
-    return with_kl(_tiny(reinforce_plus_plus_baseline), coef=0.001, estimator="k2")
+    return with_kl(_tiny(reinforce_plus_plus_baseline)(), coef=0.001, estimator="k2")
 
 
 def tiny_ppo() -> Controller.Config:
     """Four optimizer steps on each batch of rollouts, so that clipping has an effect."""
-    config = _tiny(ppo)
+    config = _tiny(ppo)()
     config.loop.num_minibatches = 4
-    return config
-
-
-def tiny_importance_sampling() -> Controller.Config:
-    return _tiny(importance_sampling)
-
-
-def tiny_dro() -> Controller.Config:
-    return _tiny(dro)
-
-
-def _tiny(algorithm: Callable[[Controller.Config], Controller.Config]) -> Controller.Config:
-    config = algorithm(sum_digits.tiny())
-    config.description = f"Qwen3 of 0.8M parameters on sum-digits, on a CPU, with {algorithm.__name__}"
     return config
 
 

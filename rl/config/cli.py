@@ -190,12 +190,12 @@ def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
             return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
-    by_name: dict[str, list[str]] = {}
-    for path in [*SOURCE_OPTIONS, *(path for path, entry in entries.items() if entry.kind == "leaf")]:
-        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    names = {path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"}
+    names |= {name: name for name in SOURCE_OPTIONS}
     # Paths share so much that every neighbour of the intended option is close: the name must be close too.
     parent, _, name = option.rpartition(".")
-    paths = [path for close in difflib.get_close_matches(name, by_name, n=3) for path in by_name[close]]
+    close = difflib.get_close_matches(name, set(names.values()), n=3)
+    paths = [path for path, its_name in names.items() if its_name in close]
     near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
     near = near or [path for path in entries if parent and path.rpartition(".")[0] == parent]
     hint = "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"

@@ -4,13 +4,12 @@ A run's `config.json` is `{"module": ..., "config": ..., "values": {...}}`: the 
 load it, the function is called again and the values are set, so fields that hold code come from the function; in the
 file they are names, and a name that no longer matches is an error. In a sequence of components of several kinds each
 element has its `class` beside its fields. Numbers that JSON lacks are the strings "inf", "-inf" and "nan"; tuples are
-lists, enums their names, paths strings.
+lists, paths strings.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import math
 import typing
@@ -142,8 +141,6 @@ def code_name(value: Any) -> Any:
 
 def encode(value: Any) -> Any:
     """Return a plain value as strictly valid JSON; raise TypeError for any other value."""
-    if isinstance(value, enum.Enum):
-        return value.name
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

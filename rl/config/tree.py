@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import enum
 import functools
 import inspect
 import itertools
@@ -192,7 +191,7 @@ def is_node(value: Any) -> bool:
 def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
     """Return a value as its annotated type: a list as a tuple, an integer as a float.
 
-    With `from_json` enums are read from their names, paths and infinite numbers from strings. Types that cannot be
+    With `from_json` paths and infinite numbers are read from strings. Types that cannot be
     checked, such as protocols, accept any value.
 
     Raises:
@@ -224,9 +223,7 @@ def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
     elif annotation is None:
         fits = value is None
     elif isinstance(annotation, type) and annotation is not Any and not _is_protocol(annotation):
-        if from_json and issubclass(annotation, enum.Enum):
-            value = annotation.__members__.get(str(value))
-        elif from_json and issubclass(annotation, Path) and isinstance(value, str):
+        if from_json and issubclass(annotation, Path) and isinstance(value, str):
             value = annotation(value)
         fits = isinstance(value, annotation)
     if not fits:

@@ -29,7 +29,6 @@ def trainer_checks(
     *,
     world_size: int,
     device_type: str,
-    kl_in_reward: bool = False,
 ) -> Iterator[Callable[[], object]]:
     """Yield checks, each of which raises ValueError, that need neither the trainer's processes nor its devices."""
     yield partial(config.parallelism.degrees, world_size)
@@ -44,7 +43,7 @@ def trainer_checks(
     yield partial(check_experts, spec.model, balance=config.experts, converters=config.converters)
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
-    yield partial(check_reference, config.reference, loss=config.loss, kl_in_reward=kl_in_reward)
+    yield partial(check_reference, config.reference, loss=config.loss)
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:
@@ -67,22 +66,11 @@ def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type
         )
 
 
-def check_reference(config: ReferenceConfig, *, loss: Loss, kl_in_reward: bool = False) -> None:
-    """Raise ValueError for a KL term without a reference policy, or a reference policy without a use.
-
-    Args:
-        kl_in_reward: True if rewards are reduced by the KL divergence from the reference policy.
-    """
-    in_loss = getattr(loss, "uses_reference", False)
+def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
+    """Raise ValueError for a KL term without a reference policy."""
     coef = getattr(loss, "kl_coef", 0.0)
-    if config.enable and not in_loss and not kl_in_reward:
-        raise ValueError(
-            f"reference.enable=True has no effect with loss {type(loss).__name__}, which has no KL term: "
-            "must be False, or a loss that has one"
-        )
-    if not config.enable and (kl_in_reward or (in_loss and coef)):
-        needed_by = "a KL divergence in the reward" if kl_in_reward else f"loss.kl_coef={coef}"
-        raise ValueError(f"{needed_by} needs the reference policy: reference.enable must be True")
+    if coef and not config.enable:
+        raise ValueError(f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True")
 
 
 def check_experts(

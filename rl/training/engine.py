@@ -30,7 +30,7 @@ from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import CommConfig, RankInfo, World, awaiting, barrier
 from rl.models.batch_invariant.probe import check_machine
-from rl.models.converter import ModelConverter, ModelConverters
+from rl.models.converter import ModelConverter
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.parallelize import check_decoder_layout
@@ -89,11 +89,7 @@ class TrainingEngine(Configurable):
             """
             check_fields(self)
             check_decoder_layout(spec.model, self.parallelism)
-            # A caller may ask for reference logprobs whatever the loss is.
-            uses_reference = self.reference.enable
-            for check in trainer_checks(
-                self, spec, world_size=world_size, device_type=device.type, kl_in_reward=uses_reference
-            ):
+            for check in trainer_checks(self, spec, world_size=world_size, device_type=device.type):
                 check()
             degrees = self.parallelism.degrees(world_size)
             if spec.batch_invariant and device.type == "cpu":
@@ -111,9 +107,7 @@ class TrainingEngine(Configurable):
 
         def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
             """Return the memory that one rank needs."""
-            device = torch.device("meta")
-            converters = ModelConverters(self.converters, spec=spec, degrees=degrees, device=device)
-            return estimate(spec, self, degrees=degrees, converters=converters, on_gpu=on_gpu)
+            return estimate(spec, self, degrees=degrees, on_gpu=on_gpu)
 
     def __init__(
         self,

@@ -77,19 +77,16 @@ def estimate(
     config: TrainingEngine.Config,
     *,
     degrees: Degrees,
-    converters: ModelConverters | None = None,
-    on_gpu: bool = True,
+    on_gpu: bool,
 ) -> MemoryEstimate:
-    """Return the memory of one rank; kernels on a GPU keep other activations than those on a CPU.
-
-    Args:
-        converters: converters on the meta device, built for this estimate.
-    """
+    """Return the memory of one rank; kernels on a GPU keep other activations than those on a CPU."""
     model, training, optimizer = spec.model, config.training, config.optimizer
     with torch.device("meta"):
         module = model.build()
-        if converters is not None:
-            converters.convert(module)
+        converters = ModelConverters(
+            config.converters, spec=spec, degrees=degrees, device=torch.device("meta")
+        )
+        converters.convert(module)
     on_rank = _OnRank(module, degrees)
     stored, computed = _size(training.dtype), _size(training.param_dtype)
     # Offloaded tensors do not count on a GPU.

@@ -162,18 +162,6 @@ def test_environment_that_does_not_close_is_refused():
         check(Asking(kind=partial(Unclosable, turns=1)))
 
 
-@pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])
-def test_sample_limit_must_be_met_by_some_samples_and_missed_by_others(limit, fits):
-    task = Asking(training=[LONG, PROBLEM])
-    edits = {"max_sample_tokens": limit, "sampling__max_tokens": 20, "room": 80}
-    if fits:
-        check(task, **edits)
-    else:
-        says = rf"max_sample_tokens={limit}: must be from 10, .* to 99, .* None"
-        with pytest.raises(ValueError, match=says):
-            check(task, **edits)
-
-
 class OneTurnRenderer(TwinRenderer):
     def check_multi_turn(self) -> None:
         raise ValueError("no second turn")

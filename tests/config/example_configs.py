@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
-
-
-class Precision(enum.Enum):
-    FULL = "float32"
-    HALF = "bfloat16"
 
 
 class Optimizer(Configurable):
@@ -75,7 +69,6 @@ class Trainer(Configurable):
         loss: LossFn = field(default_factory=ClipLoss)
         reference: LossFn | None = None
         """A frozen reference; None costs nothing."""
-        precision: Precision = Precision.FULL
         compile_model: bool = False
         sequence_length: int = 128
 

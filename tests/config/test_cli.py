@@ -6,7 +6,7 @@ import pytest
 from rl.config.cli import parse_cli
 from rl.config.json import write_json
 from tests.config import example_configs
-from tests.config.example_configs import ClipLoss, Optimizer, Precision, SgdOptimizer, Warmup
+from tests.config.example_configs import ClipLoss, Optimizer, SgdOptimizer, Warmup
 
 MODULE = "tests.config.example_configs"
 
@@ -53,7 +53,6 @@ def test_module_and_config_choose_the_function():
         (["--stop_token_ids"], lambda c: c.stop_token_ids, ()),
         (["--name", "-dash"], lambda c: c.name, "-dash"),
         (["--dump_folder", "/x/y"], lambda c: c.dump_folder, Path("/x/y")),
-        (["--trainer.precision", "HALF"], lambda c: c.trainer.precision, Precision.HALF),
         (["--trainer.loss.clip_high", "0.3"], lambda c: c.trainer.loss, ClipLoss(clip_high=0.3)),
         (["--overwrite"], lambda c: c.overwrite, True),
         (["--overwrite", "false"], lambda c: c.overwrite, False),
@@ -103,7 +102,6 @@ def test_unknown_key_names_the_nearest(capsys):
         (["--trainer.sequence_length"], "tiny", "'nothing' is not of type int"),
         (["--trainer.sequence_length", "1", "2"], "tiny", "'1 2' is not of type int"),
         (["--overwrite", "yes"], "tiny", "--overwrite: 'Yes' is not of type bool"),
-        (["--trainer.precision", "QUARTER"], "tiny", "'QUARTER' is not of type Precision"),
         (["stray"], "tiny", "'stray' belongs to no option"),
         (["--trainer.optimizer.lr", "-1"], "tiny", "trainer.optimizer: lr must be at least 0, got -1.0"),
         # A parent checks the values of its children.

@@ -12,7 +12,6 @@ from rl.config.json import changed_fields, encode, load_values, read_json, to_di
 from rl.config.registry import ResolvedRun
 from rl.config.tree import ConfigError, convert
 from tests.config import example_configs
-from tests.config.example_configs import Precision
 
 MODULE = "tests.config.example_configs"
 
@@ -31,7 +30,6 @@ def test_dict_holds_every_field_and_names_code():
         "max_norm": "inf",
     }
     assert values["trainer"]["loss"] == {"clip_low": 0.2, "clip_high": 0.28}
-    assert values["trainer"]["precision"] == "FULL"
     assert values["dump_folder"] == "outputs"
     assert values["schedule"] == [{"num_steps": 1}, {"num_steps": 2}]
     assert values["stages"][0] == {"class": f"{MODULE}.Warmup.Config", "num_steps": 7}
@@ -45,7 +43,6 @@ def test_dict_holds_every_field_and_names_code():
 def test_values_survive_json(function):
     config = getattr(example_configs, function)()
     config.trainer.optimizer.betas = (0.1, math.inf)
-    config.trainer.precision = Precision.HALF
     config.stop_token_ids = (1, 2)
     loaded = load_values(getattr(example_configs, function)(), through_json(config))
     assert loaded == config
@@ -130,7 +127,7 @@ def test_visible_field_that_is_not_plain_data_is_a_programming_error(value, says
     ("value", "annotation"),
     [
         (3, int), (3, int | str), ("3", int | str), (2.0, float), (True, bool | None), (None, bool | None),
-        (-math.inf, float | None), (Precision.HALF, Precision), (Path("x"), Path), ((1, "a"), tuple[int, str]),
+        (-math.inf, float | None), (Path("x"), Path), ((1, "a"), tuple[int, str]),
         (((1, 2.0),), tuple[tuple[int, float], ...]), ([1, 2], list[int]), ({"a": 0.5}, dict[str, float]),
         ([{"x": None}], Any),
     ],
@@ -141,7 +138,7 @@ def test_encoded_value_is_read_as_itself(value, annotation):
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(("data", "annotation"), [("1", int), ("x", float), ("RED", Precision), (1, Path)])
+@pytest.mark.parametrize(("data", "annotation"), [("1", int), ("x", float), (1, Path)])
 def test_data_of_another_type_is_refused(data, annotation):
     with pytest.raises(ValueError, match="is not of type"):
         convert(data, annotation, from_json=True)

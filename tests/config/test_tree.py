@@ -11,7 +11,7 @@ import pytest
 from rl.config.configurable import Configurable
 from rl.config.tree import ConfigError, check_fields, convert, field_docs, input_paths, rebuild, walk
 from tests.config import example_configs
-from tests.config.example_configs import Precision, Run, SgdOptimizer
+from tests.config.example_configs import Run, SgdOptimizer
 
 
 def test_walk_lists_every_field_once_with_its_kind():
@@ -64,7 +64,6 @@ def test_rebuild_copies_every_node_and_keeps_the_original():
         ("trainer.optimizer.weight_decay", False, r"weight_decay=False: must be float \| None"),
         ("trainer.optimizer.lr", -2.0, r"lr must be at least 0, got -2\.0"),
         ("trainer.sequence_length", 12.5, r"sequence_length=12\.5: must be int"),
-        ("trainer.precision", "FULL", "precision='FULL': must be Precision"),
         ("trainer.optimizer", None, r"optimizer=None: must be Optimizer\.Config"),
         ("schedule.0.num_steps", "5", "num_steps='5': must be int"),
         ("trainer.loss", example_configs.ClipLoss(clip_low="0.1"), "clip_low='0.1': must be float"),  # type: ignore[arg-type]
@@ -125,7 +124,7 @@ REFUSED = object()
         ((1, 2, 3), tuple[int, ...], (1, 2, 3)), ((1, "2"), tuple[int, ...], REFUSED), ("ab", tuple[str, ...], REFUSED),
         (["a"], Sequence[Literal["a"]], ["a"]), (["b"], Sequence[Literal["a"]], REFUSED), (1, list[int], REFUSED),
         ({"a": 1}, dict[str, int], {"a": 1}), ({"a": "1"}, Mapping[str, int], REFUSED), ([1], dict[str, int], REFUSED),
-        (NAMED, Any, NAMED), (NAMED, Named, NAMED), ("inf", float, REFUSED), ("FULL", Precision, REFUSED),
+        (NAMED, Any, NAMED), (NAMED, Named, NAMED), ("inf", float, REFUSED),
     ],
 )  # fmt: skip
 def test_value_is_converted_to_its_type_or_refused(value, annotation, expected):

@@ -302,7 +302,7 @@ ALL = ROOT + 2 * (SMALL_EXPERTS + REST)
 )
 def test_rank_holds_and_gathers_its_share_of_experts(degrees, num_held, num_gathered):
     layout = Degrees(**({"dp_replicate": 1, "dp_shard": 1, "tp": 1} | degrees))
-    need = estimate(moe_spec(), TrainingEngine.Config(), degrees=layout)
+    need = estimate(moe_spec(), TrainingEngine.Config(), degrees=layout, on_gpu=True)
     assert need.parameters == need.gradients == 4 * math.ceil(num_held)
     assert need.optimizer == 2 * need.parameters
     assert need.gathered == 4 * num_gathered
