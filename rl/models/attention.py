@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
 
-
 MAX_PADDED_KEYS = 20_000
 """Numbers in the keys of the longest segment up to which one call with padding is faster than a call for each
 segment (2 cores: three times faster with 40 keys of 2 x 16, five times slower with 600 of 4 x 32)."""
