@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,9 +80,8 @@ class TrainerClient:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._call("save_checkpoint", folder, position, model_only, wait, attachments)
+        await self._call("save_checkpoint", folder, position, model_only, wait)
 
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -230,36 +229,3 @@ class RewardClient:
         except RunError as error:
             ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
             raise RunError(f"{error}; rollouts of {ids} were being scored") from error
-
-
-class ActorRandomStates:
-    """Random states of generators and reward processes, `rl.utils.processes.RandomStates` of actors.
-
-    A rank's name is `<group>-<rank>`. A group that does not answer is a warning, no reason to stop.
-    """
-
-    def __init__(self, groups: Sequence[CallGroup]) -> None:
-        self.groups = groups
-
-    async def random_states(self) -> dict[str, bytes]:
-        answers = await asyncio.gather(*(self._ask(group, "random_states") for group in self.groups))
-        return {
-            f"{group.name}-{rank}": states
-            for group, ranks in zip(self.groups, answers, strict=True)
-            for rank, states in enumerate(ranks)
-        }
-
-    async def restore_random_states(self, states: Mapping[str, bytes]) -> None:
-        named: dict[str, dict[int, bytes]] = {}
-        for name, state in states.items():
-            group_name, _, rank = name.rpartition("-")
-            named.setdefault(group_name, {})[int(rank)] = state
-        groups = [group for group in self.groups if group.name in named]
-        await asyncio.gather(*(self._ask(g, "restore_random_states", named[g.name]) for g in groups))
-
-    async def _ask(self, group: CallGroup, endpoint: str, *args: Any) -> list[Any]:
-        try:
-            return await group.call(endpoint, *args)
-        except RunError as error:
-            logger.warning("%s of %s failed: %s", endpoint, group.name, error)
-            return []

@@ -35,7 +35,7 @@ TIMEOUT_OF_ENDPOINT = {
     **dict.fromkeys(("sleep", "wake"), "sync_s"),
     **dict.fromkeys(("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter"), "checkpoint_s"),
     **dict.fromkeys(("save_model", "load_model", "finish_saving"), "checkpoint_s"),
-    **dict.fromkeys(("close", "abort", "random_states", "restore_random_states"), "close_s"),
+    **dict.fromkeys(("close", "abort"), "close_s"),
 }
 """Field of `timeouts` that limits a call of an endpoint; `train_s` for all others."""
 

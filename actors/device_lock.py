@@ -22,7 +22,7 @@ Side = Literal["trainer", "generators"]
 Pull = Callable[[int, Sequence[ActorGroup]], Awaitable[tuple[ServeResult, Sequence[ActorLostError]]]]
 """`GeneratorPool.pull`."""
 
-_NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving", "random_states", "restore_random_states"})
+_NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving"})
 _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 
 

@@ -6,13 +6,13 @@ Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
@@ -132,17 +132,6 @@ class VLLMGenerator(Actor, Configurable):
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
-
-    @concurrent_endpoint
-    async def random_states(self) -> bytes:
-        """Return the random states of the engine and of this process."""
-        return self._running().random_states()
-
-    @concurrent_endpoint
-    async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
-        """Restore this rank's random states, if `states` has them."""
-        if (own := states.get(current_rank().rank)) is not None:
-            self._running().restore_random_states(own)
 
     @concurrent_endpoint
     @span("measure")

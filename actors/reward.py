@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
@@ -15,7 +14,6 @@ from rl.observability.spans import span
 from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.types import Rollout, Score
-from rl.utils.processes import process_states, restore_process_states
 
 MAX_TIME_LIMIT_S = 86_400.0
 
@@ -66,20 +64,6 @@ class RewardActor(Actor, Configurable):
     async def score(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> list[list[Score]]:
         """Return a score for each rollout, in order; calls overlap. With `alone` rollouts are not compared."""
         return await self._process.score(groups, alone=alone)
-
-    @concurrent_endpoint
-    async def random_states(self) -> bytes:
-        """Return the states of this process and of the one that calls reward functions."""
-        return pickle.dumps((process_states(), await self._process.random_states()))
-
-    @concurrent_endpoint
-    async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
-        """Restore the states of this rank, if `states` has them."""
-        if (own := states.get(current_rank().rank)) is not None:
-            of_actor, of_functions = pickle.loads(own)
-            restore_process_states(of_actor)
-            if of_functions is not None:
-                await self._process.restore_random_states(of_functions)
 
     @endpoint
     @span("close")

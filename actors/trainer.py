@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -186,14 +186,12 @@ class PolicyTrainer(Actor, Configurable):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         save = partial(
             self.engine.save_checkpoint,
             position=position,
             model_only=model_only,
             wait=wait,
-            attachments=attachments,
         )
         await self._compute(save, folder)
 

@@ -10,8 +10,6 @@ After the loss of the trainer all of this begins again, with the same generators
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -20,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.backend import ActorRandomStates, TrainerClient
+from actors.backend import TrainerClient
 from actors.calls import ActorCallError, may_hang
 from actors.checks import has_lora
 from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
 from rl.loop.loop import Loop, RolloutSetup
-from rl.loop.state import LoopState, StepCheckpoints, read_loop_state
+from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.events import read_events
@@ -45,7 +43,8 @@ from rl.training.checkpoint_files import (
     damaged_folders,
     put_aside,
 )
-from rl.training.checkpoint_tensors import RANDOM, TOKENIZER, excluded
+from rl.training.checkpoint_tensors import TOKENIZER, excluded
+from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from rl.utils.files import remove
 
@@ -56,21 +55,6 @@ if TYPE_CHECKING:
     from actors.run import Run
 
 logger = logging.getLogger(__name__)
-
-_NO_MATTER_FOR_ROLLOUTS = {
-    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
-    "max_logprob_diff", "eval_every", "evaluation", "advantage",
-}  # fmt: skip
-"""Fields of the loop that do not change the rollouts of training."""
-
-
-def rollout_settings_hash(config: RunConfig) -> str:
-    """Return a hash of the settings that rollouts depend on; rollouts of another hash are not trained on."""
-    values = to_dict(config)
-    loop = {name: value for name, value in values["loop"].items() if name not in _NO_MATTER_FOR_ROLLOUTS}
-    used = {name: values[name] for name in ("seed", "hf_assets_path", "task", "renderer", "batch_invariant")}
-    text = json.dumps({**used, "loop": loop}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 async def load_start(
@@ -181,14 +165,14 @@ class Training:
         source = await load_start(
             trainer, config=self.config, plan=self.plan, find=self._find, may_set_aside=self._may_set_aside
         )
-        state = None if source is None else _state(source, self.config)
-        self._starts.append(0 if state is None else state.position.step)
+        position = None if source is None else _position(source)
+        self._starts.append(0 if position is None else position.step)
         self._report_damaged()
         if self._has_begun:
             self._go_back(source)
         self._has_begun = True
         with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
-            loop = self._loop(metrics=metrics, sinks=sinks, state=state, source=source)
+            loop = self._loop(metrics=metrics, sinks=sinks, position=position, source=source)
             in_background = self.config.trainer.checkpoint.async_mode != "disabled"
             async with _last_save_ends(run, in_background=in_background):
                 await run.cluster.while_trainer_lives(loop.run())
@@ -229,12 +213,16 @@ class Training:
         self.run_of_actors.events.add("went_back", to_step=step)
 
     def _loop(
-        self, *, metrics: MetricsWriter, sinks: RunSinks, state: LoopState | None, source: LoadSource | None
+        self,
+        *,
+        metrics: MetricsWriter,
+        sinks: RunSinks,
+        position: LoopPosition | None,
+        source: LoadSource | None,
     ) -> Loop:
         config, plan, run = self.config, self.plan, self.run_of_actors
         outputs: list[Sink] = [metrics, sinks]
         in_folder = source is not None and source.path.parent == self.folder.checkpoints
-        reward = [] if run.cluster.reward is None else [run.cluster.reward]
         loop: Loop = config.loop.build(
             trainer=run.trainer,
             publisher=run.publisher,
@@ -253,14 +241,12 @@ class Training:
                 config=config.trainer.checkpoint,
                 folder=str(self.folder.checkpoints),
                 records=metrics,
-                processes=ActorRandomStates([*run.cluster.pool.members, *reward]),
                 can_answer=partial(_can_answer, run.cluster.trainer),
-                drawn_with=rollout_settings_hash(config),
-                last_saved=state.position.step if state is not None and in_folder else None,
+                last_saved=position.step if position is not None and in_folder else None,
             ),
             recorder=Recorder(self.folder.rollouts, config=config.recorder),
             watch=sinks.watch,
-            state=state,
+            position=position,
             proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
             stop=self.stop,
         )
@@ -279,21 +265,12 @@ class Training:
             await export(str(path))
 
 
-def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
-    """Return the state of the loop that saved the checkpoint; None if the loop starts anew."""
-    state = None if source.position is None else read_loop_state(source.path)
-    if state is None:
-        return None
-    state = state.fit(rollout_settings_hash(config))
-    if source.whole:
-        return state
+def _position(source: LoadSource) -> LoopPosition | None:
+    """Return the position of the loop that saved the checkpoint; None if the loop starts anew."""
+    if source.position is None or source.whole:
+        return source.position
     # The checkpoint is another run's: this run has no record of its evaluation.
-    keeps_random = not excluded(RANDOM, config.trainer.checkpoint.exclude_from_loading)
-    return replace(
-        state,
-        position=replace(state.position, evaluated=False),
-        random_states=state.random_states if keeps_random else {},
-    )
+    return replace(source.position, evaluated=False)
 
 
 def _can_answer(trainer: Role, error: Exception) -> bool:

@@ -6,7 +6,7 @@ could do in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -107,9 +107,8 @@ class Trainer(Protocol):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Save a checkpoint folder atomically, with the loop's `position` and the `attachments`, files by name.
+        """Save a checkpoint folder atomically, with the loop's `position`.
 
         With `wait` False the call may return before the folder exists; the next call raises a later error.
         """

@@ -363,9 +363,10 @@ class LoopPosition:
     num_problems: int
     """Number of training problems drawn so far, in the task's order."""
     outstanding: tuple[int, ...] = ()
-    """Numbers of the drawn problems whose rollouts were neither trained on nor dropped. They are generated again,
-    unless `rl.loop.state.LoopState` holds their finished groups."""
+    """Numbers of the drawn problems that no batch has taken, and that are generated again."""
     evaluated: bool = False
     """True if no evaluation is due before the next step."""
     num_records: int = 0
     """Number of lines of the run's metrics.jsonl."""
+    num_empty_steps: int = 0
+    """Consecutive steps without a policy gradient."""

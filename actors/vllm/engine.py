@@ -24,7 +24,6 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -58,7 +57,6 @@ from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.types import Completion, SamplingParams
-from rl.utils.processes import process_states, restore_process_states
 from rl.utils.threads import WorkerThread
 
 if TYPE_CHECKING:
@@ -250,16 +248,6 @@ class GeneratorEngine(Configurable):
             async with self._pause(Pause(asleep=asleep)):
                 assert self._thread is not None
                 await self._thread.run(self._core.rest, asleep)
-
-    def random_states(self) -> bytes:
-        """Return the random states of calls without a seed and of this process."""
-        return pickle.dumps((self._rng.getstate(), process_states()))
-
-    def restore_random_states(self, states: bytes) -> None:
-        """Set the states that `random_states` returned."""
-        own, of_process = pickle.loads(states)
-        self._rng.setstate(own)
-        restore_process_states(of_process)
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread between two steps; on rank 0 only."""

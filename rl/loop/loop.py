@@ -40,7 +40,7 @@ from rl.loop.metrics import (
     time_metrics,
     training_metrics,
 )
-from rl.loop.state import LoopState, Progress, StepCheckpoints
+from rl.loop.state import Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
@@ -131,7 +131,7 @@ class Loop(Configurable):
         sinks: Sequence[Sink],
         recorder: Recorder | None = None,
         watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        state: LoopState | None = None,
+        position: LoopPosition | None = None,
         proximal_logprobs: bool = False,
         stop: StopRequest | None = None,
     ) -> None:
@@ -139,7 +139,7 @@ class Loop(Configurable):
         Args:
             recorder: writes the rollouts of every batch and evaluation.
             watch: shows the title of an evaluation while it runs.
-            state: the state of an earlier loop to continue from; the trainer has the weights of its step.
+            position: position of an earlier loop to continue from; the trainer has the weights of its step.
             proximal_logprobs: the loss needs the logprobs from before a step's first update
                 (`losses.types.uses_proximal_logprobs`).
             stop: a request to stop after the current step.
@@ -153,17 +153,17 @@ class Loop(Configurable):
         # With a single update the loss can use its own logprobs.
         self._adds_proximal_logprobs = proximal_logprobs and config.num_minibatches > 1
         self._stop = stop or StopRequest()
-        self._continued = state
+        self._continues = position is not None
         self._writer = BackgroundWriter("rollouts.jsonl")
         worker, self._evaluator = rollouts.parts(config)
-        start = state or LoopState(position=LoopPosition(step=0, num_problems=0))
-        problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start.to_draw)
+        start = position or LoopPosition(step=0, num_problems=0)
+        problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
         self._producer = RolloutProducer(
             bound=StalenessBound(
                 max_off_policy_steps=config.max_off_policy_steps,
                 groups_per_batch=config.groups_per_batch,
                 num_steps=config.num_steps,
-                step=start.position.step,
+                step=start.step,
             ),
             worker=worker.run,
             problems=problems,
@@ -172,7 +172,6 @@ class Loop(Configurable):
             max_dropped=config.max_empty_steps * config.groups_per_batch,
             max_failed_rewards=config.max_failed_rewards,
             rewards_per_step=config.groups_per_batch * config.group_size,
-            continued=None if state is None else state.held,
         )
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
@@ -224,12 +223,10 @@ class Loop(Configurable):
     async def _begin(self) -> None:
         done = self._progress.done
         self._stop.check()
-        if self._continued is not None:
-            await self.checkpoints.restore_random_states(self._continued)
         await self._sync.begin()
         published = await self._sync.served()
         self._progress.step_of_version[published.policy_version] = done
-        if self._continued is None:
+        if not self._continues:
             await self._save(done)
         if not self._progress.evaluated:
             await self._evaluate(done)

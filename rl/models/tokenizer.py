@@ -190,8 +190,3 @@ def tokenizer_fingerprint(folder: str | Path, *, known_as: str | Path | None = N
     files = [Path(folder) / name for name in TOKENIZER_FILES]
     parts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
     return TokenizerFingerprint(folder=str(Path(known_as or folder).resolve()), parts=parts)
-
-
-def read_tokenizer_fingerprint(value: Any) -> TokenizerFingerprint | None:
-    """Read the JSON form that `dataclasses.asdict` made; None if no fingerprint was recorded."""
-    return None if value is None else TokenizerFingerprint(folder=value["folder"], parts=value["parts"])

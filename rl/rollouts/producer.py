@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from rl.observability.spans import span
@@ -91,16 +90,6 @@ class Batch:
     """Groups dropped since the previous batch, in the task's order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ProducerState:
-    """State of a producer between two batches, from which another producer continues; its counts start anew."""
-
-    finished: tuple[tuple[Group, int], ...] = ()
-    """Groups that no batch has taken, each with its last step (`StalenessBound`)."""
-    dropped: tuple[tuple[DropReason, Group], ...] = ()
-    """Groups dropped since the last batch."""
-
-
 @dataclass(kw_only=True, eq=False)
 class RolloutProducer:
     """Runs as many groups concurrently as the bound allows; its collaborators belong to it alone."""
@@ -108,7 +97,7 @@ class RolloutProducer:
     bound: StalenessBound
     worker: Callable[[int, Problem], Awaitable[Group]]
     problems: Iterator[tuple[int, Problem]]
-    """Problems with their numbers, without finished groups of `continued`."""
+    """Problems with their numbers."""
     drop_equal: bool
     """Drop groups without policy gradient."""
     max_sample_tokens: int | None
@@ -119,10 +108,8 @@ class RolloutProducer:
     """Largest share of failed rewards since the last batch."""
     rewards_per_step: int
     """Smallest number that the share is taken of, so that a batch's first failure does not count as all of it."""
-    continued: InitVar[ProducerState | None] = None
-    """State of an earlier producer to continue from."""
 
-    def __post_init__(self, continued: ProducerState | None) -> None:
+    def __post_init__(self) -> None:
         self._num_scored = 0
         """Scores since the last batch."""
         self._failures: list[str] = []
@@ -134,11 +121,6 @@ class RolloutProducer:
         self._used_up = False
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        if continued is not None:
-            self._dropped = list(continued.dropped)
-            for group, last_step in continued.finished:
-                self._finished[group.number] = group
-                self.bound.hold(group.number, last_step=last_step)
 
     def serve(self, step: int) -> None:
         """Record that every generator has the weights after `step`, and start the groups that now may."""
@@ -180,14 +162,10 @@ class RolloutProducer:
         groups = [self._finished[n] for n in sorted(self._finished)]
         return Batch(groups=groups, dropped=_in_order(self._dropped))
 
-    def state(self) -> ProducerState:
-        """Return the state between two batches."""
-        # The time of generation means nothing to another event loop's clock.
-        finished = {n: replace(group, generated_at=-math.inf) for n, group in self._finished.items()}
-        return ProducerState(
-            finished=tuple((finished[n], self.bound.last_step(n)) for n in sorted(finished)),
-            dropped=tuple(_in_order(self._dropped)),
-        )
+    @property
+    def outstanding(self) -> list[int]:
+        """Numbers of the groups that no batch has taken, those that were dropped since the last batch included."""
+        return [*self.bound.outstanding, *(group.number for _, group in self._dropped)]
 
     async def close(self) -> None:
         """Cancel the groups under way. Idempotent."""

@@ -6,8 +6,8 @@ of a group. The process calls sync functions one at a time in its main thread, a
 async functions overlap in an event loop. If the process ends while several calls are under way, each of them is
 repeated alone in a second process to find the guilty one.
 
-    to the process      (id, RubricCall); or (id, random states to set first, or None) to ask for its states
-    from the process    (0, None) once it is ready; then (id, CallResult or random states)
+    to the process      (id, RubricCall)
+    from the process    (0, None) once it is ready; then (id, CallResult)
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ from rl.rollouts.main_thread_limit import MainThreadLimit, TimeLimitError
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Concurrency, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.errors import RunError
-from rl.utils.processes import process_states, restore_process_states
 from rl.utils.threads import run_now
 
 GRACE_S = 1.5
 """Time after its limit in which a call may still answer before its process is killed."""
-STATES_S = 5.0
-"""Time in which the process must send its random states."""
 START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
 MAX_SENT = 16
@@ -121,29 +118,11 @@ class RewardProcess:
             for group, of_group in zip(groups, calls, strict=True)
         ]
 
-    async def random_states(self) -> bytes | None:
-        """Return the random states of the process; None if there is none, or it does not answer soon."""
-        return await self._states(None) if self._process.is_running else None
-
-    async def restore_random_states(self, states: bytes) -> None:
-        """Set states from `random_states` in the current process."""
-        await self.start()
-        if await self._states(states) is None:
-            logger.warning("random states of the reward process are not restored: it does not answer")
-
     async def close(self) -> None:
         """End the processes; pending scores fail. Idempotent."""
         self._closed = True
         await asyncio.gather(self._process.close(), self._second.close())
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _states(self, restored: bytes | None) -> bytes | None:
-        """Set random states if any are given, and return those of the process; None if it does not answer."""
-        try:
-            states: bytes = await asyncio.wait_for(self._process.send(restored), STATES_S)
-            return states
-        except (TimeoutError, ProcessEndedError):
-            return None
 
     async def _result(self, call: RubricCall) -> CallResult:
         if self.rubric.is_async(call):
@@ -345,12 +324,8 @@ def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
     async def call_async(call_id: int, call: RubricCall) -> None:
         send(call_id, await rubric.async_result(call, time_limit_s=time_limit_s))
 
-    def take(call_id: int, call: RubricCall | bytes | None) -> None:
-        if not isinstance(call, RubricCall):
-            if call is not None:
-                restore_process_states(call)
-            send(call_id, process_states())
-        elif rubric.is_async(call):
+    def take(call_id: int, call: RubricCall) -> None:
+        if rubric.is_async(call):
             asyncio.run_coroutine_threadsafe(call_async(call_id, call), loop)
         else:
             calls.put((call_id, call))

@@ -56,16 +56,8 @@ class StalenessBound:
     def start(self, group: int) -> None:
         """Count a group as outstanding."""
         assert self.may_start(), f"group {group} may not start yet"
-        self.hold(group, last_step=self.served + self.max_off_policy_steps + 1)
-
-    def last_step(self, group: int) -> int:
-        """Return the last step that may train on an outstanding group."""
-        return self._last_steps[group]
-
-    def hold(self, group: int, *, last_step: int) -> None:
-        """Count a group of an earlier bound, which this one continues, as outstanding."""
         assert group not in self._last_steps, f"group {group} has started before"
-        self._last_steps[group] = last_step
+        self._last_steps[group] = self.served + self.max_off_policy_steps + 1
 
     def release(self, group: int) -> None:
         """Free the place of a group that is not trained on."""

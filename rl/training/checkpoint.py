@@ -110,7 +110,6 @@ class Checkpointer(Configurable):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a checkpoint and, if its folder is named `step-<n>`, remove all but the latest few beside it.
 
@@ -119,7 +118,6 @@ class Checkpointer(Configurable):
         Args:
             folder: path on a file system that all ranks share.
             wait: False returns as soon as the weights may change again, if `async_mode` allows it.
-            attachments: content of further files by name; the first rank writes them.
 
         Raises:
             FileExistsError: the folder exists.
@@ -140,10 +138,10 @@ class Checkpointer(Configurable):
         if not model_only:
             content[self._random_name] = process_states()
         if wait or self.config.async_mode == "disabled":
-            self._write(path, content, saved, attachments or {})
+            self._write(path, content, saved)
             return
         content = self._copy(content)
-        done = self._thread.submit(self._write_behind, path, content, saved, attachments or {})
+        done = self._thread.submit(self._write_behind, path, content, saved)
         self._pending = (path, done)
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
@@ -257,9 +255,7 @@ class Checkpointer(Configurable):
         assert isinstance(copied, dict)
         return copied
 
-    def _write(
-        self, path: Path, content: Mapping[str, Any], saved: SavedState, attachments: Mapping[str, bytes]
-    ) -> None:
+    def _write(self, path: Path, content: Mapping[str, Any], saved: SavedState) -> None:
         """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
@@ -272,7 +268,7 @@ class Checkpointer(Configurable):
 
             def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
                 of_all = {name: found for of_rank in sums_of_ranks for name, found in of_rank.items()}
-                write_description(folder, saved, of_all, attachments)
+                write_description(folder, saved, of_all)
                 hidden.close()  # Gives the folder its name.
                 keep_latest(path, self.config.keep_latest_k)
 

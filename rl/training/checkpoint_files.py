@@ -4,7 +4,6 @@
         step-10/
             __0_0.distcp  __1_0.distcp  .metadata    tensors, by torch.distributed.checkpoint
             state.json                               `SavedState`
-            loop.pickle                              an attachment: the rest of the loop's state
             manifest.json                            size and checksum of every other file
         hf/                                          a Hugging Face folder
 
@@ -24,13 +23,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.models.tokenizer import TokenizerFingerprint, read_tokenizer_fingerprint
+from rl.models.tokenizer import TokenizerFingerprint
 from rl.types import LoopPosition
 from rl.utils.files import remove
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Version of what a checkpoint holds; another version's checkpoints are refused."""
 MANIFEST, STATE = "manifest.json", "state.json"
 TENSORS_SUFFIX, METADATA = ".distcp", ".metadata"
@@ -96,20 +95,12 @@ def is_checkpoint(folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in (MANIFEST, STATE))
 
 
-def write_description(
-    folder: Path,
-    state: SavedState,
-    sums: Mapping[str, FileSum],
-    attachments: Mapping[str, bytes],
-) -> None:
-    """Write attachments, state and manifest; `sums` describes the files that are already in the folder."""
-    sums = dict(sums)
-    described = json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n"
-    for name, content in {**attachments, STATE: described.encode()}.items():
-        (folder / name).write_bytes(content)
-        sums[name] = sum_of_file(folder / name)
+def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
+    """Write state and manifest; `sums` describes the files that are already in the folder."""
+    _write_json(folder / STATE, dataclasses.asdict(state))
+    sums = {**sums, STATE: sum_of_file(folder / STATE)}
     manifest = {name: dataclasses.asdict(sums[name]) for name in sorted(sums)}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": manifest}, indent=2) + "\n")
+    _write_json(folder / MANIFEST, {"files": manifest})
 
 
 def read_state(folder: str | Path) -> SavedState:
@@ -119,18 +110,12 @@ def read_state(folder: str | Path) -> SavedState:
         DamagedCheckpointError: the file is missing or no JSON.
         ValueError: another version of this project wrote the file.
     """
-    file = Path(folder) / STATE
-    values = _read_json(file)
-    try:
-        position = values.pop("position")
-        return SavedState(
-            **values | {"tokenizer": read_tokenizer_fingerprint(values["tokenizer"])},
-            position=None if position is None else _read_position(position),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"checkpoint file {file} was written by another version of this project: {error!r}"
-        ) from error
+    values = _read_json(Path(folder) / STATE)
+    if (position := values["position"]) is not None:
+        values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
+    if (tokenizer := values["tokenizer"]) is not None:
+        values["tokenizer"] = TokenizerFingerprint(**tokenizer)
+    return SavedState(**values)
 
 
 def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)) -> None:
@@ -247,8 +232,8 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
         ) from error
 
 
-def _read_position(value: dict[str, Any]) -> LoopPosition:
-    return LoopPosition(**value | {"outstanding": tuple(map(int, value.get("outstanding", ())))})
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

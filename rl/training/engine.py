@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -268,7 +268,6 @@ class TrainingEngine(Configurable):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a folder with weights, optimizer, version and random states (`Checkpointer.save`).
 
@@ -286,7 +285,6 @@ class TrainingEngine(Configurable):
                 position=position,
                 model_only=model_only,
                 wait=wait,
-                attachments=attachments,
             )
 
     def load_checkpoint(

@@ -9,11 +9,11 @@ import pickle
 import random
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -86,18 +86,6 @@ def without_collections() -> Iterator[None]:
         atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
-
-
-class RandomStates(Protocol):
-    """Random states of other processes, by a name that is the same in another start of the run."""
-
-    async def random_states(self) -> dict[str, bytes]:
-        """Return the states of the processes that answer in time."""
-        ...
-
-    async def restore_random_states(self, states: Mapping[str, bytes]) -> None:
-        """Set the states of the processes that exist; ignore other names."""
-        ...
 
 
 def process_states() -> bytes:

@@ -83,8 +83,7 @@ def test_logprobs_of_two_ranks_equal_those_of_one_rank_and_of_the_generator(runn
 def test_damaged_checkpoint_is_reported_through_the_actors_and_not_loaded(running, tmp_path):
     folder, samples = tmp_path / "damaged", running.run(running.samples())
     before = running.run(running.trainer.compute_logprobs(samples))
-    running.run(running.trainer.save_checkpoint(str(folder), attachments={"loop.pickle": b"state"}))
-    assert (folder / "loop.pickle").read_bytes() == b"state"
+    running.run(running.trainer.save_checkpoint(str(folder)))
     tensors = next(folder.glob("*.distcp"))
     content = bytearray(tensors.read_bytes())
     content[len(content) // 2] ^= 1

@@ -5,11 +5,10 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import pytest
 
-from actors.backend import ActorRandomStates, RewardClient
+from actors.backend import RewardClient
 from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError
 from actors.config import Timeouts
 from actors.reward import RewardActor
@@ -76,21 +75,6 @@ def test_groups_go_to_the_process_with_the_fewest_rollouts_and_come_back_in_orde
     assert len(first) == len(second) == 1
     assert first != second == third
     assert rewards.score(rewards.alone) == []
-
-
-@pytest.mark.medium
-def test_restored_random_states_repeat_the_draws_of_reward_functions(rewards):
-    def drawn():
-        scores = chain(*rewards.score(rewards.alone, ["x"] * 2, ["x"] * 2))
-        return sorted((s.parts["process"], s.parts["chance"]) for s in scores)
-
-    processes = ActorRandomStates([rewards.alone])
-    states = rewards.run(processes.random_states())
-    assert list(states) == ["alone-0", "alone-1"]
-    first = drawn()
-    assert drawn() != first
-    rewards.run(processes.restore_random_states(states))
-    assert drawn() == first
 
 
 class OneByOne:

@@ -10,7 +10,7 @@ from actors.calls import ActorLostError
 from actors.cluster import Cluster
 from actors.controller import Controller
 from actors.recovery import Role
-from actors.training import Training, load_start, rollout_settings_hash
+from actors.training import Training, load_start
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
@@ -84,30 +84,6 @@ def test_checkpoint_of_another_run_is_loaded_as_configured(tmp_path):
     trainer = Loading()
     assert load(trainer, tmp_path, source=source) is source
     assert trainer.calls == [("other", None)]
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "changes"),
-    [
-        ("loop.num_steps", 5, False),
-        ("loop.eval_every", 3, False),
-        ("loop.sampling.temperature", 0.5, True),
-        ("loop.group_size", 3, True),
-        ("loop.max_off_policy_steps", 3, True),
-        ("task.num_integers", 5, True),
-        ("seed", 7, True),
-        ("trainer.optimizer.lr", 1.0, False),
-    ],
-)
-def test_hash_of_rollout_settings_covers_what_rollouts_depend_on(path, value, changes):
-    config = tiny()
-    before = rollout_settings_hash(config)
-    *parents, name = path.split(".")
-    node = config
-    for parent in parents:
-        node = getattr(node, parent)
-    setattr(node, name, value)
-    assert (rollout_settings_hash(config) != before) == changes
 
 
 def run_config() -> Controller.Config:

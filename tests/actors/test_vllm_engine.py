@@ -75,15 +75,6 @@ def test_tokens_and_logprobs_equal_those_of_the_plain_sampler(engine, settings):
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS, sampling=sampling))
 
 
-def test_restored_random_states_repeat_calls_without_a_seed(engine):
-    settings = {"max_tokens": 12, "num_samples": 2}
-    states = engine.engine.random_states()
-    first = [tokens_of(engine.generate(PROMPTS, **settings)) for _ in range(2)]
-    assert first[0] != first[1]
-    engine.engine.restore_random_states(states)
-    assert [tokens_of(engine.generate(PROMPTS, **settings)) for _ in range(2)] == first
-
-
 def test_calls_overlap_and_keep_their_own_settings(engine):
     order = []
 

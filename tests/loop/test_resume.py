@@ -1,17 +1,14 @@
 """Loops that were killed, stopped or failed, and continue from a checkpoint, in virtual time."""
 
 import asyncio
-import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from rl.loop.state import ATTACHMENT, LoopState
 from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.rollouts.episode import Sampling
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import NonFiniteLossError
 from rl.types import LoopPosition, OptimParams, OptimStepResult, Problem, ServeResult
@@ -24,17 +21,10 @@ from tests.support.virtual_time import run_in_virtual_time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint: the trainer's version and the loop's pickled state."""
+    """A checkpoint: the trainer's version and the loop's position."""
 
     version: int
     position: LoopPosition
-    attachment: bytes
-
-    @property
-    def state(self) -> LoopState:
-        state = pickle.loads(self.attachment)
-        assert isinstance(state, LoopState)
-        return replace(state, position=self.position)
 
 
 @dataclass(kw_only=True)
@@ -45,10 +35,10 @@ class SavingPolicy(SimulatedPolicy):
     checkpoints: list[Saved] = field(default_factory=list)
 
     async def save_checkpoint(  # type: ignore[override]
-        self, folder: str, *, position: LoopPosition, attachments: Mapping[str, bytes], **options: bool
+        self, folder: str, *, position: LoopPosition, **options: bool
     ) -> None:
         assert all(position.step != saved.position.step for saved in self.checkpoints), "saved twice"
-        saved = Saved(version=self.version, position=position, attachment=attachments[ATTACHMENT])
+        saved = Saved(version=self.version, position=position)
         await asyncio.sleep(self.save_s)
         self.checkpoints.append(saved)
 
@@ -86,7 +76,7 @@ class Lineage:
         del self.trained[first:]
         loop, _ = make_loop(
             policy, problems=self.make_problems(), sink=self.sink, stop=stop,
-            state=None if saved is None else saved.state, last_saved=None if saved is None else first,
+            position=None if saved is None else saved.position, last_saved=None if saved is None else first,
             **self.settings,
         )  # fmt: skip
 
@@ -199,25 +189,6 @@ def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_a
         steps = [r["step"] for r in lineage.records if "age/max" in r]
         assert steps == list(range(1, 9))
     assert num_killed > 25
-
-
-def test_finished_groups_of_other_settings_are_generated_again():
-    lineage = Lineage(
-        make_policy=saving_policy,
-        settings={
-            "num_steps": 6,
-            "groups_per_batch": 2,
-            "max_off_policy_steps": 3,
-            "drawn_with": "temperature 1",
-        },
-    )
-    assert not lineage.run(stop_at_s=4.0)
-    assert lineage.saved is not None
-    held = {group.number for group, _ in lineage.saved.state.held.finished}
-    assert held
-    lineage.settings |= {"drawn_with": "temperature 0.5", "sampling": Sampling(temperature=0.5)}
-    assert lineage.run()
-    assert sorted(number for step in lineage.trained for number in step) == list(range(12))
 
 
 class Failing(SavingPolicy):

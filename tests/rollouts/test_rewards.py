@@ -74,20 +74,6 @@ def test_alarm_that_a_function_leaves_behind_hits_no_other(driven):
     assert driven.start() is process
 
 
-def test_restored_random_states_repeat_the_draws(driven):
-    def drawn():
-        (scores,) = driven.score([replied("by_chance")] * 3)
-        return [score.parts["obey"] for score in scores]
-
-    driven.start()
-    states = driven.run(driven.rewards.random_states())
-    first = drawn()
-    assert len(set(first)) == 3
-    assert drawn() != first
-    driven.run(driven.rewards.restore_random_states(states))
-    assert drawn() == first
-
-
 @pytest.mark.medium
 def test_math_verify_grades_in_the_process_and_does_not_disable_the_time_limit():
     driven = Driven(MAIN_THREAD)

@@ -5,9 +5,8 @@ import signal
 
 import pytest
 
-from rl.loop.state import read_loop_state
 from rl.observability.recorder import read_rollouts
-from rl.training.checkpoint_files import saved_steps
+from rl.training.checkpoint_files import read_state, saved_steps
 from tests.support.runs import SHORT, run_to_the_end, signal_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -15,7 +14,7 @@ LIMIT_S = 240
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 60)
-def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tmp_path):
+def test_resumed_off_policy_run_trains_on_every_problem_once(tmp_path):
     ahead = (
         *SHORT, "--loop.num_steps", "400", "--loop.max_off_policy_steps", "3", "--recorder.num_groups", "8",
     )  # fmt: skip
@@ -25,11 +24,9 @@ def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tm
     assert stopped.status == 130, stopped.output
     assert "stopped by Ctrl-C" in stopped.output.splitlines()[-1]
     last, folder = list(saved_steps(stopped.folder / "checkpoints").items())[-1]
-    state = read_loop_state(folder)
-    assert state is not None
-    held = {group.number for group, _ in state.held.finished}
-    assert held  # generation was ahead
-    assert held <= set(state.position.outstanding)
+    position = read_state(folder).position
+    assert position is not None
+    assert position.outstanding  # generation was ahead
 
     more = ("--loop.num_steps", str(last + 4))
     ended = run_to_the_end(tmp_path, "run", *more, limit_s=LIMIT_S, resumes=True)
@@ -39,11 +36,6 @@ def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tm
     trained = [r for r in read_rollouts(ended.folder / "rollouts.jsonl") if r["kind"] == "train"]
     samples = [(r["problem"], r["sample"]) for r in trained]
     assert len(samples) == len(set(samples)) == 8 * 4 * (last + 4)
-    # Finished groups are trained on with the weights that drew them before the stop.
-    names = {r.prompt.problem.id for group, _ in state.held.finished for r in group.rollouts}
-    versions = [r["turns"][0]["policy_versions"] for r in trained if r["problem"] in names]
-    assert versions
-    assert all(max([v] if isinstance(v, int) else v) <= last for v in versions)
 
 
 @pytest.mark.timeout(3 * LIMIT_S + 60)

@@ -19,7 +19,7 @@ def save(folder: Path, step: int, *, model_only: bool = False, position: bool = 
         position=LoopPosition(step=step, num_problems=8 * step) if position else None,
     )
     sums = {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")}
-    write_description(path, state, sums, {"loop.pickle": b"p"})
+    write_description(path, state, sums)
     return path
 
 

@@ -68,14 +68,12 @@ class FakeTrainer:
     async def _push_model_state_dict(self) -> Shard:
         return shard_of(self.policy.version)
 
-    async def _save_checkpoint(
-        self, folder: str, position: Any, model_only: bool, wait: bool, attachments: dict[str, bytes]
-    ) -> None:
+    async def _save_checkpoint(self, folder: str, position: Any, model_only: bool, wait: bool) -> None:
         path = Path(folder)
         path.mkdir(parents=True)
         (path / "__0_0.distcp").write_bytes(b"tensors")
         state = SavedState(policy_version=self.policy.version, model_only=model_only, position=position)
-        write_description(path, state, {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")}, attachments)
+        write_description(path, state, {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")})
 
     async def _load_checkpoint(self, folder: str, model_only: bool, exclude: Any) -> int:
         self.loaded.append(Path(folder).name)
@@ -95,7 +93,7 @@ class FakeGenerator:
         if endpoint == "pull_model_state_dict":
             self.policy.served_version = args[0].version
             return [()]
-        return [b"states" if endpoint == "random_states" else None]
+        return [None]
 
 
 @dataclass(kw_only=True)
@@ -111,7 +109,7 @@ class FakeReward:
         if endpoint == "score":
             groups, alone = args
             return [await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)]
-        return [b"states" if endpoint == "random_states" else None]
+        return [None]
 
 
 class FakeCluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,7 +92,6 @@ class FakePolicy:
     sampled: list[SamplingParams] = field(default_factory=list)
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
-    attached: list[dict[str, bytes]] = field(default_factory=list)
     """Attachments of each save."""
 
     async def generate(
@@ -175,11 +174,9 @@ class FakePolicy:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         self.calls.append(f"save {folder}")
         self.saved.append((position, model_only, wait))
-        self.attached.append(dict(attachments or {}))
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
         return self.version

@@ -9,7 +9,7 @@ from itertools import count, repeat
 from typing import Any
 
 from rl.loop.loop import Loop, RolloutSetup
-from rl.loop.state import LoopState, StepCheckpoints
+from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
@@ -57,7 +57,7 @@ def make_loop(
     rubric: Rubric | None = None,
     watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
     checkpoint: CheckpointConfig | None = None,
-    state: LoopState | LoopPosition | None = None,
+    position: LoopPosition | None = None,
     problems: Iterator[Problem] | None = None,
     proximal_logprobs: bool = False,
     environment: Callable[[Problem], Environment] = SingleTurn.of,
@@ -65,12 +65,10 @@ def make_loop(
     stop: StopRequest | None = None,
     sink: ListSink | None = None,
     last_saved: int | None = None,
-    drawn_with: str = "",
     **config: Any,
 ) -> tuple[Loop, ListSink]:
     """Return a loop and its sink; checkpoints count the records of a given `sink`."""
     records, sink = sink, sink or ListSink()
-    state = LoopState(position=state) if isinstance(state, LoopPosition) else state
     settings = {"num_steps": 1, "groups_per_batch": 2, "group_size": 4, "eval_every": 0} | config
     loop: Loop = Loop.Config(**settings).build(
         trainer=policy,
@@ -93,11 +91,10 @@ def make_loop(
             config=checkpoint or CheckpointConfig(),
             folder="ckpt",
             records=records,
-            drawn_with=drawn_with,
             last_saved=last_saved,
         ),
         watch=watch,
-        state=None if state is None else state.fit(drawn_with),
+        position=position,
         stop=stop,
         proximal_logprobs=proximal_logprobs,
     )
