@@ -13,11 +13,11 @@ import numpy as np
 from actors.calls import ActorCallError, ActorGroup, ActorLostError, CallGroup, all_or_cancel
 from actors.recovery import Role
 from losses.types import Loss
-from rl.models.lora import LoRA
+from rl.models.converter import ModelConverter
 from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.config import Dtype
-from rl.training.models import RUN
 from rl.types import (
+    RUN,
     Completion,
     ForwardBackwardResult,
     LoopPosition,
@@ -114,7 +114,7 @@ class TrainerClient:
 
     # Models by id
 
-    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+    async def create_model(self, model_id: str, lora: ModelConverter.Config | None) -> None:
         await self.trainer.call("create_model", model_id, lora)
 
     async def delete_model(self, model_id: str) -> None:

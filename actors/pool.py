@@ -31,8 +31,7 @@ from actors.calls import (
 )
 from actors.parity import ParityText
 from actors.recovery import PARITY_ERRORS, Role
-from rl.training.models import RUN
-from rl.types import ServeResult
+from rl.types import RUN, ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums

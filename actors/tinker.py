@@ -36,7 +36,7 @@ from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import trainer_checks
-from rl.training.models import ModelError, check_config
+from rl.training.models import ModelError, TrainedModels, check_config
 from rl.types import Completion, SamplingParams, ServeResult
 from rl.weights.store import WeightStore
 from rl.weights.types import SharedMemoryError, WeightStoreError
@@ -120,7 +120,7 @@ class ActorBackend(TinkerBackend):
                 hf_assets_path=str(base.folder),
                 store=store,
                 logs=LogSettings(folder=logs, console_level=config.console_level),
-                trainer_arguments={"model_spec": base.spec, "models": True},
+                trainer_arguments={"model_spec": base.spec, "models": TrainedModels},
             )
             await cluster.start()
         except BaseException:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +29,15 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
-from rl.models.lora import LoRA
+from rl.models.converter import ModelConverter
 from rl.models.spec import ModelSpec
 from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
 from rl.observability.spans import span
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
-from rl.training.models import RUN, TrainedModels
 from rl.training.sleep import TrainerSleep
 from rl.types import (
+    RUN,
     ForwardBackwardResult,
     LoopPosition,
     OptimParams,
@@ -77,19 +77,19 @@ class PolicyTrainer(Actor, Configurable):
         model_spec: ModelSpec,
         store: WeightStore,
         failure_folder: str | None = None,
-        models: bool = False,
+        models: Callable[..., Any] | None = None,
     ) -> None:
         """
         Args:
             failure_folder: receives the batch on which a loss was not finite.
-            models: have models by id, none at the start; False: the one model of a run.
+            models: `rl.training.models.TrainedModels`, for models by id; None for the one model of a run.
         """
         use_threads(1)  # This is not the thread that computes.
         self.config = config
         self.model_spec = model_spec
         self.store = store
         self.failure_folder = failure_folder
-        self._has_models = models
+        self._make_models = models
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
@@ -248,7 +248,7 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("create_model")
-    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+    async def create_model(self, model_id: str, lora: ModelConverter.Config | None) -> None:
         await self._compute(self._models.create, model_id, lora)
 
     @concurrent_endpoint
@@ -300,7 +300,7 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("close")
     async def close(self) -> None:
-        await self._compute(self._models.close if self._has_models else self._turns.engine.close)
+        await self._compute(self._models.close if self._make_models else self._turns.engine.close)
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         # A thread that is still computing when the interpreter ends would abort the process.
@@ -332,8 +332,8 @@ class PolicyTrainer(Actor, Configurable):
             from actors.vllm.compat import use_vllms_kernels
 
             use_vllms_kernels()
-        if self._has_models:
-            self._models = TrainedModels(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
+        if self._make_models is not None:
+            self._models = self._make_models(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
             return
         self._turns = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())

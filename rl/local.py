@@ -52,8 +52,9 @@ from rl.observability.spans import span
 from rl.protocols import Rewarder
 from rl.rollouts.rubric import Rubric
 from rl.training.engine import TrainingEngine
-from rl.training.models import RUN, TrainedModels, adapted
+from rl.training.models import TrainedModels, adapted
 from rl.types import (
+    RUN,
     Completion,
     ForwardBackwardResult,
     OptimParams,

@@ -20,6 +20,10 @@ EndReason = Literal["done", "turns", "tokens", "time", "failed"]
 """done: the environment ended the episode; turns, tokens, time: a limit was reached; failed: the environment broke."""
 
 
+RUN = ""
+"""Model id of a run, which has one model."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Settings of sampling. Returned logprobs are those of the distribution that was sampled from."""

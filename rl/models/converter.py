@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ class ModelConverter(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        pass
+        owner: ClassVar[type[ModelConverter]]
 
+    keeps_bits: ClassVar[bool] = True
+    """False if the products round differently from those of the plain weights, which generators have."""
     token_multiple: int = 1
     """Divisor of the number of tokens of every forward, ensured by padding."""
 

@@ -56,12 +56,18 @@ class Float8(ModelConverter):
                 )
 
     config: Config
+    keeps_bits = False
     token_multiple = MULTIPLE
 
     def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
         """Raise ValueError if the device has no float8, nothing is sharded for the all-gather, or torchao is
         missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
+        if spec.model.has_experts:
+            raise ValueError(
+                "Float8 must not be there for a model with experts, because it would leave their grouped products, "
+                "most of the arithmetic, unchanged"
+            )
         if not config.emulate:
             _check_hardware(device)
         if config.enable_fsdp_float8_all_gather and degrees.fsdp == 1:

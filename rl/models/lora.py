@@ -63,6 +63,7 @@ class LoRA(ModelConverter):
             return self.alpha / self.rank
 
     config: Config
+    keeps_bits = False
 
     def convert(self, model: nn.Module) -> None:
         """Attach the adapters; raise ValueError naming an unknown target and the valid ones."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from losses.types import Loss
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
-from rl.models.converter import ModelConverter
 from rl.models.decoder import Decoder
-from rl.models.float8 import Float8
-from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.config import ReferenceConfig
 from rl.training.experts import ExpertBalance
@@ -40,7 +37,7 @@ def trainer_checks(
             device_type=device_type,
         )
     yield partial(check_compiler, config.compile, device_type=device_type)
-    yield partial(check_experts, spec.model, balance=config.experts, converters=config.converters)
+    yield partial(check_experts, spec.model, balance=config.experts)
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
     yield partial(check_reference, config.reference, loss=config.loss)
@@ -73,19 +70,9 @@ def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
         raise ValueError(f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True")
 
 
-def check_experts(
-    model: Decoder.Config,
-    *,
-    balance: ExpertBalance.Config,
-    converters: Sequence[ModelConverter.Config],
-) -> None:
-    """Raise ValueError for expert options of a dense model, and for Float8 with a mixture of experts."""
+def check_experts(model: Decoder.Config, *, balance: ExpertBalance.Config) -> None:
+    """Raise ValueError for expert options of a dense model."""
     if model.has_experts:
-        if any(isinstance(converter, Float8.Config) for converter in converters):
-            raise ValueError(
-                "converters has Float8: must not for a model with experts, because it would leave their "
-                "grouped products, most of the arithmetic, unchanged"
-            )
         return
     for f in dataclasses.fields(balance):
         value = getattr(balance, f.name)
@@ -99,11 +86,10 @@ def check_batch_invariant(config: TrainingEngine.Config, spec: ModelSpec) -> Non
         return
     check_batch_invariant_model(spec.model)
     for number, converter in enumerate(config.converters):
-        if isinstance(converter, LoRA.Config | Float8.Config):
-            name = type(converter).__qualname__.removesuffix(".Config")
+        if not converter.owner.keeps_bits:
             raise ValueError(
-                f"converters.{number}={name}: must not be there with batch_invariant=True, because the "
-                "generator has the plain weights, whose products round differently"
+                f"converters.{number}={converter.owner.__qualname__}: must not be there with "
+                "batch_invariant=True, because the generator has the plain weights, whose products round differently"
             )
     parallelism, chunk = config.parallelism, config.training.logits_chunk_tokens
     tp, loss_parallel = parallelism.tensor_parallel_degree, parallelism.loss_parallel

@@ -43,8 +43,6 @@ from rl.training.engine import TrainingEngine
 from rl.utils.errors import RunError
 from rl.utils.processes import process_states, restore_process_states
 
-RUN = ""
-"""Model id of a run, which has one model."""
 FORMAT = 3
 DESCRIPTION, WEIGHTS, OPTIMIZER = "model.json", "weights.safetensors", "optimizer.safetensors"
 _SAMPLED_BYTES = 1 << 20

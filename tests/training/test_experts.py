@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from rl.distributed.mesh import ParallelismConfig
 from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
-from rl.models.lora import LoRA
 from rl.models.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
 from rl.training.experts import ExpertBalance
@@ -110,16 +110,16 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
 
 
 def test_settings_without_effect_are_refused():
-    dense, mixture, off = small_spec().model, moe_spec().model, ExpertBalance.Config()
-    check_experts(dense, balance=off, converters=[Float8.Config()])
-    check_experts(mixture, balance=off, converters=[LoRA.Config()])
+    dense = small_spec().model
     for settings, named in (
         (ExpertBalance.Config(load_balance_rate=0.1), "load_balance_rate=0.1: must be 0.0"),
         (ExpertBalance.Config(force_load_balance=True), "force_load_balance=True: must be False"),
     ):
         with pytest.raises(ValueError, match=f"experts.{named} for a model without experts"):
-            check_experts(dense, balance=settings, converters=[])
-    with pytest.raises(ValueError, match="converters has Float8: must not for a model with experts"):
-        check_experts(mixture, balance=off, converters=[Float8.Config()])
+            check_experts(dense, balance=settings)
+    with pytest.raises(ValueError, match="Float8 must not be there for a model with experts"):
+        Float8.Config(emulate=True).build(
+            spec=moe_spec(), degrees=ParallelismConfig().degrees(1), device=torch.device("meta")
+        )
     with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
         ExpertBalance.Config(load_balance_rate=0.1, force_load_balance=True)
