@@ -26,7 +26,7 @@ def tiny() -> Controller.Config:
     """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
-        # Runs with max_off_policy_steps 0 are bit-reproducible; docs/parallelism.md has the cost.
+        # Runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the cost.
         batch_invariant=True,
         model=model_registry("tiny"),
         any_model_size=True,

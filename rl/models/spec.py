@@ -30,7 +30,7 @@ class ModelSpec:
     """Translation to and from Hugging Face's `config.json` and tensors."""
     batch_invariant: bool = False
     """Use kernels for which a token's bits do not depend on the rest of the batch, the same in trainer and
-    generator (docs/parallelism.md)."""
+    generator (docs/training.md)."""
 
     @property
     def name(self) -> str:

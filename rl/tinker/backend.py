@@ -70,7 +70,7 @@ class Base(Configurable):
         """Seed of a drawn model."""
         batch_invariant: bool = False
         """Use kernels whose results do not depend on the rest of the batch, so that a sampler's logprobs have the
-        bits that training computes for the same weights (docs/parallelism.md)."""
+        bits that training computes for the same weights (docs/training.md)."""
         max_lora_rank: int = 128
 
         def __post_init__(self) -> None:
