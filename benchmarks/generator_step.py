@@ -13,7 +13,6 @@ time. The parts are CPU time of the thread that steps the engine, exclusive of n
     output     vLLM's results, and ours from them
     hand over  the rest of the process: event loop, completions
 
-`score_ms` is the time of `compute_logprobs` of one sequence of 32 tokens, alone and beside 128 running requests.
 The last line is a JSON object.
 """
 
@@ -37,7 +36,7 @@ from benchmarks.processes import tiny_assets
 from rl.models.qwen3 import model_registry
 from rl.types import SamplingParams
 
-NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, SCORED_LENGTH = 16, 8, 40, 32
+NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH = 16, 8, 40
 PARTS = ("model", "prepare", "sample", "schedule", "output")
 
 
@@ -118,40 +117,17 @@ async def measure(engine: GeneratorEngine, clock: PartClock, *, tokens: int, rep
     }
 
 
-async def measure_scoring(engine: GeneratorEngine, *, repeats: int) -> dict[str, float]:
-    sequence = np.arange(SCORED_LENGTH, dtype=np.int32) % engine._core.vocab_size
-
-    async def timed() -> float:
-        started = time.perf_counter()
-        await engine.compute_logprobs([sequence])
-        return (time.perf_counter() - started) * 1e3
-
-    first_ms = await timed()
-    alone = [await timed() for _ in range(repeats)]
-    prompts = [sequence[:PROMPT_LENGTH]] * NUM_PROMPTS
-    sampling = SamplingParams(max_tokens=6 * repeats + 10, num_samples=NUM_SAMPLES)
-    running = asyncio.create_task(engine.generate(prompts, sampling=sampling, call_id="running"))
-    await engine.generate(prompts[:1], sampling=SamplingParams(max_tokens=2))
-    beside = [await timed() for _ in range(repeats)]
-    await engine.abort(["running"])
-    await running
-    figures = {"first": first_ms, "alone": statistics.median(alone), "beside_128": statistics.median(beside)}
-    return {name: round(ms, 2) for name, ms in figures.items()}
-
-
 async def benchmark(assets: str, *, token_limits: list[int], repeats: int, threads: int) -> dict[str, Any]:
     config = GeneratorEngine.Config(
         dtype="float32",
         max_model_len=256,
-        # One place more, so that a scored sequence does not wait for a completion's end.
-        max_num_seqs=NUM_PROMPTS * NUM_SAMPLES + 1,
+        max_num_seqs=NUM_PROMPTS * NUM_SAMPLES,
         cpu_kv_cache_gib=0.25,
         initial_weights="folder",
         num_threads=threads,
     )
     engine = GeneratorEngine(config=config, model_spec=model_registry("tiny"), hf_assets_path=assets)
     await engine.start()
-    scoring = await measure_scoring(engine, repeats=repeats)
     clock = watch_engine(engine)
     figures = {
         str(tokens): await measure(engine, clock, tokens=tokens, repeats=repeats) for tokens in token_limits
@@ -163,7 +139,6 @@ async def benchmark(assets: str, *, token_limits: list[int], repeats: int, threa
         "threads": threads,
         "repeats": repeats,
         "new_tokens": figures,
-        "score_ms": scoring,
     }
 
 

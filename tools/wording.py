@@ -1,4 +1,4 @@
-"""Share of docstrings that open with a word that hides the subject: `python -m tools.wording [FOLDER...]`.
+"""Docstrings that open with a word that hides the subject; tests/test_architecture.py bounds their share.
 
 A docstring that opens with "Of", "What" or "Whether" names no subject and no action. A function's docstring is an
 imperative sentence, a class's names the concept, a field's is a noun phrase.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,16 +38,3 @@ def bad_openings(folders: Sequence[Path]) -> tuple[list[str], int]:
                 if BAD_OPENING.match(text):
                     bad.append(f"{path}:{line} {text.splitlines()[0][:80]}")
     return bad, total
-
-
-def main(names: Sequence[str]) -> None:
-    """Print the docstrings with a bad opening and their share."""
-    bad, total = bad_openings(
-        [Path(name) for name in names or ("losses", "rl", "actors", "configs", "tests")]
-    )
-    print("\n".join(bad))
-    print(f"{len(bad)} of {total} docstrings open with a listed word: {100 * len(bad) / max(total, 1):.1f}%")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

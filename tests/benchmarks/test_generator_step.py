@@ -46,4 +46,3 @@ def test_parts_of_a_step_sum_to_its_cpu_time(capsys):
     assert sum(row["parts_ms"].values()) == pytest.approx(row["cpu_ms_per_step"], abs=0.1)
     assert sum(row["share"].values()) == pytest.approx(1, abs=0.01)
     assert all(row["parts_ms"][part] > 0 for part in PARTS)
-    assert figures["score_ms"]["alone"] < figures["score_ms"]["beside_128"]
