@@ -198,28 +198,19 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def misplaced_imports(sources: Sources) -> list[str]:
-    """Return imports of heavy packages where they are not allowed, and imports of other packages in the losses."""
+    """Return imports of heavy packages and model families where they are not allowed, and imports of other packages
+    than torch in the losses."""
     violations = []
     for imported in imports(sources):
-        package = imported.target.partition(".")[0]
-        top = imported.path.partition("/")[0]
-        if package in ALLOWED_IN and top not in TOPS and not imported.path.startswith(ALLOWED_IN[package]):
-            violations.append(f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only")
-        elif (
-            top == "losses" and package not in ("losses", "torch") and package not in sys.stdlib_module_names
-        ):
-            violations.append(f"{imported.where}: losses import torch only, not {package}")
-    return violations
-
-
-def family_imports(sources: Sources) -> list[str]:
-    """Return imports of a model family outside the family itself, the configs and the top folders."""
-    violations = []
-    for imported in imports(sources):
-        top = imported.path.partition("/")[0]
+        package, top = imported.target.partition(".")[0], imported.path.partition("/")[0]
         family = next((f for f in FAMILIES if f"{imported.target}.".startswith(f"rl.models.{f}.")), None)
-        is_own = f"{imported.source}.".startswith(f"rl.models.{family}.")
-        if family is not None and not is_own and top not in ("configs", *TOPS):
+        if top in TOPS:
+            continue
+        if package in ALLOWED_IN and not imported.path.startswith(ALLOWED_IN[package]):
+            violations.append(f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only")
+        elif top == "losses" and package not in ("losses", "torch", *sys.stdlib_module_names):
+            violations.append(f"{imported.where}: losses import torch only, not {package}")
+        elif family and top != "configs" and not f"{imported.source}.".startswith(f"rl.models.{family}."):
             violations.append(f"{imported.where}: {imported.target} is a model family: use rl.models.spec")
     return violations
 
@@ -267,9 +258,7 @@ def tree() -> dict[str, str]:
     return read_tree(ROOT)
 
 
-@pytest.mark.parametrize(
-    "rule", [upward_arrows, cycles, misplaced_imports, family_imports, repeated_names, oversized]
-)
+@pytest.mark.parametrize("rule", [upward_arrows, cycles, misplaced_imports, repeated_names, oversized])
 def test_tree_keeps_the_rule(tree, rule):
     assert rule(tree) == []
 
@@ -319,27 +308,17 @@ def test_modules_that_need_only_torch_import_without_the_rest(tree):
     ("rule", "path", "text", "says"),
     [
         (upward_arrows, "losses/a.py", "import rl.types", ": losses.a -> rl.types: "),
-        (upward_arrows, "rl/a.py", "from actors.b import B", ": rl.a -> actors.b: "),
         (upward_arrows, "rl/a.py", "def f():\n    from configs import tiny", ": rl.a -> configs: "),
         (upward_arrows, "rl/a.py", "import importlib\nimportlib.import_module('actors.b')", ": rl.a -> actors.b: "),
-        (upward_arrows, "actors/a.py", "from configs.tiny import tiny", ": actors.a -> configs.tiny: "),
         (upward_arrows, "configs/a.py", "from examples.x import x", ": configs.a -> examples.x: "),
-        (upward_arrows, "configs/a.py", "from rl.train import main", ": configs.a -> rl.train: "),
         (upward_arrows, "actors/a.py", "from rl import train", ": actors.a -> rl.train: "),
-        (upward_arrows, "rl/report.py", "from rl.train import main", ": rl.report -> rl.train: "),
         (upward_arrows, "rl/train.py", "from actors.b import B", ": rl.train -> actors.b: "),
         (upward_arrows, "rl/a.py", "if TYPE_CHECKING:\n    import actors.b", ": rl.a -> actors.b: "),
-        (misplaced_imports, "rl/a.py", "from monarch.actor import Actor", "monarch is for actors/"),
-        (misplaced_imports, "actors/a.py", "import torchstore as ts", "torchstore is for rl/weights/"),
         (misplaced_imports, "actors/generator.py", "def f():\n    import vllm.config", "vllm is for actors/vllm/"),
-        (misplaced_imports, "rl/config/json.py", "import tyro", "tyro is for rl/config/cli.py"),
         (misplaced_imports, "rl/models/a.py", "from torchao.float8 import convert", "torchao is for rl/models/"),
         (misplaced_imports, "losses/a.py", "import numpy", "losses import torch only, not numpy"),
-        (misplaced_imports, "losses/a.py", "import vllm", "vllm is for actors/vllm/"),
-        (family_imports, "rl/local.py", "from rl.models.qwen3 import model_registry", "is a model family"),
-        (family_imports, "actors/a.py", "def f():\n    import rl.models.qwen3_moe", "is a model family"),
-        (family_imports, "rl/models/hf.py", "from rl.models import qwen3", "is a model family"),
-        (family_imports, "rl/models/qwen3_moe.py", "from rl.models.qwen3 import config_from_hf", "is a model family"),
+        (misplaced_imports, "actors/a.py", "def f():\n    import rl.models.qwen3_moe", "is a model family"),
+        (misplaced_imports, "rl/models/qwen3_moe.py", "from rl.models import qwen3", "is a model family"),
     ],
 )  # fmt: skip
 def test_forbidden_import_is_caught(rule, path, text, says):
@@ -349,7 +328,7 @@ def test_forbidden_import_is_caught(rule, path, text, says):
     assert says in violation
 
 
-@pytest.mark.parametrize("rule", [upward_arrows, misplaced_imports, family_imports])
+@pytest.mark.parametrize("rule", [upward_arrows, misplaced_imports])
 def test_downward_imports_and_packages_in_their_folders_are_allowed(rule):
     sources = {
         "losses/a.py": "import math, torch\nfrom losses.b import B",
@@ -367,36 +346,15 @@ def test_downward_imports_and_packages_in_their_folders_are_allowed(rule):
     assert rule(sources) == []
 
 
-@pytest.mark.parametrize(
-    "sources",
-    [
-        {
-            "rl/a.py": "import rl.b",
-            "rl/b.py": "from rl.c import x",
-            "rl/c.py": "def f():\n    from rl import a",
-            "rl/d.py": "import rl.a",
-        },
-        {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q", "rl/q.py": "import rl.p.b"},
-    ],
-    ids=["of three with one late import", "through a package"],
-)
-def test_cycle_is_caught(sources):
-    (cycle,) = cycles(sources)
-    assert set(cycle.split(" -> ")) == set(map(module_name, sources)) - {"rl.d"}
-
-
-def test_only_imports_at_run_time_close_a_cycle():
-    branch = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {}\nelse:\n    import {}"
-    assert cycles({"rl/a.py": "import rl.b", "rl/b.py": branch.format("rl.a", "os")}) == []
-    assert cycles({"rl/a.py": "import rl.b", "rl/b.py": branch.format("os", "rl.a")}) == [
-        "rl.a -> rl.b -> rl.a"
-    ]
-    reexported = {
-        "rl/p/__init__.py": "from rl.p.a import x",
-        "rl/p/a.py": "from rl.p.b import y",
-        "rl/p/b.py": "",
-    }
-    assert cycles(reexported) == []
+def test_cycle_of_imports_at_run_time_is_caught():
+    late = {"rl/a.py": "import rl.b", "rl/b.py": "def f():\n    from rl import a", "rl/d.py": "import rl.a"}
+    assert cycles(late) == ["rl.a -> rl.b -> rl.a"]
+    package = {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q"}
+    (cycle,) = cycles({**package, "rl/q.py": "import rl.p.b"})
+    assert set(cycle.split(" -> ")) == {"rl.p", "rl.p.a", "rl.q"}
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rl.a"
+    assert cycles({"rl/a.py": "import rl.b", "rl/b.py": for_types}) == []
+    assert cycles({**package, "rl/p/a.py": "from rl.p.b import y", "rl/p/b.py": ""}) == []
 
 
 def test_repeated_class_and_general_file_are_caught():
@@ -425,22 +383,11 @@ def test_code_lines_leave_out_blanks_comments_and_docstrings():
     assert num_code_lines('"""Doc\nstring."""\n\n# comment\nx = (\n    1\n)\n"""Of x."""\n') == 3
 
 
-def lines(head: str, num_lines: int) -> str:
-    return "\n".join([head, *["    x = 1"] * (num_lines - 1)])
-
-
 @pytest.mark.parametrize(
     ("head", "most"), [("def f():", 60), ("async def f():", 60), ("class A:", 400), ("if True:", 500)]
 )
 def test_size_beyond_the_guideline_is_caught(head, most):
-    assert oversized({"rl/a.py": lines(head, most)}) == []
-    (violation,) = oversized({"rl/a.py": lines(head, most + 1)})
+    lines = "\n".join([head, *["    x = 1"] * most])
+    (violation,) = oversized({"rl/a.py": lines, "examples/a.py": lines, "tests/a.py": lines})
     assert f"{most + 1} lines, at most {most}" in violation
-    assert oversized({"examples/a.py": lines(head, most + 1), "tests/a.py": lines(head, most + 1)}) == []
-
-
-def test_import_of_a_blocked_package_is_caught(tmp_path):
-    (tmp_path / "plain.py").write_text("import json")
-    (tmp_path / "guarded.py").write_text("try:\n    import tyro.conf\nexcept KeyError:\n    pass")
-    assert import_with_blocked(tmp_path, ["plain"], ("tyro",)) == ""
-    assert "tyro is blocked" in import_with_blocked(tmp_path, ["plain", "guarded"], ("tyro",))
+    assert oversized({"rl/a.py": lines.rpartition("\n")[0]}) == []
