@@ -13,9 +13,8 @@ KEY = "sk-a-key-that-nobody-must-see"
 
 @pytest.fixture
 def server():
-    server = ChatServer()
-    yield server
-    server.close()
+    with ChatServer() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

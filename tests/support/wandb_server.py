@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.json_server import JsonServer
 
 HISTORY = "wandb-history.jsonl"
 
@@ -21,28 +21,10 @@ class PlayedRun:
     exit_code: int | None = None
 
 
-class PlayedServer:
+class PlayedServer(JsonServer):
     def __init__(self) -> None:
+        super().__init__()
         self.runs: dict[str, PlayedRun] = {}
-        server = self
-
-        class Handler(_Handler):
-            played = server
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    def __enter__(self) -> PlayedServer:
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the only run, without W&B's own fields."""
@@ -53,7 +35,17 @@ class PlayedServer:
     def run(self, name: str) -> PlayedRun:
         return self.runs.setdefault(name, PlayedRun())
 
-    def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
+        if path.endswith("/graphql"):
+            asked = json.loads(body)
+            named = re.search(r"(?:query|mutation)\s+(\w+)", asked.get("query", ""))
+            operation = asked.get("operationName") or (named[1] if named else "")
+            return 200, {"data": self._data(operation, asked.get("variables") or {})}
+        if path.endswith("/file_stream"):
+            self._take(path.split("/")[-2], json.loads(body))
+        return 200, {"limits": {}}
+
+    def _data(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
         """Answer one GraphQL operation."""
         entity = {"id": "E", "name": "team"}
         if operation == "RunResumeStatus":
@@ -70,7 +62,7 @@ class PlayedServer:
             return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
         return {}
 
-    def take(self, name: str, sent: dict[str, Any]) -> None:
+    def _take(self, name: str, sent: dict[str, Any]) -> None:
         """Store a run's file stream."""
         run = self.run(name)
         if history := sent.get("files", {}).get(HISTORY):
@@ -86,44 +78,3 @@ class PlayedServer:
         counts = {"historyLineCount": len(run.history), "logLineCount": 0, "eventsLineCount": 0}
         about = {"id": f"B-{name}", "name": name, "summaryMetrics": "{}", "config": "{}", "tags": []}
         return {**about, **counts, **tails, "wandbConfig": '{"t": 1}'}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    played: PlayedServer
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
-
-    def handle(self) -> None:
-        with suppress(ConnectionError):  # the client has gone
-            super().handle()
-
-    def do_GET(self) -> None:
-        self._send({})
-
-    def do_PUT(self) -> None:
-        self._body()
-        self._send({})
-
-    def do_POST(self) -> None:
-        body = json.loads(self._body() or b"{}")
-        if self.path.endswith("/graphql"):
-            named = re.search(r"(?:query|mutation)\s+(\w+)", body.get("query", ""))
-            operation = body.get("operationName") or (named[1] if named else "")
-            self._send({"data": self.played.answer(operation, body.get("variables") or {})})
-        else:
-            if self.path.endswith("/file_stream"):
-                self.played.take(self.path.split("/")[-2], body)
-            self._send({"limits": {}})
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("content-length") or 0))
-
-    def _send(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)

@@ -303,15 +303,14 @@ def test_endless_episode_ends_when_it_is_closed():
 
 
 def test_other_seat_is_played_by_its_own_client():
-    server = ChatServer()
-    server.answers = [lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"]
-    partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
-    task = odd("Scored", "Duo", seat="player", environment_settings={"partner": partner})
-    try:
-        asked, end = played(task, first(task), "my words", "thanks")
-    finally:
-        task.close()
-        server.close()
+    with ChatServer() as server:
+        server.answers = [lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"]
+        partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
+        task = odd("Scored", "Duo", seat="player", environment_settings={"partner": partner})
+        try:
+            asked, end = played(task, first(task), "my words", "thanks")
+        finally:
+            task.close()
     assert contents(asked.messages) == [("user", "partner: elder heard my words")]
     assert end.metrics["verifiers/reward"] == 2.0
 

@@ -13,7 +13,7 @@ from actors.calls import ActorCallError
 from actors.config import KubernetesConfig, LaunchConfig
 from actors.hosts import Hosts, describe, make_job
 from rl.weights.monarch_env import SETTINGS
-from tests.support.fake_kubernetes import cluster
+from tests.support.fake_kubernetes import KubernetesServer
 from tests.support.placed import placed
 
 POD = KubernetesConfig(
@@ -76,7 +76,7 @@ def test_pods_have_the_image_the_shared_memory_and_the_run_folder():
 
 
 def test_monarch_creates_the_printed_resources_and_deletes_them(tmp_path):
-    with cluster() as server, configured():
+    with KubernetesServer() as server, configured():
         launch = dataclasses.replace(
             LAUNCH, kubernetes=dataclasses.replace(POD, kubeconfig=str(server.kubeconfig(tmp_path)))
         )
@@ -101,7 +101,7 @@ def without_identities(resources):
 
 
 def test_unreachable_cluster_is_an_error(tmp_path):
-    with cluster() as gone:
+    with KubernetesServer() as gone:
         kubeconfig = str(gone.kubeconfig(tmp_path))
     launch = dataclasses.replace(
         LAUNCH, controller_address="127.0.0.1", kubernetes=dataclasses.replace(POD, kubeconfig=kubeconfig)
