@@ -1,12 +1,7 @@
 """All sides of the benchmark have the same tokens, loss, gradient and optimizer."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,19 +19,6 @@ from benchmarks.train_step import (
 )
 from benchmarks.train_step_sides import SIDES, Runner, describe, model_spec
 
-ROOT = Path(__file__).parents[2]
-HIDE = """
-from importlib.machinery import PathFinder
-
-find_spec = PathFinder.find_spec
-hidden = {"tyro", "monarch", "vllm", "torchstore", "torchao", "trl", "peft", "datasets"}
-
-def find_what_is_not_hidden(name, path=None, target=None):
-    return None if name.partition(".")[0] in hidden else find_spec(name, path, target)
-
-PathFinder.find_spec = staticmethod(find_what_is_not_hidden)
-"""
-"""A `sitecustomize` that makes these packages look uninstalled."""
 TINY = Workload(
     flavor="tiny",
     device="cpu",
@@ -141,26 +123,3 @@ def test_tiny_flavor_has_the_counted_parameters():
 def test_size_out_of_range_is_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         given(*arguments.split())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_benchmark_runs_with_only_torch_and_transformers_installed(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
-    arguments = ["--quick", "--device", "cpu", "--flavor", "tiny", "--tokens", "300", "--threads", "1"]
-    command = [sys.executable, "-m", "benchmarks.train_step", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["ratio"] == result["tokens_per_s"]["relay"] / result["tokens_per_s"]["transformers"]
-    assert result["loss_difference"]["last"] < 1e-5
-    # At least weights, gradients and two moments of 4 bytes each.
-    assert all(memory > 16 * result["parameters"] / 2**30 for memory in result["peak_memory_gib"].values())

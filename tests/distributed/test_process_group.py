@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from actors.processes import free_port
 from rl.distributed.process_group import CommConfig, World, awaiting, connect, disconnect
-from tests.support.distributed import free_port, run_ranks
+from tests.support.distributed import run_ranks
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tools import options
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,12 +32,6 @@ def test_every_make_target_of_the_pages_exists():
         assert set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= targets, (
             page.name
         )
-
-
-@pytest.mark.parametrize("page", ["rewards.md"])
-def test_every_python_snippet_runs(page):
-    for snippet in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
-        exec("from __future__ import annotations\n" + snippet, {"__name__": "snippet"})
 
 
 def test_options_page_is_up_to_date():

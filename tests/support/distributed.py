@@ -14,7 +14,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
 import threading
 import time
 import traceback
@@ -22,6 +21,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from actors.processes import free_port
 
 EXIT_S = 5.0
 """Time for ranks to exit by themselves after they have answered or closed their pipe."""
@@ -123,9 +124,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

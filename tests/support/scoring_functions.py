@@ -18,9 +18,8 @@ def never(rollout):
 
 def obey(rollout):
     """Call the function that the reply names."""
-    if rollout.text in SYNC:
-        return SYNC[rollout.text](rollout)
-    return float(rollout.text)
+    function = globals().get(rollout.text)
+    return float(rollout.text) if function is None else function(rollout)
 
 
 def loop(rollout):
@@ -72,19 +71,6 @@ def fork_and_end(rollout):
         os._exit(0)
     os._exit(5)
 
-
-FUNCTIONS = (
-    loop,
-    swallow,
-    busy_in_c,
-    clear_the_alarm,
-    set_an_alarm,
-    wait_a_little,
-    by_chance,
-    end,
-    fork_and_end,
-)
-SYNC = {function.__name__: function for function in FUNCTIONS}
 
 _together = 0
 

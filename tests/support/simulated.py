@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from losses.types import Loss
 from rl.types import (
     Completion,
     ForwardBackwardResult,
     OptimParams,
     OptimStepResult,
-    SamplingParams,
     ServeResult,
     TrainingSample,
 )
@@ -41,14 +40,7 @@ class SimulatedPolicy(FakePolicy):
     most_running: int = 0
     num_pushing: int = 0
 
-    async def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        *,
-        sampling: SamplingParams,
-        session: str | None = None,
-        begun: Sequence[Sequence[Completion]] | None = None,
-    ) -> list[list[Completion]]:
+    async def generate(self, prompts: Sequence[np.ndarray], **settings: Any) -> list[list[Completion]]:
         started_at = self.served_version
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -56,23 +48,19 @@ class SimulatedPolicy(FakePolicy):
             await asyncio.sleep(max(self.generate_s(bytes(p.tolist()).decode()) for p in prompts))
         finally:
             self.num_running -= 1
-        groups = await super().generate(prompts, sampling=sampling, session=session, begun=begun)
-        if begun is not None:
+        groups = await super().generate(prompts, **settings)
+        if settings.get("begun") is not None:
             return groups
         return [[_begun_at(made, started_at) for made in group] for group in groups]
 
     async def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        *,
-        loss: Loss | None = None,
-        return_logprobs: bool | Sequence[int] = False,
+        self, samples: Sequence[TrainingSample], **settings: Any
     ) -> ForwardBackwardResult:
         self.events.append((now_s(), "forward_backward"))
         versions = np.concatenate([s.policy_versions[s.mask] for s in samples])
         self.age_of_tokens += (self.version - versions).tolist()
         await asyncio.sleep(self.train_s)
-        return await super().forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
+        return await super().forward_backward(samples, **settings)
 
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         assert self.num_pushing == 0, "the weights change while they are pushed"
