@@ -196,7 +196,7 @@ def step_arithmetic(config: RunConfig) -> dict[str, Any]:
 
 
 def staleness(loop: LoopConfig) -> dict[str, int]:
-    """Return the bounds that docs/async.md proves, in steps and in optimizer steps."""
+    """Return the bounds that docs/generation.md proves, in steps and in optimizer steps."""
     steps = loop.max_off_policy_steps
     return {
         "steps_most": steps,
