@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class KubernetesServer(JsonServer):
         path.write_text(json.dumps(config))
         return path
 
-    def answer(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes, headers: Message) -> tuple[int, Any]:
         self.requests.append((method, path))
         if method == "POST":
             resource = json.loads(body)

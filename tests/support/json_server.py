@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ class JsonServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def answer(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes, headers: Message) -> tuple[int, Any]:
         """Return status and body; a text is sent as HTML, anything else as JSON."""
         raise NotImplementedError
 

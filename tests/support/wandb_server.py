@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from typing import Any
 
 from tests.support.json_server import JsonServer
@@ -35,7 +35,7 @@ class PlayedServer(JsonServer):
     def run(self, name: str) -> PlayedRun:
         return self.runs.setdefault(name, PlayedRun())
 
-    def answer(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes, headers: Message) -> tuple[int, Any]:
         if path.endswith("/graphql"):
             asked = json.loads(body)
             named = re.search(r"(?:query|mutation)\s+(\w+)", asked.get("query", ""))
