@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from losses.types import Loss
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import whole_tensor
@@ -56,29 +55,31 @@ from rl.training.models import TrainedModels, adapted
 from rl.types import (
     RUN,
     Completion,
-    ForwardBackwardResult,
-    OptimParams,
-    OptimStepResult,
     Rollout,
     SamplingParams,
     Score,
     ServeResult,
-    TrainingSample,
 )
 from rl.utils.threads import WorkerThread
 
-P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+
+MAX_SEQUENCES = 256
+"""Most completions that calls of `generate` decode at once; a single call may have more."""
+GATHER_S = 0.005
+"""Seconds that a call of `generate` waits for others to join it, with several models."""
 
 
 def _engine_call(
-    method: Callable[Concatenate[TrainingEngine, P], ResultT], *, span_name: str
-) -> Callable[Concatenate[LocalBackend, P], Coroutine[Any, Any, ResultT]]:
-    """Return the asynchronous form of a method of the run's engine."""
+    method: Callable[..., ResultT], *, span_name: str
+) -> Callable[..., Coroutine[Any, Any, ResultT]]:
+    """Return the asynchronous form of a method of an engine, that of a model by id or of the run."""
 
     @wraps(method)
-    async def asynchronous(self: LocalBackend, /, *args: P.args, **options: P.kwargs) -> ResultT:
-        return await self._train(span_name, lambda engine: method(engine, *args, **options), model_id=RUN)
+    async def asynchronous(self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
+        return await self._run_in(
+            "trainer", span_name, lambda: method(self.engine_of(model_id), *args, **options)
+        )
 
     return asynchronous
 
@@ -115,16 +116,13 @@ class LocalBackend:
         spec: ModelSpec,
         hf_assets_path: str | None,
         device: torch.device | str | None = None,
-        failure_folder: str | None = None,
         models: bool = False,
-        max_sequences: int = 256,
-        gather_s: float = 0.005,
     ) -> None:
         """Take the arguments of `TrainingEngine`.
 
         Args:
             models: have models by id, none at the start. Published adapters are not merged, and calls of `generate`
-                are answered together: at most `max_sequences` completions of those that come within `gather_s`.
+                that come within `GATHER_S` are answered together.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.
@@ -139,7 +137,7 @@ class LocalBackend:
         self._folder = hf_assets_path
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
-        self._has_models, self._max_sequences, self._gather_s = models, max_sequences, gather_s
+        self._has_models = models
         self._waiting: list[_Draw] = []
         """Calls of `generate` under way, which can be answered with others; changed by the event loop alone."""
         self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
@@ -155,11 +153,7 @@ class LocalBackend:
             self._spec, self._device = spec, self.models.device
         else:
             self.engine: TrainingEngine = config.build(
-                model_spec=spec,
-                hf_assets_path=hf_assets_path,
-                device=device,
-                world=world,
-                failure_folder=failure_folder,
+                model_spec=spec, hf_assets_path=hf_assets_path, device=device, world=world
             )
             self._spec, self._device = self.engine.policy.spec, self.engine.device
         self._dtype: torch.dtype = getattr(torch, config.training.param_dtype)
@@ -220,9 +214,6 @@ class LocalBackend:
 
         return await self.threads[thread].run(run)
 
-    async def _train(self, name: str, use: Callable[[TrainingEngine], ResultT], *, model_id: str) -> ResultT:
-        return await self._run_in("trainer", name, lambda: use(self.engine_of(model_id)))
-
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the local backend is closed")
@@ -259,7 +250,7 @@ class LocalBackend:
         try:
             if self._has_models:
                 self._waiting.append(own)
-                await asyncio.sleep(self._gather_s)
+                await asyncio.sleep(GATHER_S)
             completions = await self._run_in("generator", "generate", self._answer, own)
         finally:
             cancelled.set()
@@ -283,7 +274,6 @@ class LocalBackend:
                 [request for one in group for request in one.requests],
                 sampling=own.sampling,
                 policy_version=self._served_version,
-                max_sequences=self._max_sequences,
                 is_cancelled=lambda: self._closed.is_set() or all(one.cancelled.is_set() for one in group),
             )
             self._check_open()  # `close` may have cut the completions short.
@@ -302,7 +292,7 @@ class LocalBackend:
                 continue
             num_sequences += len(other.requests)
             num_tokens += other.num_tokens
-            has_room = num_sequences <= self._max_sequences and num_tokens <= max_tokens
+            has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= max_tokens
             if has_room and other.drawn_alike == first.drawn_alike:
                 group.append(other)
         return group
@@ -317,49 +307,11 @@ class LocalBackend:
 
     # Trainer
 
-    async def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        *,
-        loss: Loss | None = None,
-        return_logprobs: bool | Sequence[int] = False,
-        model_id: str = RUN,
-    ) -> ForwardBackwardResult:
-        """Call `TrainingEngine.forward_backward`."""
-
-        def use(engine: TrainingEngine) -> ForwardBackwardResult:
-            return engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
-
-        return await self._train("forward_backward", use, model_id=model_id)
-
-    async def forward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
-    ) -> ForwardBackwardResult:
-        """Call `TrainingEngine.forward`."""
-        return await self._train("forward", lambda e: e.forward(samples, loss=loss), model_id=model_id)
-
-    async def drop_gradient(self, *, model_id: str = RUN) -> None:
-        """Call `TrainingEngine.drop_gradient`."""
-        await self._train("drop_gradient", TrainingEngine.drop_gradient, model_id=model_id)
-
-    async def optim_step(
-        self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
-    ) -> OptimStepResult:
-        """Call `TrainingEngine.optim_step`."""
-
-        def use(engine: TrainingEngine) -> OptimStepResult:
-            return engine.optim_step(params, allow_empty=allow_empty)
-
-        return await self._train("optim_step", use, model_id=model_id)
-
-    async def compute_logprobs(
-        self, samples: Sequence[TrainingSample], *, model_id: str = RUN
-    ) -> list[np.ndarray]:
-        """Call `TrainingEngine.compute_logprobs`."""
-        return await self._train(
-            "compute_logprobs", lambda engine: engine.compute_logprobs(samples), model_id=model_id
-        )
-
+    forward_backward = _engine_call(TrainingEngine.forward_backward, span_name="forward_backward")
+    forward = _engine_call(TrainingEngine.forward, span_name="forward")
+    drop_gradient = _engine_call(TrainingEngine.drop_gradient, span_name="drop_gradient")
+    optim_step = _engine_call(TrainingEngine.optim_step, span_name="optim_step")
+    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs, span_name="compute_logprobs")
     compute_reference_logprobs = _engine_call(
         TrainingEngine.compute_reference_logprobs, span_name="compute_reference_logprobs"
     )

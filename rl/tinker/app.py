@@ -74,8 +74,6 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     add("POST", "create_session", sessions.create_session)
     add("POST", "session_heartbeat", sessions.session_heartbeat)
     add("POST", "sessions/{session_id}/finish", sessions.finish, EMPTY)
-    add("GET", "sessions", sessions.sessions)
-    add("GET", "sessions/{session_id}", sessions.session)
 
     training = service.training
     add("POST", "create_model", training.create_model)
@@ -85,7 +83,6 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     add("POST", "save_weights", training.save_weights)
     add("POST", "save_weights_for_sampler", training.save_weights_for_sampler)
     add("POST", "load_weights", training.load_weights)
-    add("POST", "unload_model", training.unload_model)
 
     sampling = service.sampling
     add("POST", "create_sampling_session", sampling.create_sampling_session)
@@ -93,7 +90,6 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     add("GET", "samplers/{sampler_id}", sampling.sampler)
 
     add("POST", "retrieve_future", service.retrieve_future, RESULT)
-    add("POST", "cancel_future", service.cancel_future, EMPTY)
 
     runs, checkpoint = service.runs, "training_runs/{run_id}/checkpoints/{kind}/{name}"
     add("GET", "training_runs", runs.training_runs)

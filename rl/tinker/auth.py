@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import os
 import re
 import stat
 from collections.abc import Collection
@@ -62,29 +61,22 @@ class Keys:
         return digest if any(matches) else None
 
 
-def read_keys(*, file: str | None, environment: str | None) -> Keys:
-    """Read keys from a file, one per line with `#` comments, or from a comma-separated environment variable.
+def read_keys(file: str | None) -> Keys:
+    """Read keys from a file, one per line with `#` comments; without a file any key may call.
 
     Raises:
-        ValueError: the file or the variable is missing or has no key, or other users can read the file.
+        ValueError: the file is missing or has no key, or other users can read it.
     """
-    if file is None and environment is None:
+    if file is None:
         return Keys()
-    source = f"keys_env={environment!r}" if file is None else f"keys_file={file!r}"
     try:
-        if file is not None:
-            texts = _lines(Path(file).expanduser())
-        else:
-            texts = os.environ.get(str(environment), "").split(",")
-        return Keys([text.strip() for text in texts if text.strip()])
+        path = Path(file).expanduser()
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError("others may read or write it; chmod 600 it")
+        texts = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        return Keys([text for text in texts if text])
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def _lines(path: Path) -> list[str]:
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError("others may read or write it; chmod 600 it")
-    return [line.partition("#")[0] for line in path.read_text().splitlines()]
+        raise ValueError(f"keys_file={file!r}: {error}") from None
 
 
 def _owner(key: bytes) -> str:
@@ -99,7 +91,7 @@ class _RefusedError(Exception):
 
 
 class AccessGuard:
-    """ASGI middleware that checks host, key, size and encoding, and reads the body within its limits.
+    """ASGI middleware that checks host, key and size, and reads the body within its limits.
 
     Args:
         app: application behind the guard, which finds the owner in `request.state.owner`.
@@ -142,9 +134,6 @@ class AccessGuard:
         host = headers.get("host", "")
         if self._hosts is not None and _without_port(host) not in self._hosts:
             raise _RefusedError(421, f"Host: {host!a}, must be one of {', '.join(sorted(self._hosts))}")
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise _RefusedError(415, f"Content-Encoding: {encoding!a}, must be identity")
         if scope["path"] not in OPEN_PATHS:
             key = headers.get(KEY_HEADER, "").encode("latin-1")
             owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from rl.config.tree import check_bounds
 from rl.distributed.runtime import use_threads
 from rl.local import LocalBackend
 from rl.tinker.backend import Base, TinkerBackend, Workers
@@ -23,17 +24,9 @@ class LocalTinkerBackend(TinkerBackend):
         """Device such as "cpu" or "cuda:0"; None: the GPU if there is one."""
         num_threads: int = 1
         """CPU threads of PyTorch's kernels, for training and for sampling each."""
-        max_sequences: int = 256
-        """Most completions decoded at once."""
-        gather_s: float = 0.005
-        """Seconds that a request to sample waits for others to join it."""
 
         def __post_init__(self) -> None:
-            for name in ("num_threads", "max_sequences"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-            if not 0.0 <= self.gather_s < float("inf"):
-                raise ValueError(f"gather_s={self.gather_s}: must be a finite number of at least 0")
+            check_bounds(self, "num_threads", at_least=1)
 
     def __init__(self, *, config: Config) -> None:
         super().__init__(config=config)
@@ -54,8 +47,6 @@ class LocalTinkerBackend(TinkerBackend):
                 hf_assets_path=str(base.folder),
                 device=config.device,
                 models=True,
-                max_sequences=config.max_sequences,
-                gather_s=config.gather_s,
             )
 
         workers = await asyncio.to_thread(start)

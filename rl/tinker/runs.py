@@ -12,7 +12,7 @@ from tinker import types as wire
 
 from rl.tinker.futures import Parts
 from rl.tinker.models import Model
-from rl.tinker.storage import RunRecord, Stored, in_thread, parse_path
+from rl.tinker.storage import RunRecord, Stored, parse_path
 from rl.tinker.types import Id, Limit, NotFoundError, Offset, Owner, check_ttl
 
 T = TypeVar("T")
@@ -40,48 +40,45 @@ class Runs:
         self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints, newest first."""
-        records = {record.model_id: record for record in await in_thread(self._storage.runs, owner)}
+        records = {record.model_id: record for record in self._storage.runs(owner)}
         models = self._sessions.models(owner)
         records |= {model_id: model.record for model_id, model in models.items()}
         newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
         some, cursor = _page(newest, offset=offset, limit=limit)
-        runs = [await self._describe(record, models.get(record.model_id)) for record in some]
+        runs = [self._describe(record, models.get(record.model_id)) for record in some]
         return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
     async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        record = await self._record(run_id, owner)
-        return await self._describe(record, self._sessions.models(owner).get(run_id))
+        return self._describe(self._record(run_id, owner), self._sessions.models(owner).get(run_id))
 
     async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
         """Return a run's checkpoints of both kinds, newest first."""
-        record = await self._record(run_id, owner)
-        found = await in_thread(self._storage.checkpoints, record.model_id)
+        found = self._storage.checkpoints(self._record(run_id, owner).model_id)
         return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
 
     async def checkpoints(
         self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
     ) -> wire.CheckpointsListResponse:
         """Return the checkpoints of all runs, newest first."""
-        found = await in_thread(self._storage.all_checkpoints, owner)
-        newest = sorted(found, key=lambda stored: stored.record.created_s, reverse=True)
+        newest = self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
         some, cursor = _page(newest, offset=offset, limit=limit)
         return wire.CheckpointsListResponse(checkpoints=[_checkpoint(one) for one in some], cursor=cursor)
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
-        await in_thread(self._storage.delete, path, owner)
+        self._storage.delete(path, owner)
 
     async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
         """Let a checkpoint expire so many seconds from now, or never."""
         check_ttl(body.ttl_seconds)
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
-        await in_thread(self._storage.set_expiry, path, owner, body.ttl_seconds)
+        self._storage.set_expiry(path, owner, body.ttl_seconds)
 
     async def weights_info(
         self, tinker_path: Annotated[str, Body(embed=True)], *, owner: Owner
     ) -> wire.WeightsInfoResponse:
         """Return the settings that a model must have to load these weights."""
-        stored = await in_thread(self._storage.find, parse_path(tinker_path), owner)
+        stored = self._storage.find(parse_path(tinker_path), owner)
         settings = stored.record.settings
         lora = {} if settings.lora is None else settings.lora.model_dump(exclude={"rank", "seed"})
         return wire.WeightsInfoResponse(
@@ -91,17 +88,17 @@ class Runs:
             **lora,
         )
 
-    async def _record(self, model_id: str, owner: str) -> RunRecord:
+    def _record(self, model_id: str, owner: str) -> RunRecord:
         if (model := self._sessions.models(owner).get(model_id)) is not None:
             return model.record
-        record = await in_thread(self._storage.run, model_id, owner)
+        record = self._storage.run(model_id, owner)
         if record is None:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")
         return record
 
-    async def _describe(self, record: RunRecord, model: Model | None) -> wire.TrainingRun:
+    def _describe(self, record: RunRecord, model: Model | None) -> wire.TrainingRun:
         """Describe a run, whose model is given if it is in memory."""
-        found = await in_thread(self._storage.checkpoints, record.model_id)
+        found = self._storage.checkpoints(record.model_id)
         checkpoints = [_checkpoint(stored) for stored in found]
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora

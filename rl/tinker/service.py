@@ -22,9 +22,8 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Body
 from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 from tinker import types as wire
@@ -35,7 +34,7 @@ from rl.tinker.futures import Futures, Parts, Result
 from rl.tinker.runs import Runs
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage, in_thread
+from rl.tinker.storage import Storage
 from rl.tinker.training import TrainingCalls
 from rl.tinker.types import HttpLimits, Limits, Owner
 
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
 
 log = logging.getLogger(__name__)
-
-SWEEP_EVERY_S = 300.0
 
 
 class Service:
@@ -62,7 +59,7 @@ class Service:
         limits = limits or Limits()
         self._parts = parts = Parts(
             backend=backend,
-            storage=Storage(storage_folder, limits=limits, wall_time_s=wall_time_s),
+            storage=Storage(storage_folder, wall_time_s=wall_time_s),
             sessions=Sessions(limits=limits),
             futures=Futures(limits),
             limits=limits,
@@ -74,7 +71,6 @@ class Service:
         self.sampling = SamplingSessions(parts)
         self.training = TrainingCalls(parts, sampling=self.sampling)
         self.runs = Runs(parts)
-        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the backend, and remove checkpoints that have expired or are half written.
@@ -84,7 +80,6 @@ class Service:
         """
         self._parts.storage.prepare()
         await self._parts.backend.start()
-        self._sweeping = asyncio.create_task(self._sweep(), name="sweep of the storage")
 
     def stop_waiting(self) -> None:
         """Give callers that wait for a result a GoneError at once, and accept no more requests. Idempotent."""
@@ -95,23 +90,12 @@ class Service:
         timeout_s = self._parts.limits.close_timeout_s
         self.stop_waiting()
         self.sessions.close()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.wait([self._sweeping], timeout=timeout_s)
         await self._parts.background.close(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._parts.backend.close()
         except TimeoutError:
             log.error("the backend did not close within %g s", timeout_s)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
-            try:
-                await in_thread(self._parts.storage.sweep)
-            except OSError:
-                log.exception("expired checkpoints could not be removed; the next sweep tries again")
 
     # Calls about the server
 
@@ -122,7 +106,7 @@ class Service:
         )
 
     async def dynamic_config(self, body: wire.ClientConfigRequest) -> wire.ClientDynamicConfigResponse:
-        return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
+        return wire.ClientDynamicConfigResponse()
 
     async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
         """Discard the client's telemetry."""
@@ -157,11 +141,3 @@ class Service:
             return Response(result.SerializeToString(), media_type=PROTOBUF)
         # Python's JSON has NaN, as the official client reads it: null would not be a number.
         return Response(json.dumps(result.model_dump()), media_type="application/json")
-
-    async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
-        """Cancel a sample, whose result becomes a failure; training cannot be cancelled.
-
-        Without effect when it has ended.
-        """
-        self.sessions.touch(request_id, owner)
-        self._parts.futures.cancel(request_id)

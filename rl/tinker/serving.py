@@ -55,8 +55,6 @@ class TinkerServer(Configurable):
         """Folder of training runs and checkpoints; the next server on the same folder finds them again."""
         keys_file: str | None = None
         """File with one API key per line, readable by its owner only."""
-        keys_env: str | None = None
-        """Name of an environment variable with comma-separated API keys."""
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
         """Limits on the work and the state of one API key."""
         http: HttpLimits = field(default_factory=HttpLimits)
@@ -65,10 +63,6 @@ class TinkerServer(Configurable):
         def __post_init__(self) -> None:
             if not 0 <= self.port <= 65_535:
                 raise ValueError(f"port={self.port}: must be from 0 to 65535")
-            if self.keys_file is not None and self.keys_env is not None:
-                raise ValueError(
-                    f"keys_file={self.keys_file!r}, keys_env={self.keys_env!r}: give one of them"
-                )
             if not self.storage_folder:
                 raise ValueError("storage_folder='': must be a folder's name")
 
@@ -79,11 +73,11 @@ class TinkerServer(Configurable):
             ValueError: the keys cannot be read, or are missing although the address is public.
         """
         self._config = config
-        self._keys = read_keys(file=config.keys_file, environment=config.keys_env)
+        self._keys = read_keys(config.keys_file)
         if not is_loopback(config.host) and not self._keys.configured:
             raise ValueError(
                 f"host={config.host!r}: can be reached from other machines, so API keys are needed; give "
-                "keys_file or keys_env, or listen on 127.0.0.1"
+                "keys_file, or listen on 127.0.0.1"
             )
 
     def run(self) -> None:

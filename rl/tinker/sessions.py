@@ -18,14 +18,9 @@ from rl.tinker.types import (
     SESSION,
     GoneError,
     Id,
-    Limit,
-    LimitReachedError,
     Limits,
-    Metadata,
     NotFoundError,
-    Offset,
     Owner,
-    check_metadata,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +33,6 @@ if TYPE_CHECKING:
 class Session:
     session_id: str
     owner: str
-    display_name: str | None
-    user_metadata: Metadata | None
     models: dict[str, Model] = field(default_factory=dict)
     """Models by id, also those that have ended; none once the session and their tasks have."""
     samplers: dict[str, Weights | Stored | None] = field(default_factory=dict)
@@ -71,14 +64,8 @@ class Sessions:
     async def create_session(
         self, body: wire.CreateSessionRequest, *, owner: Owner
     ) -> wire.CreateSessionResponse:
-        """Open a session; raise LimitReachedError if `limits.sessions` are open."""
-        check_metadata(body.user_metadata)
-        if len(self._open(owner)) >= self._limits.sessions:
-            raise LimitReachedError(
-                f"limit sessions: {self._limits.sessions} have not ended; finish one, or wait until one times out"
-            )
         session_id = f"{self._process}-{secrets.token_hex(8)}"
-        session = Session(session_id, owner, body.display_name, body.user_metadata)
+        session = Session(session_id, owner)
         self._sessions[session_id] = session
         self._keep_alive(session)
         return wire.CreateSessionResponse(session_id=session_id)
@@ -102,22 +89,6 @@ class Sessions:
         Checkpoints stay. Without effect on a session that has ended.
         """
         self._end(self._find(session_id, owner), f"session {session_id} was finished")
-
-    async def sessions(
-        self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
-    ) -> wire.ListSessionsResponse:
-        """Return the sessions that have not ended, newest first."""
-        newest = [session.session_id for session in reversed(self._open(owner))]
-        return wire.ListSessionsResponse(sessions=newest[offset : offset + limit])
-
-    async def session(self, session_id: Id, *, owner: Owner) -> wire.GetSessionResponse:
-        found = self.live(session_id, owner)
-        return wire.GetSessionResponse(
-            training_run_ids=list(found.models),
-            sampler_ids=list(found.samplers),
-            user_metadata=found.user_metadata,
-            display_name=found.display_name,
-        )
 
     # For the other calls
 
@@ -162,9 +133,6 @@ class Sessions:
                 f"{any_id!r:.100} ended with the server process that created it; its checkpoints are still there"
             )
         raise NotFoundError(f"there is no {any_id!r:.100}")
-
-    def _open(self, owner: str) -> list[Session]:
-        return [one for one in self._sessions.values() if one.owner == owner and not one.ended]
 
     def _keep_alive(self, session: Session) -> None:
         if (timeout_s := self._limits.session_timeout_s) is not None:

@@ -7,7 +7,8 @@
 
 A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
 data that no record names, which the next start removes; other files and folders are left alone. An expired
-checkpoint is not found any more and is removed by `sweep`. Reading a checkpoint that is deleted meanwhile fails.
+checkpoint is not found any more, and is removed at the next start or save. Reading a checkpoint that is deleted
+meanwhile fails.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import logging
 import os
 import re
 import shutil
-import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import pydantic
 from tinker import types as wire
@@ -30,8 +30,6 @@ from tinker import types as wire
 from rl.tinker.types import (
     SESSION,
     InvalidRequestError,
-    LimitReachedError,
-    Limits,
     Metadata,
     ModelSettings,
     NotFoundError,
@@ -40,8 +38,6 @@ from rl.utils.files import atomic_write, make_folder, publish, remove_leftovers,
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
 RecordT = TypeVar("RecordT", bound=pydantic.BaseModel)
 CheckpointPath: TypeAlias = wire.ParsedCheckpointTinkerPath
 CheckpointKind = Literal["training", "sampler"]
@@ -131,14 +127,11 @@ class Stored:
 
 
 class Storage:
-    """Checkpoints of all owners. Methods that scan folders are meant for a thread (`in_thread`)."""
+    """Checkpoints of all owners. Only the event loop's thread reads and changes records, which are small."""
 
-    def __init__(self, folder: str | Path, *, limits: Limits, wall_time_s: Callable[[], float]) -> None:
+    def __init__(self, folder: str | Path, *, wall_time_s: Callable[[], float]) -> None:
         self._root = Path(folder).absolute()
-        self._limits = limits
         self._wall_time_s = wall_time_s
-        self._changing = threading.Lock()
-        """Lock around changes of records that exist, which several threads may make at once."""
 
     def prepare(self) -> None:
         """Create the folder, and remove expired checkpoints, data without a record, and runs without files.
@@ -147,7 +140,7 @@ class Storage:
             ValueError: the folder cannot be made.
         """
         make_folder(self._root, "the storage folder")
-        self.sweep()
+        self._remove_expired()
         for run in self._runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
@@ -163,39 +156,32 @@ class Storage:
             if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
                 shutil.rmtree(run, ignore_errors=True)
 
-    def sweep(self) -> None:
-        """Remove expired checkpoints."""
+    def _remove_expired(self) -> None:
         for run in self._runs():
             for file in _records(run):
-                with self._changing:
-                    record = _read(file, CheckpointRecord)
-                    if record is not None and self._has_expired(record):
-                        _remove(file, record)
+                record = _read(file, CheckpointRecord)
+                if record is not None and self._has_expired(record):
+                    _remove(file, record)
 
     # Reading
 
     def runs(self, owner: str) -> list[RunRecord]:
-        """Return an owner's runs, newest first."""
         records = [_read(run / _RUN, RunRecord) for run in self._runs()]
-        own = [record for record in records if record is not None and record.owner_hash == owner]
-        return sorted(own, key=lambda record: record.created_s, reverse=True)
+        return [record for record in records if record is not None and record.owner_hash == owner]
 
     def run(self, model_id: str, owner: str) -> RunRecord | None:
         record = _read(self._run(model_id) / _RUN, RunRecord) if _MODEL_ID.fullmatch(model_id) else None
         return record if record is not None and record.owner_hash == owner else None
 
-    def checkpoints(self, model_id: str) -> list[Stored]:
-        """Return a run's checkpoints of both kinds, newest first."""
+    def checkpoints(self, *model_ids: str) -> list[Stored]:
+        """Return the checkpoints of some runs, of both kinds, newest first."""
         paths = [
             CheckpointPath.from_tinker_path(f"tinker://{model_id}/{file.parent.name}/{file.stem}")
+            for model_id in model_ids
             for file in _records(self._run(model_id))
         ]
         found = [stored for path in paths if (stored := self._stored(path)) is not None]
         return sorted(found, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True)
-
-    def all_checkpoints(self, owner: str) -> list[Stored]:
-        """Return the checkpoints of all of an owner's runs."""
-        return [stored for run in self.runs(owner) for stored in self.checkpoints(run.model_id)]
 
     def find(self, path: CheckpointPath, owner: str) -> Stored:
         stored = self._stored(path) if self.run(path.training_run_id, owner) is not None else None
@@ -234,13 +220,16 @@ class Storage:
 
         Raises:
             InvalidRequestError: the name is taken and `overwrite` is False.
-            LimitReachedError: `limits.storage_bytes` is reached.
         """
-        await in_thread(self._check_room, run, path, overwrite=overwrite)
+        self._remove_expired()
         file = self._file(path)
+        if not overwrite and self._stored(path) is not None:
+            raise InvalidRequestError(
+                f"name={file.stem!r}: {path.tinker_path} exists already; overwrite it, or choose another name"
+            )
         file.parent.mkdir(parents=True, exist_ok=True)
         if not (self._run(run.model_id) / _RUN).exists():
-            await in_thread(_write, self._run(run.model_id) / _RUN, run)
+            _write(self._run(run.model_id) / _RUN, run)
         data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
         with temporary_folder(data) as temporary:
             await write(temporary)
@@ -253,45 +242,24 @@ class Storage:
                 user_metadata=user_metadata,
                 folder=data.name,
             )
-            await in_thread(self._publish, temporary, file, record)
-
-    def _publish(self, temporary: Path, file: Path, record: CheckpointRecord) -> None:
-        """Publish data and then their record, or neither."""
-        data = file.with_name(record.folder)
-        publish(temporary, data)
-        with self._changing:
-            older = _read(file, CheckpointRecord)
-            try:
-                _write(file, record)
-            except OSError:
-                shutil.rmtree(data, ignore_errors=True)
-                raise
-            if older is not None:
-                shutil.rmtree(file.with_name(older.folder), ignore_errors=True)
-
-    def _check_room(self, run: RunRecord, path: CheckpointPath, *, overwrite: bool) -> None:
-        if not overwrite and self._stored(path) is not None:
-            name = path.checkpoint_id.partition("/")[2]
-            raise InvalidRequestError(
-                f"name={name!r}: {path.tinker_path} exists already; overwrite it, or choose another name"
-            )
-        if (most := self._limits.storage_bytes) is not None:
-            stored = self.all_checkpoints(run.owner_hash)
-            taken = sum(one.record.size_bytes for one in stored if one.path != path)
-            if taken >= most:
-                raise LimitReachedError(
-                    f"limit storage_bytes: checkpoints take {taken} of {most}; delete some"
-                )
+            # Flushing the data to the disk takes long.
+            await asyncio.to_thread(publish, temporary, data)
+        older = _read(file, CheckpointRecord)
+        try:
+            _write(file, record)
+        except OSError:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+        if older is not None:
+            shutil.rmtree(file.with_name(older.folder), ignore_errors=True)
 
     def delete(self, path: CheckpointPath, owner: str) -> None:
-        with self._changing:
-            _remove(self._file(path), self.find(path, owner).record)
+        _remove(self._file(path), self.find(path, owner).record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
-        with self._changing:
-            expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
-            record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
-            _write(self._file(path), record)
+        expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
+        record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
+        _write(self._file(path), record)
 
     # Files
 
@@ -343,14 +311,3 @@ def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
     except (OSError, pydantic.ValidationError) as error:
         log.warning("%s is ignored: %s", path, error)
         return None
-
-
-async def in_thread(function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """Run a function in a thread. When cancelled, wait for it nevertheless: a thread cannot be stopped, and
-    the files that it works on must not be removed meanwhile."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

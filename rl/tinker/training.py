@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -95,23 +94,6 @@ class TrainingCalls:
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
-    async def unload_model(self, body: wire.UnloadModelRequest, *, owner: Owner) -> Future:
-        """End a model: what waits fails, what runs is finished. Checkpoints and samplers stay."""
-        model_id = body.model_id
-        request_id = f"{model_id}:unload"
-        self._parts.sessions.live(model_id, owner)
-        if request_id not in self._futures:
-            model = self.live(model_id, owner)
-            request = self._futures.begin(request_id, owner=owner, unblocks=True)
-            model.end("it was unloaded")
-
-            async def unloaded() -> Result:
-                await asyncio.shield(model.task)
-                return wire.UnloadModelResponse(model_id=model_id)
-
-            self._parts.background.start(self._futures.run(request, unloaded), f"end of {model_id}")
-        return Future(request_id=request_id, model_id=model_id)
-
     async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
         model = self.live(body.model_id, owner)
         base, lora = self._backend.base_model, model.settings.lora
@@ -155,7 +137,7 @@ class TrainingCalls:
         check_base(base, settings.base_model)
         adapters = None if settings.lora is None else lora_config(settings.lora, base)
         if len(self._parts.sessions.models(owner)) >= (most := self._parts.limits.models):
-            raise LimitReachedError(f"limit models: {most} are in memory; unload one or finish its session")
+            raise LimitReachedError(f"limit models: {most} are in memory; finish the session of one")
         request = self._futures.begin(future.request_id, owner=owner)
         record = RunRecord(
             model_id=model_id,

@@ -147,8 +147,6 @@ def check_base(base: BaseModel, name: str | None) -> None:
 class Limits:
     """Limits of one API key. A refusal names the limit that it met."""
 
-    sessions: int = 100
-    """Sessions that have not ended."""
     models: int = 16
     """Models in training at once."""
     samplers: int = 8
@@ -161,8 +159,6 @@ class Limits:
     samples_per_request: int = 1024
     result_bytes: int = 2**30
     """Bytes of the results that are kept; the oldest go first."""
-    storage_bytes: int | None = None
-    """Bytes of all checkpoints, checked before each save; None is unlimited."""
 
     session_timeout_s: float | None = None
     """Silence after which a session ends; None: only when the client finishes it."""

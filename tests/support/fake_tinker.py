@@ -207,7 +207,6 @@ BODIES: dict[str, Any] = {
     "optim_step": wire.OptimStepRequest,
     "save_weights": wire.SaveWeightsRequest,
     "save_weights_for_sampler": wire.SaveWeightsForSamplerRequest,
-    "unload_model": wire.UnloadModelRequest,
 }
 
 
@@ -263,12 +262,9 @@ class Client:
             return done.value
         raise AssertionError(f"{call} waits")
 
-    def session(self, metadata: dict[str, Any] | None = None, name: str | None = None) -> str:
-        body = wire.CreateSessionRequest.model_construct(user_metadata=metadata, display_name=name)
+    def session(self) -> str:
+        body = wire.CreateSessionRequest.model_construct()
         return self.now(self.service.sessions.create_session, body).session_id
-
-    def sessions(self) -> list[str]:
-        return self.now(self.service.sessions.sessions, limit=20, offset=0).sessions
 
     def finish(self, session: str) -> None:
         self.now(self.service.sessions.finish, session, reason=None)
@@ -276,9 +272,6 @@ class Client:
     def submit(self, call: str, **fields: Any) -> str:
         """Make a call about models in training, and return the id of the request."""
         return self.now(getattr(self.service.training, call), BODIES[call](**fields)).request_id
-
-    def unload(self, model: str) -> str:
-        return self.submit("unload_model", model_id=model)
 
     def model(
         self, *, session: str | None = None, number: int = 0, rank: int = 4, seed: int = 1, **fields: Any

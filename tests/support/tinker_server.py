@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,9 +53,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(
-    storage: Path, *options: str, environment: Mapping[str, str] | None = None
-) -> Iterator[ServerProcess]:
+def server_process(storage: Path, *options: str) -> Iterator[ServerProcess]:
     """Start a server with the config `tiny` and options; kill it at the end of the block if it still runs."""
     # The client reads this variable when it is created.
     os.environ["TINKER_TELEMETRY"] = "0"
@@ -70,7 +68,7 @@ def server_process(
                 *options,
             ],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

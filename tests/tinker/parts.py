@@ -46,7 +46,7 @@ def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False
 def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
     base = base_config(folder, **options)
     backend: LocalTinkerBackend = LocalTinkerBackend.Config(
-        base=base, training=TRAINING, device="cpu", gather_s=0.0
+        base=base, training=TRAINING, device="cpu"
     ).build()
     return backend
 

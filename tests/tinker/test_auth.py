@@ -19,15 +19,12 @@ def write(folder, text, mode=0o600):
     return str(path)
 
 
-def test_each_key_has_an_owner_that_hides_it(tmp_path, monkeypatch):
-    file = write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n")
-    monkeypatch.setenv("RELAY_KEYS", f"{BOB}, {ALICE}")
-    in_file = read_keys(file=file, environment=None)
-    in_variable = read_keys(file=None, environment="RELAY_KEYS")
+def test_each_key_has_an_owner_that_hides_it(tmp_path):
+    in_file = read_keys(write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n"))
     alice, bob = (in_file.owner(key.encode()) for key in (ALICE, BOB))
     assert alice != bob
-    assert (alice, bob) == tuple(in_variable.owner(key.encode()) for key in (ALICE, BOB))
     assert alice is not None
+    assert bob is not None
     # Training runs that were saved earlier carry this hash.
     assert alice.startswith("8601cb65ef48")
     unknown = (b"", b"tml-", b"# for the notebook", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00")
@@ -51,18 +48,16 @@ def test_without_configured_keys_each_key_is_its_own_owner():
 )
 def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, said):
     with pytest.raises(ValueError, match="keys_file=") as error:
-        read_keys(file=write(tmp_path, text), environment=None)
+        read_keys(write(tmp_path, text))
     assert said in str(error.value)
     assert not any(line in str(error.value) for line in text.splitlines())
 
 
 def test_missing_keys_and_files_that_others_can_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match="others may read or write it; chmod 600"):
-        read_keys(file=write(tmp_path, ALICE, 0o640), environment=None)
+        read_keys(write(tmp_path, ALICE, 0o640))
     with pytest.raises(ValueError, match=r"none.: .*No such file"):
-        read_keys(file=str(tmp_path / "none"), environment=None)
-    with pytest.raises(ValueError, match="keys_env='NO_SUCH': API keys: there are none"):
-        read_keys(file=None, environment="NO_SUCH")
+        read_keys(str(tmp_path / "none"))
 
 
 # AccessGuard
@@ -165,7 +160,6 @@ def test_large_body_is_refused_and_one_that_may_be_json_sooner():
         ({"content-length": "9" * 5000}, 413),
         ({"content-length": "1e3"}, 200),
         ({"content-length": "\xb2"}, 200),
-        ({"content-encoding": "zstd"}, 415),
         ({"host": "localhost"}, 200),
         ({"host": "LOCALHOST:1"}, 200),
         ({"host": "[::1]:8000"}, 200),

@@ -1,12 +1,11 @@
-"""Futures: waiting for results, keeping results, cancelling work."""
+"""Futures: waiting for results, keeping results."""
 
 import asyncio
 
 import pytest
-from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.futures import SMALL_BYTES
-from rl.tinker.types import BusyError, GoneError, InvalidRequestError
+from rl.tinker.types import BusyError, GoneError
 from tests.support.fake_tinker import ME, service_test
 from tests.support.virtual_time import now_s
 
@@ -58,21 +57,3 @@ async def test_waiting_requests_are_counted_in_bytes(client):
     client.add(model, 1, *range(8))
     with pytest.raises(BusyError, match="limit waiting_bytes: this request"):
         client.add(model, 2, *range(8))
-
-
-@service_test()
-async def test_cancelled_sample_ends_its_work_and_fails(client):
-    client.backend.hold("sample")
-    sampler = client.base_sampler()
-    running, unstarted = client.sample(sampler, 0), client.sample(sampler, 1)
-    client.now(client.service.cancel_future, unstarted)
-    await asyncio.sleep(1)
-    assert sum(client.backend.num_sampling.values()) == 1
-    client.now(client.service.cancel_future, running)
-    cancelled = RequestFailedResponse(error="it was cancelled", category=RequestErrorCategory.User)
-    assert [await client.failure(one) for one in (running, unstarted)] == [cancelled] * 2
-    await asyncio.sleep(1)
-    client.now(client.service.cancel_future, running)  # without effect
-    assert sum(client.backend.num_sampling.values()) == 0
-    with pytest.raises(InvalidRequestError, match="only samples can be cancelled"):
-        client.now(client.service.cancel_future, client.add(client.model(), 1, 5))

@@ -6,7 +6,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import Keys
 from rl.tinker.codec import PROTOBUF
-from tests.support.fake_tinker import YOU, message, service_test
+from tests.support.fake_tinker import message, service_test
 
 SECRET = "a password in a traceback"
 
@@ -136,35 +136,21 @@ async def test_limit_on_waiting_work_is_429_and_on_held_state_403(client):
     assert another.status_code == 403
 
 
-# Sessions, runs and checkpoints
-
-
-@service_test(virtual=False)
-async def test_sessions_are_listed_with_their_models(client):
-    model_id = client.model()
-    session_id = model_id.split(":")[0]
-    assert (await client.get("sessions")).json() == {"sessions": [session_id]}
-    assert (await client.get(f"sessions/{session_id}")).json()["training_run_ids"] == [model_id]
-    assert (await client.of(YOU).get("sessions")).json() == {"sessions": []}
-
-
 @service_test(virtual=False, chunk_data=7)
 async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(client):
     config = (await client.post("client/config", {"sdk_version": "0.38.0"})).json()
-    dynamic = (await client.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
     models = (await client.get("get_server_capabilities")).json()["supported_models"]
     assert config["fwdbwd_max_chunk_len"] == 7
     assert not any(config[name] for name in ("proto_compress_fwdbwd", "custom_loss_server_side"))
-    assert dynamic["sample_cancel_enabled"]
     assert [model["model_name"] for model in models] == ["tiny"]
 
 
 @service_test(virtual=False, keys=Keys(["tml-" + "k" * 20]))
 async def test_only_health_and_the_description_need_no_key(client):
-    paths = ["/api/v1/healthz", "/openapi.json", "/api/v1/sessions", "/api/v1/client/config", "/docs", "/"]
+    paths = ["/api/v1/healthz", "/openapi.json", "/api/v1/checkpoints", "/api/v1/client/config", "/docs", "/"]
     statuses = [(await client.send("GET", path, headers={"x-api-key": ""})).status_code for path in paths]
     assert statuses == [200, 200, 401, 401, 401, 401]
-    assert (await client.get("sessions")).status_code == 401  # with an unknown key
+    assert (await client.get("checkpoints")).status_code == 401  # with an unknown key
 
 
 @service_test(virtual=False)

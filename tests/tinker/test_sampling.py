@@ -136,19 +136,6 @@ async def test_weights_replaced_before_the_first_sample_fail_it(client):
     assert await client.token(new) == -3
 
 
-@service_test()
-async def test_snapshots_outlive_their_unloaded_model(client):
-    model = client.model()
-    sampler = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
-    unload = client.unload(model)
-    assert client.unload(model) == unload
-    assert (await client.result(unload)).model_id == model
-    with pytest.raises(GoneError, match="it was unloaded"):
-        client.add(model, 2, 2)
-    assert await client.token(sampler) == 0
-    assert client.backend.weights == {}
-
-
 @service_test(virtual=False)
 async def test_sources_that_cannot_be_sampled_from_are_refused(client):
     model = client.model()

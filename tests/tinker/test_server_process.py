@@ -38,7 +38,7 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
         port = str(taken.getsockname()[1])
         cases = {
             ("--host", "0.0.0.0"): "API keys are needed",
-            ("--keys_env", "NO_SUCH_VARIABLE"): "keys_env='NO_SUCH_VARIABLE': API keys: there are none",
+            ("--keys_file", "none"): "keys_file='none': ",
             ("--port", port): f"port={port}: cannot listen there: Address already in use",
             ("--port", "65536"): "port=65536: must be from 0 to 65535",
             ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",
@@ -51,9 +51,11 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
 
 def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(tmp_path, capsys):
     storage = tmp_path / "storage"
-    options = ("--keys_env", "RELAY_TEST_KEYS")
-    environment = {"RELAY_TEST_KEYS": f"{KEY},{OTHER}"}
-    with server_process(storage, *options, environment=environment) as server:
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(f"{KEY}\n{OTHER}\n")
+    options = ("--keys_file", str(keys))
+    with server_process(storage, *options) as server:
         client = server.client(KEY)
         model = lora(client)
         learn(model, DATA, steps=2)
@@ -69,7 +71,7 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         assert "is in use by process" in second
 
-    with server_process(storage, *options, environment=environment) as server:
+    with server_process(storage, *options) as server:
         lost = httpx.post(
             f"{server.url}/api/v1/retrieve_future", json={"request_id": in_flight}, headers=headers
         )

@@ -63,27 +63,24 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     await asyncio.sleep(50)
     await client.service.retrieve(f"{model}:1", owner=ME, wait_s=0)
     await asyncio.sleep(50)
-    assert client.sessions() == [session]
+    assert model in client.backend.weights
     await asyncio.sleep(12)
     with pytest.raises(GoneError):
         client.service.sessions.live(session, ME)
-    assert client.sessions() == []
     assert client.backend.weights == {}
 
 
 @service_test()
 async def test_session_belongs_to_its_owner_alone(client):
     service, stranger = client.service, client.of(YOU)
-    mine = client.session({"b": "1"}, "run")
+    mine = client.session()
     model = client.model(session=mine)
     for call in (
         lambda: service.sessions.live(mine, YOU),
-        lambda: stranger.now(service.cancel_future, f"{mine}:train:0:1"),
         lambda: stranger.finish(mine),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
         lambda: service.training.live(model, YOU),
-        lambda: stranger.unload(model),
         lambda: stranger.base_sampler(session=mine),
         lambda: service.sampling.source("nobody", ME),
         lambda: service.training.live("nobody:train:0", ME),
@@ -94,34 +91,24 @@ async def test_session_belongs_to_its_owner_alone(client):
             call()
     with pytest.raises(NotFoundError):
         await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
-    assert stranger.sessions() == []
     with pytest.raises(GoneError, match="its checkpoints are still there"):
         service.sessions.live("0" * 8 + mine[8:], ME)  # the id of an earlier process
-    found = client.now(service.sessions.session, mine)
-    told = (found.user_metadata, found.display_name, found.training_run_ids)
-    assert told == ({"b": "1"}, "run", [model])
-    wrong: tuple[object, ...] = (1, [], "\ud800")
-    for value in wrong:
-        with pytest.raises(InvalidRequestError, match="user_metadata"):
-            client.session({"a": value})
 
 
-@service_test(sessions=2, models=1)
-async def test_limits_on_sessions_and_models_hold_per_owner_until_something_ends(client):
-    first = client.session()
-    client.session()
-    with pytest.raises(LimitReachedError, match="limit sessions: 2"):
-        client.session()
-    client.of(YOU).session()
-
-    model = client.model(session=first)
+@service_test(models=1)
+async def test_limit_on_models_holds_per_owner_until_a_session_ends(client):
+    first, second = client.session(), client.session()
+    client.model(session=first)
+    client.of(YOU).model()
     with pytest.raises(LimitReachedError, match="limit models: 1"):
-        client.model(session=first, number=1)
-    await client.result(client.unload(model))
-    client.model(session=first, number=1)
+        client.model(session=second)
     client.finish(first)
-    client.session()
     await asyncio.sleep(1)
+    client.model(session=second)
+    wrong: tuple[object, ...] = (1, [], "\ud800")
+    for number, value in enumerate(wrong, 1):
+        with pytest.raises(InvalidRequestError, match="user_metadata"):
+            client.model(session=second, number=number, user_metadata={"a": value})
 
 
 @service_test(close_timeout_s=5)

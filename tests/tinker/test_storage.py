@@ -95,17 +95,6 @@ async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
         assert not any("long" in file for file in files(tmp_path))
 
 
-@service_test(virtual=False, storage_bytes=1)
-async def test_limit_on_storage_is_named_and_deleting_makes_room(client):
-    model = await client.trained()
-    path = await client.saved(model, 3, "a")
-    refused = await client.failure(client.save(model, 4, "b"))
-    assert "limit storage_bytes: checkpoints take" in refused.error
-    assert await client.saved(model, 5, "a", overwrite=True) == path
-    await client.runs("delete_checkpoint", model, "weights", "a")
-    await client.saved(model, 6, "b")
-
-
 @service_test(virtual=False)
 async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(client):
     model, session = client.model(), client.session()
