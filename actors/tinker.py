@@ -31,7 +31,6 @@ from actors.run import make_router
 from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
-from rl.models.generate import PromptLogprobs
 from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
@@ -59,7 +58,6 @@ class ActorBackend(TinkerBackend):
         launch: LaunchConfig = field(default_factory=LaunchConfig)
         log_folder: str | None = None
         """Folder of the actors' logs; None keeps none."""
-        console_level: str = "WARNING"
 
     def __init__(self, *, config: Config) -> None:
         """Raise ValueError for invalid fields."""
@@ -99,7 +97,7 @@ class ActorBackend(TinkerBackend):
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
                 check()
         config.generator.check_model(spec.model)
-        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
+        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE)
         return base
 
     async def _start_workers(self, base: Base) -> Workers:
@@ -119,7 +117,7 @@ class ActorBackend(TinkerBackend):
                 model_spec=base.spec,
                 hf_assets_path=str(base.folder),
                 store=store,
-                logs=LogSettings(folder=logs, console_level=config.console_level),
+                logs=LogSettings(folder=logs, console_level="WARNING"),
                 trainer_arguments={"model_spec": base.spec, "models": TrainedModels},
             )
             await cluster.start()
@@ -183,15 +181,11 @@ class ActorWorkers(TrainerClient):
                 raise RuntimeError(str(error)) from error
             raise
 
-    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
-        assert not top_k, "vLLM's sampler has none"
+    async def prompt_logprobs(self, prompt: np.ndarray) -> np.ndarray:
         generator = next(self._generators)
         logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt]))[0][0].copy()
         logprobs[0] = np.nan
-        none = np.empty((len(prompt), 0))
-        return PromptLogprobs(
-            logprobs=logprobs, top_ids=none.astype(np.int32), top_logprobs=none.astype(np.float32)
-        )
+        return logprobs
 
     async def aclose(self) -> None:
         """End the actors, then kill processes that are left."""

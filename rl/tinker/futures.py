@@ -28,8 +28,8 @@ Result: TypeAlias = Message | pydantic.BaseModel
 
 T = TypeVar("T")
 
-SMALL_BYTES = 1024
-"""Bytes counted for a result besides its tensors."""
+SMALL_BYTES = 4096
+"""Bytes counted for a request, and for a result, besides its tensors."""
 _CLOSED = "the service is closing"
 
 
@@ -51,7 +51,6 @@ class PendingRequest:
 class _Held:
     """Requests and results of one owner."""
 
-    num_waiting: int = 0
     waiting_bytes: int = 0
     results: dict[str, int] = field(default_factory=dict)
     """Bytes of the results by request id, oldest first."""
@@ -75,25 +74,24 @@ class Futures:
     ) -> PendingRequest:
         """Accept a request.
 
-        One that `unblocks` others is exempt from the limits: refusing it would keep the others waiting.
+        One that `unblocks` others is exempt from the limit: refusing it would keep the others waiting.
 
         Raises:
-            BusyError: one of `limits.waiting*` is reached.
+            BusyError: `limits.waiting_bytes` is reached.
         """
         if self._closed:
             raise GoneError(_CLOSED)
-        held, limits = self._held[owner], self._limits
-        for name, value, limit in (
-            ("waiting", held.num_waiting + 1, limits.waiting),
-            ("waiting_bytes", held.waiting_bytes + num_bytes, limits.waiting_bytes),
-        ):
-            # A single request above the limit has to pass at some time.
-            if value > limit and held.num_waiting and not unblocks:
-                raise BusyError(f"limit {name}: this request would make it {value}, above {limit}; wait")
+        held, most = self._held[owner], self._limits.waiting_bytes
+        num_bytes += SMALL_BYTES
+        waiting_bytes = held.waiting_bytes + num_bytes
+        # A single request above the limit has to pass at some time.
+        if waiting_bytes > most and held.waiting_bytes and not unblocks:
+            raise BusyError(
+                f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; wait"
+            )
+        held.waiting_bytes = waiting_bytes
         request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
-        held.num_waiting += 1
-        held.waiting_bytes += num_bytes
         return request
 
     async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Result]]) -> None:
@@ -125,7 +123,6 @@ class Futures:
             return
         request.result, request.task = result, None
         held = self._held[request.owner]
-        held.num_waiting -= 1
         held.waiting_bytes -= request.num_bytes
         num_bytes = SMALL_BYTES + (result.ByteSize() if isinstance(result, Message) else 0)
         held.results[request.request_id] = num_bytes

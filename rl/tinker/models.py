@@ -45,8 +45,6 @@ class Model:
     def __init__(self, parts: Parts, *, record: RunRecord, session: Session) -> None:
         self.record = record
         self.session = session
-        self.requested_s = record.created_s
-        """Unix time of the last request."""
         self.is_created = False
         """True once the backend has the model."""
         self.failed: list[int] = []

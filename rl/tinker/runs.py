@@ -11,7 +11,6 @@ from fastapi import Body, Path
 from tinker import types as wire
 
 from rl.tinker.futures import Parts
-from rl.tinker.models import Model
 from rl.tinker.storage import RunRecord, Stored, parse_path
 from rl.tinker.types import Id, Limit, NotFoundError, Offset, Owner, check_ttl
 
@@ -41,15 +40,14 @@ class Runs:
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints, newest first."""
         records = {record.model_id: record for record in self._storage.runs(owner)}
-        models = self._sessions.models(owner)
-        records |= {model_id: model.record for model_id, model in models.items()}
+        records |= {i: model.record for i, model in self._sessions.models(owner).items()}
         newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
         some, cursor = _page(newest, offset=offset, limit=limit)
-        runs = [self._describe(record, models.get(record.model_id)) for record in some]
+        runs = [self._describe(record) for record in some]
         return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
 
     async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        return self._describe(self._record(run_id, owner), self._sessions.models(owner).get(run_id))
+        return self._describe(self._record(run_id, owner))
 
     async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
         """Return a run's checkpoints of both kinds, newest first."""
@@ -96,14 +94,12 @@ class Runs:
             raise NotFoundError(f"there is no training run {model_id!r:.100}")
         return record
 
-    def _describe(self, record: RunRecord, model: Model | None) -> wire.TrainingRun:
-        """Describe a run, whose model is given if it is in memory."""
+    def _describe(self, record: RunRecord) -> wire.TrainingRun:
         found = self._storage.checkpoints(record.model_id)
         checkpoints = [_checkpoint(stored) for stored in found]
         newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
         lora = record.settings.lora
         times_s = [record.created_s, *(stored.record.created_s for stored in found)]
-        times_s += [] if model is None else [model.requested_s]
         return wire.TrainingRun(
             training_run_id=record.model_id,
             base_model=record.settings.base_model,

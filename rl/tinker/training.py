@@ -51,7 +51,7 @@ class TrainingCalls:
         InvalidRequestError: from any call; the text names the field.
         NotFoundError: session, model or checkpoint is unknown or belongs to another owner.
         GoneError: session or model has ended.
-        BusyError: `limits.waiting` or `waiting_bytes` is reached.
+        BusyError: `limits.waiting_bytes` is reached.
         LimitReachedError: `limits.models` is reached.
     """
 
@@ -114,7 +114,6 @@ class TrainingCalls:
             raise NotFoundError(f"there is no model {model_id!r:.100}")
         if model.ended is not None:
             raise GoneError(f"model {model_id} is no longer there: {model.ended}")
-        model.requested_s = self._parts.wall_time_s()
         return model
 
     def _create_model(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str) -> Future:

@@ -24,7 +24,6 @@ import pydantic
 from fastapi import Depends, Path, Query, Request
 from tinker import types as wire
 
-from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
@@ -101,8 +100,6 @@ class BaseModel:
     max_lora_rank: int = 128
     min_temperature: float = 1e-30
     """Lowest temperature above 0 that the sampler can divide logits by."""
-    topk_prompt_logprobs: bool = True
-    """True if the sampler can return the most likely tokens at each position of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -124,14 +121,13 @@ class SampleRequest:
     sampling: SamplingParams
     """`max_tokens` fits the context and is 0 where the prompt fills it; `seed` is never None."""
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleOutput:
     completions: Sequence[Completion]
-    of_prompt: PromptLogprobs | None
-    """Logprobs of the prompt; None unless requested."""
+    of_prompt: np.ndarray | None
+    """[N] float32 logprobs of the prompt; None unless requested."""
 
 
 def check_base(base: BaseModel, name: str | None) -> None:
@@ -152,10 +148,8 @@ class Limits:
     samplers: int = 8
     """Snapshots and saved weights open to sample from. The next one closes the least recently used one: a
     snapshot is then gone, saved weights open again with their next sample."""
-    waiting: int = 8192
-    """Requests without a result."""
     waiting_bytes: int = 4 * 2**30
-    """Bytes of the requests without a result."""
+    """Bytes of the requests without a result, at least 4 KiB each."""
     samples_per_request: int = 1024
     result_bytes: int = 2**30
     """Bytes of the results that are kept; the oldest go first."""

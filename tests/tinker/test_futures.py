@@ -50,10 +50,11 @@ async def test_limit_on_results_evicts_the_oldest_except_for_who_waits(client):
     assert (await created).model_id == model
 
 
-@service_test(waiting_bytes=200)
+@service_test(waiting_bytes=SMALL_BYTES + 200)
 async def test_waiting_requests_are_counted_in_bytes(client):
     client.backend.hold("forward_backward")
     model = client.model()
-    client.add(model, 1, *range(8))
+    await client.result(f"{model}:0")
+    client.add(model, 1, *range(20))
     with pytest.raises(BusyError, match="limit waiting_bytes: this request"):
-        client.add(model, 2, *range(8))
+        client.add(model, 2, 1)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
+from rl.tinker.futures import SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError
 from tests.support.fake_tinker import YOU, service_test
 from tests.support.virtual_time import now_s
@@ -125,12 +126,12 @@ async def test_models_run_at_once_and_each_in_its_order(client):
         assert own == [f"forward_backward {n} [1]", f"forward_backward {n} [2]"]
 
 
-@service_test(waiting=3)
+@service_test(waiting_bytes=3 * (SMALL_BYTES + 200))
 async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(client):
     model = client.model()
     await client.result(f"{model}:0")
     behind = [client.add(model, seq_id, seq_id) for seq_id in (2, 3, 4)]
-    with pytest.raises(BusyError, match="limit waiting: this request would make it 4, above 3"):
+    with pytest.raises(BusyError, match="limit waiting_bytes: this request would make it"):
         client.add(model, 5, 5)
     client.of(YOU).model()  # has a limit of its own
     first = client.add(model, 1, 1)
