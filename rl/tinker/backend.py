@@ -20,6 +20,7 @@ from tinker import types as wire
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec, model_spec, spec_from_hf
@@ -73,10 +74,7 @@ class Base(Configurable):
         max_lora_rank: int = 128
 
         def __post_init__(self) -> None:
-            if not self.name.isprintable() or self.name.strip() != self.name or not self.name:
-                raise ValueError(f"name={self.name!r}: must be printable, not empty and without outer spaces")
-            if self.max_lora_rank < 1:
-                raise ValueError(f"max_lora_rank={self.max_lora_rank}: must be at least 1")
+            check_bounds(self, "max_lora_rank", at_least=1)
 
     def __init__(
         self, *, config: Config, training: TrainingConfig, cache: str | Path, context: int | None = None

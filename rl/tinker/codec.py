@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from fastapi import HTTPException, Request
+from fastapi import Request
 from google.protobuf.message import DecodeError
-from starlette.datastructures import Headers
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -52,19 +51,7 @@ UNSUPPORTED = (
 
 async def read_forward_backward(request: Request) -> pb.ForwardBackwardRequest:
     """Read the message in a request's body, without checking its values."""
-    content_type = request.headers.get("content-type", "")
-    if media_type(request.headers) != PROTOBUF:
-        raise HTTPException(415, f"Content-Type: {content_type!a}, must be {PROTOBUF}")
-    return parse_forward_backward(await request.body())
-
-
-def media_type(headers: Headers) -> str:
-    """Return the Content-Type without its parameters."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
-    """Parse a body; raise InvalidRequestError if it is no such message."""
+    body = await request.body()
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)

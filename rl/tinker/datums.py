@@ -256,10 +256,6 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
     for name, values in inputs.items():
         if name != TARGETS:
             _check_values(values, targets.shape, where=f"{where}.{name}")
-    ratio_mask = inputs.get(RATIO_MASK)
-    if ratio_mask is not None and not np.isin(ratio_mask, (0, 1)).all():
-        wrong = ratio_mask[~np.isin(ratio_mask, (0, 1))][0]
-        raise InvalidRequestError(f"{where}.{RATIO_MASK}: has {wrong}: must be 0 or 1 each")
 
 
 def _check_targets(

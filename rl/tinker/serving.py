@@ -21,6 +21,7 @@ import uvicorn
 
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
+from rl.config.tree import check_bounds
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, read_keys
 from rl.tinker.service import Service
@@ -61,8 +62,7 @@ class TinkerServer(Configurable):
         """Limits on single HTTP requests."""
 
         def __post_init__(self) -> None:
-            if not 0 <= self.port <= 65_535:
-                raise ValueError(f"port={self.port}: must be from 0 to 65535")
+            check_bounds(self, "port", at_least=0, at_most=65_535)
             if not self.storage_folder:
                 raise ValueError("storage_folder='': must be a folder's name")
 

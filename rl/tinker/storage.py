@@ -103,7 +103,6 @@ class _Record(pydantic.BaseModel):
 class RunRecord(_Record):
     format: Literal[1] = 1
     model_id: str
-    session_id: str
     owner_hash: str
     """The owner, who is the hash of a key (auth.py)."""
 

@@ -140,7 +140,6 @@ class TrainingCalls:
         request = self._futures.begin(future.request_id, owner=owner)
         record = RunRecord(
             model_id=model_id,
-            session_id=session.session_id,
             owner_hash=owner,
             settings=settings,
             created_s=self._parts.wall_time_s(),

@@ -24,6 +24,7 @@ import pydantic
 from fastapi import Depends, Path, Query, Request
 from tinker import types as wire
 
+from rl.config.tree import check_bounds
 from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
@@ -164,7 +165,7 @@ class Limits:
     """Wait for work in progress when the service closes, and for the backend afterwards."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_bounds(self, *(field.name for field in fields(self)), above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,16 +188,8 @@ class HttpLimits:
     """Longest wait for a result in one request; the client gives up on a request after 45 s."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
-        if self.poll_s > 40.0:
-            raise ValueError(f"poll_s={self.poll_s:g}: must be at most 40, the client's limit is 45")
-
-
-def _check_positive(limits: Limits | HttpLimits) -> None:
-    for field in fields(limits):
-        value = getattr(limits, field.name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{field.name}={value!r}: must be above 0")
+        check_bounds(self, *(field.name for field in fields(self)), above=0)
+        check_bounds(self, "poll_s", at_most=40)
 
 
 # Parameters of calls

@@ -241,8 +241,6 @@ def refused(data: list[Datum], loss: str, says: str) -> None:
     assert says in str(error.value)
 
 
-def test_policy_losses_take_one_target_per_token_and_a_binary_mask():
+def test_policy_losses_take_one_target_per_token():
     many = datum([3], [[1, 2]], logprobs=[[0, 0]], advantages=[[0, 0]])
     refused([many], "ppo", "data[0].target_tokens: has shape [1, 2]: must be [1] ")
-    half = datum([3], logprobs=[0], advantages=[0], sequence_ratio_mask=[0.5])
-    refused([half], "gspo", "sequence_ratio_mask: has 0.5: must be 0 or 1")

@@ -84,10 +84,10 @@ async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids
 
 
 @service_test(virtual=False)
-async def test_forward_backward_of_another_content_type_is_refused(client):
-    answer = await client.post("forward_backward", {"model_id": "m"})
-    assert answer.status_code == 415
-    assert "must be application/x-protobuf" in answer.json()["detail"]
+async def test_body_that_is_no_protobuf_is_refused(client):
+    answer = await client.post("forward_backward", b"\xff\xff\xff\xff", PROTOBUF)
+    assert answer.status_code == 400
+    assert "4 bytes that are no ForwardBackwardRequest" in answer.json()["detail"]
 
 
 # Results

@@ -40,9 +40,9 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
             ("--host", "0.0.0.0"): "API keys are needed",
             ("--keys_file", "none"): "keys_file='none': ",
             ("--port", port): f"port={port}: cannot listen there: Address already in use",
-            ("--port", "65536"): "port=65536: must be from 0 to 65535",
+            ("--port", "65536"): "port=65536: must be at least 0 and at most 65535",
             ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",
-            ("--http.poll_s", "60"): "poll_s=60: must be at most 40",
+            ("--http.poll_s", "60"): "poll_s=60.0: must be at most 40",
             ("--limits.models", "0"): "models=0",
         }
         for options, said in cases.items():

@@ -139,7 +139,7 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
         (Limits, {"models": 0}, "models=0: must be above 0"),
         (Limits, {"gap_timeout_s": -1.0}, "gap_timeout_s=-1.0"),
         (HttpLimits, {"body_bytes": 0}, "body_bytes=0: must be above 0"),
-        (HttpLimits, {"poll_s": 60.0}, "poll_s=60: must be at most 40"),
+        (HttpLimits, {"poll_s": 60.0}, "poll_s=60.0: must be at most 40"),
     ],
 )
 def test_limits_out_of_range_are_refused(kind, values, said):
