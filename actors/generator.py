@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -135,12 +134,12 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     @span("measure")
-    async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
+    async def measure_machine(self, workload: Workload) -> MachineLimits | None:
         """Measure the device of rank 0; other ranks return None, since they may share its cores."""
         world = World.from_env()
         if world.rank:
             return None
-        measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
+        measure = partial(machine_limits, workload, device=world.default_device())
         return await self._running().aside(measure)
 
     async def _pull(

@@ -38,7 +38,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     )
     try:
         found = [
-            await _ask(group, Workload(dtype=dtype, num_bytes=number * itemsize), config.limits.cache)
+            await _ask(group, Workload(dtype=dtype, num_bytes=number * itemsize))
             for group, dtype, number in asked
         ]
     except ActorCallError as error:
@@ -62,9 +62,9 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     )
 
 
-async def _ask(group: CallGroup, workload: Workload, cache: str) -> MachineLimits:
+async def _ask(group: CallGroup, workload: Workload) -> MachineLimits:
     limits: MachineLimits
-    limits, *_ = await group.call("measure_machine", workload, cache)
+    limits, *_ = await group.call("measure_machine", workload)
     logger.info("%s: %s", group.name, limits)
     return limits
 

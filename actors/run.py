@@ -42,7 +42,6 @@ from rl.observability.progress import print_line, progress
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import RECORDER, STATE_FOLDER
 from rl.observability.stacks import catch_signal, stop_writing_stacks
-from rl.observability.timeline import write_timeline_of_run
 from rl.protocols import Rewarder
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rewards import RewardProcess, longest_s
@@ -211,7 +210,7 @@ def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
-    """Record the controller's events and spans in the folder, and draw the timeline at the end of the run."""
+    """Record the controller's events and spans in the folder."""
     for file in (folder.logs / STATE_FOLDER).glob("*"):
         file.unlink()  # processes of the earlier attempt would count as dead
     catch_signal()
@@ -234,7 +233,6 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
     finally:
         RECORDER.stop()  # the state file keeps the last moment
         stop_writing_stacks()
-        write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)
 
 
 @asynccontextmanager

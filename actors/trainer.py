@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -268,12 +267,12 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("measure")
-    async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
+    async def measure_machine(self, workload: Workload) -> MachineLimits | None:
         """Measure the device of rank 0; other ranks return None, since they may share its cores."""
         if self._rank != 0:
             return None
         device = World.from_env().default_device()
-        measure = partial(machine_limits, workload, device=device, cache=Path(cache))
+        measure = partial(machine_limits, workload, device=device)
         return await self._compute(measure)
 
     # Devices that several roles share

@@ -9,44 +9,28 @@
 
 Only the work that a step needs at least is counted (docs/metrics.md).
 
-Each kind of machine is measured once, by the process and threads that compute there, and the result is cached in a
-file. The best of several tries counts, since other work only slows a try down; if most tries are slow, all may be,
-and the result is not cached.
+A run measures its machines before its first step, by the processes and threads that compute there. The best of
+several tries counts, since other work only slows a try down.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import math
-import os
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from rl.config.effect import only_if
-from rl.models.batch_invariant.probe import processor
 from rl.models.model_cost import ModelWork
 from rl.observability.metrics import Mean, Record, Sink, reduced
-from rl.utils.errors import optional_write
-from rl.utils.files import atomic_write
 
-MEASURE_S = 0.4
+MEASURE_S = 0.2
 """Duration of all tries of one rate."""
-BUSY = 1.5
-"""Ratio of the median to the shortest try above which other work is taken to disturb a measurement."""
 MATRICES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Rows of the square matrices that are multiplied; the best rate counts."""
 LARGEST_COPY = {"cpu": 1 << 28, "cuda": 1 << 30}
 SMALLEST_COPY = 1 << 20
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,9 +38,8 @@ class LimitsConfig:
     """Comparison of steps with the machine's measured limits."""
 
     enable: bool = True
-    """Measure the machine once, and report the share of its limits that each part of a step reaches."""
-    cache: str = field(default="~/.cache/relay", metadata=only_if("enable", True))
-    """Folder of the measurements, for later runs on the same kind of machine."""
+    """Measure the machine before the first step, and report the share of its limits that each part of a step
+    reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +56,6 @@ class Workload:
 class MachineLimits:
     """Limits of one device, or of the CPU threads of one process."""
 
-    device: str
     flops_per_s: float
     """Floating-point operations in products of large matrices."""
     memory_bytes_per_s: float
@@ -82,83 +64,40 @@ class MachineLimits:
     """Bytes copied between the device and the host's memory; on a CPU `memory_bytes_per_s`."""
 
 
-def machine_limits(workload: Workload, *, device: torch.device, cache: Path) -> MachineLimits:
-    """Return the cached limits, or measure with the calling thread's number of threads.
-
-    A cache folder that cannot be written is a warning.
-    """
-    on_gpu = device.type == "cuda"
-    subject = {  # all that a measurement depends on
-        "device": _name(device),
-        "cores": 0 if on_gpu else os.cpu_count() or 1,
-        "threads": 0 if on_gpu else torch.get_num_threads(),
-        "dtype": workload.dtype,
-        "bytes": _copied_bytes(workload, device),
-        "torch": torch.__version__,
-    }
-    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
-    file = cache.expanduser() / f"machine-{name}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or damaged
-        return MachineLimits(**json.loads(file.read_text())["limits"])
-    limits, is_busy = measured(workload, device)
-    if is_busy:
-        logger.info("the measurement is not kept for later runs: the machine is busy")
-        return limits
-    with optional_write(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as new:
-            new.write_text(json.dumps({"of": subject, "limits": asdict(limits)}, indent=2) + "\n")
-    return limits
-
-
 @torch.no_grad()
-def measured(workload: Workload, device: torch.device) -> tuple[MachineLimits, bool]:
-    """Measure the limits, and return whether other work disturbed that."""
-    num_bytes = _copied_bytes(workload, device)
-    products = {rows: _product_times_s(rows, workload.dtype, device) for rows in MATRICES[device.type]}
-    flops_per_s = max(2 * rows**3 / min(times_s) for rows, times_s in products.items())
+def machine_limits(workload: Workload, *, device: torch.device) -> MachineLimits:
+    """Measure the limits with the calling thread's number of threads."""
+    # A separate generator leaves the run's random states unchanged.
+    generator = torch.Generator(device=device).manual_seed(0)
+    flops_per_s = 0.0
+    for rows in MATRICES[device.type]:
+        a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, workload.dtype))
+        b, product = a.t().contiguous(), torch.empty_like(a)
+        multiply = partial(torch.mm, a, b, out=product)
+        flops_per_s = max(flops_per_s, 2 * rows**3 / _least_s(multiply, device))
+    num_bytes = min(LARGEST_COPY[device.type], max(SMALLEST_COPY, workload.num_bytes))
     source, target = torch.ones(2, num_bytes // 8, device=device)  # read and written together
-    copies = to_host = _times_s("target.copy_(source)", source=source, target=target)
-    memory = host = num_bytes / min(copies)
+    memory = host = num_bytes / _least_s(partial(target.copy_, source), device)
     if device.type == "cuda":
         num_bytes = LARGEST_COPY["cpu"]
         source = torch.ones(num_bytes // 4, device=device)
         pinned = torch.empty(num_bytes // 4, pin_memory=True)
-        to_host = _times_s("target.copy_(source)", source=source, target=pinned)
-        host = num_bytes / min(to_host)
-        del source, target
+        host = num_bytes / _least_s(partial(pinned.copy_, source), device)
+        del a, b, product, multiply, source, target
         torch.cuda.empty_cache()  # other work needs the memory
-    limits = MachineLimits(
-        device=_name(device), flops_per_s=flops_per_s, memory_bytes_per_s=memory, host_bytes_per_s=host
-    )
-    logger.info("measured: %s", limits)
-    return limits, any(median(each) > BUSY * min(each) for each in (*products.values(), copies, to_host))
+    return MachineLimits(flops_per_s=flops_per_s, memory_bytes_per_s=memory, host_bytes_per_s=host)
 
 
-def _product_times_s(rows: int, dtype: str, device: torch.device) -> list[float]:
-    """Return durations of a product of square matrices."""
-    # A separate generator leaves the run's random states unchanged.
-    generator = torch.Generator(device=device).manual_seed(0)
-    a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, dtype))
-    return _times_s("torch.mm(a, b, out=c)", a=a, b=a.t().contiguous(), c=torch.empty_like(a))
-
-
-def _times_s(statement: str, **names: Any) -> list[float]:
-    """Return the durations of a statement that is run again and again for `MEASURE_S`."""
-    from torch.utils.benchmark import Timer  # slow to import, and most runs read a cached measurement
-
-    timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=MEASURE_S).times
-
-
-def _copied_bytes(workload: Workload, device: torch.device) -> int:
-    """Return a power of two, so that models of similar size share a measurement."""
-    largest = LARGEST_COPY[device.type]
-    return min(largest, max(SMALLEST_COPY, 2 ** math.ceil(math.log2(max(1, workload.num_bytes)))))
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+def _least_s(action: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest duration of an action that is repeated for `MEASURE_S`."""
+    times_s: list[float] = []
+    while sum(times_s) < MEASURE_S:
+        start_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

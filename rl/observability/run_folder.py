@@ -2,7 +2,7 @@
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
-        status.json  timeline.json  report.html
+        status.json  and, made on request, timeline.json  report.html
         logs/  checkpoints/  and of enabled sinks tensorboard/  wandb/
 
 The run holds a lock on `.lock`, which the kernel releases when the process ends. `status.json` says whether the
@@ -77,7 +77,6 @@ class RunFolder:
         self.events = path / EVENTS
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
-        self.timeline = path / TIMELINE
         self._lock: FileLock | None = None
         self._is_new = is_new
 

@@ -60,7 +60,7 @@ class TimelineConfig:
     """Recording of the spans that have ended."""
 
     enable: bool = True
-    """Write logs/spans during the run, and timeline.json at its end."""
+    """Write logs/spans, from which `python -m rl.timeline` makes a timeline."""
     max_megabytes: float = field(default=32.0, metadata=only_if("enable", True))
     """Largest size of one process's spans; the oldest spans are dropped."""
 

@@ -33,7 +33,6 @@ def summary(
       Hugging Face    outputs/x/checkpoints/hf
       LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
-      timeline        outputs/x/timeline.json
       report          python -m rl.report outputs/x
       bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
       would move it   --loop.max_off_policy_steps 1
@@ -54,7 +53,6 @@ def summary(
         "Hugging Face": folder.checkpoints / "hf",
         "LoRA adapter": folder.checkpoints / "adapter",
         "learning curve": folder.learning_curve,
-        "timeline": folder.timeline,
     }
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]
     if num_steps:

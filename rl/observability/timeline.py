@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS
-from rl.observability.spans import SPANS_FOLDER, WAITS, TimelineConfig, read_states
+from rl.observability.spans import SPANS_FOLDER, WAITS, read_states
 from rl.utils.files import atomic_write, previous_file
 
 MAX_BYTES = 1 << 27
@@ -42,8 +41,6 @@ _KINDS = {
 _ROLES = ("controller", "trainer", "generator", "reward")
 
 Event = dict[str, Any]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,16 +150,6 @@ def write_timeline(logs: Path, destination: Path) -> int:
         file.writelines(",\n" * (number > 0) + json.dumps(event) for number, event in enumerate(events))
         file.write("\n]}\n")
     return len(spans)
-
-
-def write_timeline_of_run(logs: Path, destination: Path, *, timeline: TimelineConfig) -> None:
-    """Write the timeline at the end of a run, if it is enabled; errors are logged."""
-    if not timeline.enable:
-        return
-    try:
-        write_timeline(logs, destination)
-    except Exception as error:  # noqa: BLE001  (the run has its results, or an error of its own)
-        logger.warning("%s was not written: %s", destination, getattr(error, "strerror", None) or error)
 
 
 def _names(pids: dict[str, int]) -> Iterator[Event]:

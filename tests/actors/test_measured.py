@@ -1,7 +1,7 @@
 """Machine limits that actors measure, and how a run combines them."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from actors.limits import run_limits
 from configs.sum_digits import tiny
 from rl.observability.machine_limits import MachineLimits, Workload
 
-LIMITS = MachineLimits(device="a CPU", flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
+LIMITS = MachineLimits(flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Group:
         self.asked.append((self.name, args[0]))
         if self.is_lost:
             raise ActorCallError(f"{self.name}.{endpoint} failed")
-        return [replace(LIMITS, device=self.name), None]
+        return [LIMITS, None]
 
 
 def limits_of(config, *, lost=""):
@@ -48,7 +48,6 @@ def test_trainer_and_generator_are_measured_in_turn():
         ("trainer", Workload(dtype="float32", num_bytes=num_bytes)),
         ("generator_0", Workload(dtype="float32", num_bytes=num_bytes)),
     ]
-    assert (limits.trainer.device, limits.generator.device) == ("trainer", "generator_0")
     assert limits.sampled.parameters == 779_328
     assert (limits.itemsize, limits.num_samples, limits.waits_for_the_longest) == (4, 8, True)
     assert limits.most_running == 32 * 8

@@ -1,31 +1,28 @@
-"""Measured limits of a machine, their cache, and the shares of them that a step reaches."""
+"""Measured limits of a machine, and the shares of them that a step reaches."""
 
 import itertools
 import time
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rl.distributed.runtime import use_threads
 from rl.models.model_cost import ModelWork
-from rl.observability import machine_limits as machine_limits_module
 from rl.observability.machine_limits import (
     LimitSink,
     MachineLimits,
     RunLimits,
     Workload,
     machine_limits,
-    measured,
 )
 from rl.observability.metrics import Max, Mean
 from tests.support.fakes import ListSink
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload(dtype="float32", num_bytes=3_000_000)
-MACHINE = MachineLimits(device="a CPU", flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
+MACHINE = MachineLimits(flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
 
 
 def test_measured_rates_match_matrix_products_and_copies():
@@ -38,52 +35,17 @@ def test_measured_rates_match_matrix_products_and_copies():
 
     use_threads(1)
     random_state = torch.get_rng_state()
-    limits, _ = measured(WORKLOAD, CPU)
+    limits = machine_limits(WORKLOAD, device=CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
     a, b = torch.ones(2, 256, 256)
     flops = 2 * 256**3 / best_s(lambda: a @ b)
     # Other work may slow either down.
     assert flops / 30 < limits.flops_per_s < 30 * flops
-    source, target = torch.ones(2, 524_288)  # two halves of 4 MiB, the power of two above 3 MB
+    source, target = torch.ones(2, 375_000)
     copied = source.nbytes * 2 / best_s(lambda: target.copy_(source))
     assert copied / 30 < limits.memory_bytes_per_s < 30 * copied
     assert limits.host_bytes_per_s == limits.memory_bytes_per_s
-
-
-def test_limits_are_cached_by_workload_and_a_damaged_cache_is_measured_again(tmp_path, monkeypatch):
-    measure = Mock(return_value=(MACHINE, False))
-    monkeypatch.setattr(machine_limits_module, "measured", measure)
-    cache = tmp_path / "cache"
-
-    def ask(cache=cache, **changes):
-        return machine_limits(replace(WORKLOAD, **changes), device=CPU, cache=cache)
-
-    use_threads(1)
-    # Copies of 3 and 4 MB are of 4 MiB both.
-    assert ask() == ask() == ask(num_bytes=4_000_000) == MACHINE
-    assert measure.call_count == 1
-    (file,) = cache.iterdir()
-    ask(dtype="bfloat16")
-    ask(num_bytes=5_000_000)
-    use_threads(2)
-    ask()
-    use_threads(1)
-    assert measure.call_count == 4
-    file.write_text("{")
-    assert ask() == ask(file / "no folder") == MACHINE
-    assert measure.call_count == 6
-    measure.return_value = (MACHINE, True)  # measured beside other work
-    assert ask(dtype="float16") == ask(dtype="float16") == MACHINE
-    assert measure.call_count == 8
-
-
-@pytest.mark.parametrize(("times_s", "is_busy"), [([0.1, 0.1, 0.1, 0.9], False), ([0.1, 0.2, 0.2], True)])
-def test_measurement_beside_other_work_is_recognised(monkeypatch, times_s, is_busy):
-    monkeypatch.setattr(machine_limits_module, "_times_s", lambda *_, **__: times_s)
-    limits, found = measured(WORKLOAD, CPU)
-    assert found is is_busy
-    assert limits.flops_per_s == pytest.approx(2 * 1024**3 / 0.1)
 
 
 # Shares of a step, compared with sums by hand

@@ -22,7 +22,6 @@ def test_summary_has_evaluations_and_results(tmp_path):
         for name in ("step-2", "step-3", "hf", "adapter"):
             (folder.checkpoints / name).mkdir()
         folder.learning_curve.touch()
-        folder.timeline.touch()
         assert summary(records, folder=folder, run_s=252.4) == (
             "finished: 3 steps in 4 min 12 s\n"
             "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
@@ -30,7 +29,6 @@ def test_summary_has_evaluations_and_results(tmp_path):
             f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
             f"  LoRA adapter    {tmp_path}/run/checkpoints/adapter\n"
             f"  learning curve  {tmp_path}/run/learning_curve.png\n"
-            f"  timeline        {tmp_path}/run/timeline.json\n"
             f"  report          python -m rl.report {tmp_path}/run"
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl import timeline as entry
 from rl.observability.events import Events
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import TIMELINE, RunFolder
 from rl.observability.spans import SPANS_FOLDER, SpanRecorder
 from rl.observability.timeline import write_timeline
 
@@ -55,8 +55,8 @@ def slices(events):
 
 
 def test_every_process_is_a_track_with_its_spans(run):
-    assert write_timeline(run.logs, run.timeline) == 7
-    events = events_of(run.timeline)
+    assert write_timeline(run.logs, run.path / TIMELINE) == 7
+    events = events_of(run.path / TIMELINE)
     tracks = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
     assert tracks == {"controller[0]": 1, "trainer[0]": 2, "generator_0[0]": 3}
     gradient = slices(events)["forward_backward", 2_250_000.0]
@@ -77,16 +77,16 @@ def test_open_spans_end_at_the_last_known_time(run):
     record = json.loads(state.read_text())
     record["open"][0]["since_s"] = 1003.75
     state.write_text(json.dumps(record))
-    assert write_timeline(run.logs, run.timeline) == 8
-    hanging = slices(events_of(run.timeline))["optim_step", 3_750_000.0]
+    assert write_timeline(run.logs, run.path / TIMELINE) == 8
+    hanging = slices(events_of(run.path / TIMELINE))["optim_step", 3_750_000.0]
     assert (hanging["pid"], hanging["dur"]) == (2, 250_000.0)
     assert hanging["args"] == {"version": 4, "unfinished": True}
 
 
 def test_events_are_marks_across_all_tracks(run):
     Events(run.events, wall_clock=lambda: 1002.5).add("lost", role="trainer", reason="dead")
-    write_timeline(run.logs, run.timeline)
-    (mark,) = [e for e in events_of(run.timeline) if e["ph"] == "i"]
+    write_timeline(run.logs, run.path / TIMELINE)
+    (mark,) = [e for e in events_of(run.path / TIMELINE) if e["ph"] == "i"]
     assert (mark["name"], mark["s"], mark["ts"]) == ("lost", "g", 2_500_000.0)
     assert mark["args"] == {"role": "trainer", "reason": "dead"}
 
@@ -96,7 +96,7 @@ def test_command_writes_the_timeline(run, tmp_path, capsys):
     said = f"{run.path}/timeline.json: 7 spans; open it at https://ui.perfetto.dev or in chrome://tracing\n"
     assert capsys.readouterr().out == said
     assert entry.main([str(run.path), "--output", str(tmp_path / "other.json")]) == 0
-    assert (tmp_path / "other.json").read_text() == run.timeline.read_text()
+    assert (tmp_path / "other.json").read_text() == (run.path / TIMELINE).read_text()
 
 
 def test_errors_of_the_command_have_status_2(run, tmp_path, capsys):

@@ -97,14 +97,13 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed_0, dump_folder)
 @pytest.mark.timeout(900)
 def test_finished_run_names_its_files_and_its_bottleneck(run_of_seed_0):
     run = run_of_seed_0
-    lines = run.output.splitlines()[-9:]
-    finished, evaluation, checkpoint, exported, curve, timeline, report, bottleneck, setting = lines
+    lines = run.output.splitlines()[-8:]
+    finished, evaluation, checkpoint, exported, curve, report, bottleneck, setting = lines
     assert finished.startswith(f"finished: {len(run.steps)} steps in ")
     assert re.fullmatch(r"  evaluation      correct 0\.\d+ -> [01]\.\d+ of \d+ problems", evaluation)
     assert checkpoint.endswith(f" {run.folder}/checkpoints/step-{len(run.steps)}")
     assert exported.endswith(f" {run.folder}/checkpoints/hf")
     assert curve.endswith(f" {run.folder}/learning_curve.png")
-    assert timeline.endswith(f" {run.folder}/timeline.json")
     assert report.endswith(f" python -m rl.report {run.folder}")
     assert re.search(r"  bottleneck      .* of a step.*: ", bottleneck)
     assert re.search(r"  would move it   --[a-z_.]+", setting)
