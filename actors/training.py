@@ -245,7 +245,7 @@ class Training:
                 last_saved=position.step if position is not None and in_folder else None,
             ),
             recorder=Recorder(self.folder.rollouts, config=config.recorder),
-            watch=sinks.watch,
+            watch=sinks.console.watch,
             position=position,
             proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
             stop=self.stop,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
-from rl.observability.progress import TolerantStream, is_terminal, print_line, progress
+from rl.observability.progress import TolerantStream, print_line, progress
 from rl.observability.spans import read_states
 
 if TYPE_CHECKING:
@@ -101,11 +101,18 @@ def make_console(
     """Return the console that suits the config and the stream, by default standard output."""
     if config.style == "off":
         return Console()
-    if config.style == "auto" and is_terminal(stream):
+    if config.style == "auto" and _is_terminal(stream or sys.stdout):
         return LiveConsole(
             title=title, num_steps=num_steps, num_rows=config.num_rows, logs=logs, stream=stream
         )
     return LineConsole(stream=stream)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Return whether the stream can show a live table."""
+    from rich.console import Console as RichConsole
+
+    return stream.isatty() and RichConsole(file=stream).is_interactive
 
 
 class LineConsole(Console):
@@ -225,18 +232,10 @@ class LiveConsole(Console):
         from rich.text import Text
 
         states = list(read_states(self._logs))
-        shown, num_more = states[:MAX_PROCESS_LINES], len(states) - MAX_PROCESS_LINES
-        width = max((len(state.name) for state in shown), default=0)
-        lines: list[RenderableType] = [
-            Text(
-                f"{state.name:<{width}}{GAP}{state.describe()}",
-                style="" if state.open else "dim",
-                no_wrap=True,
-                overflow="ellipsis",
-            )
-            for state in shown
-        ]
-        return [*lines, Text(f"and {num_more} more", style="dim")] if num_more > 0 else lines
+        texts = [(f"{s.name:<14}{GAP}{s.describe()}", "" if s.open else "dim") for s in states]
+        if num_more := len(texts[MAX_PROCESS_LINES:]):
+            texts[MAX_PROCESS_LINES:] = [(f"and {num_more} more", "dim")]
+        return [Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in texts]
 
 
 def _evaluation(record: Record) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,7 +76,7 @@ def _check_project(project: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class WandbConfig:
-    """Weights & Biases."""
+    """Weights & Biases. Its client reads WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and others."""
 
     enable: bool = False
     """Log to W&B; needs the extra `sinks`."""
@@ -86,25 +85,9 @@ class WandbConfig:
     the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
     project: str = field(default="relay", metadata=_ENABLED)
     """Project of the run."""
-    entity: str | None = field(default=None, metadata=_ENABLED)
-    """Team or user; None means the key's default."""
-    group: str | None = field(default=None, metadata=_ENABLED)
-    """Group of runs that are shown together."""
-    tags: tuple[str, ...] = field(default=(), metadata=_ENABLED)
-    """Tags of the run."""
 
     def __post_init__(self) -> None:
         _check_project(self.project)
-
-
-@contextmanager
-def error_hooks_kept() -> Iterator[None]:
-    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be printed twice."""
-    hooks = sys.excepthook, sys.exit
-    try:
-        yield
-    finally:
-        sys.excepthook, sys.exit = hooks
 
 
 class WandbLogger(MetricsLogger):
@@ -130,15 +113,13 @@ class WandbLogger(MetricsLogger):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        config = self._config
-        with error_hooks_kept():
+        # W&B's hooks print an error again that was printed already.
+        hooks = sys.excepthook, sys.exit
+        try:
             self._run = wandb.init(
                 **self._arguments,
-                entity=config.entity,
-                project=config.project,
-                group=config.group,
-                tags=list(config.tags) or None,
-                mode=config.mode,
+                project=self._config.project,
+                mode=self._config.mode,
                 resume="allow",
                 reinit="create_new",  # a notebook may have another run
                 settings=wandb.Settings(
@@ -151,6 +132,8 @@ class WandbLogger(MetricsLogger):
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
+        finally:
+            sys.excepthook, sys.exit = hooks
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
@@ -180,8 +163,6 @@ class TrackioConfig:
     needs the extra `sinks`."""
     project: str = field(default="relay", metadata=_ENABLED)
     """Project of the run."""
-    group: str | None = field(default=None, metadata=_ENABLED)
-    """Group of runs that are shown together."""
 
     def __post_init__(self) -> None:
         _check_project(self.project)
@@ -199,7 +180,7 @@ class TrackioLogger(MetricsLogger):
         self, config: TrackioConfig, *, title: str, run_id: str, settings: Mapping[str, Any]
     ) -> None:
         self._run = {"project": config.project, "run": title, "run_id": run_id}
-        self._settings: dict[str, Any] | None = {**settings, "_Group": config.group}
+        self._settings: dict[str, Any] | None = dict(settings)
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         from trackio.sqlite_storage import SQLiteStorage

@@ -1,19 +1,15 @@
-"""Lines and progress bars on standard output."""
+"""Lines and progress on standard output."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rl.utils.errors import optional_write
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 CONSOLE = Path("the console")
 
@@ -42,27 +38,8 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
     TolerantStream(stream or sys.stdout).write(f"{text}\n")
 
 
-def format_duration(seconds: float) -> str:
-    """Return the duration in its two largest units: 48 s, 4 min 12 s, 2 h 5 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def is_terminal(stream: TextIO | None = None) -> bool:
-    """Return whether the stream, by default standard output, can show a live table."""
-    stream = stream or sys.stdout
-    if not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return False
-    from rich.console import Console
-
-    return Console(file=stream).is_interactive
-
-
 class Advance(Protocol):
-    """Callback that advances a progress bar; the note is shown beside the bar until the next call."""
+    """Callback that counts items as done; the note is shown beside their number until the next call."""
 
     def __call__(self, num: int = 1, *, note: str = "") -> None: ...
 
@@ -76,7 +53,7 @@ def progress(
     interval_s: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Show the progress of an operation: a transient bar on a terminal, a line now and then elsewhere.
+    """Print the progress of an operation, a line now and then.
 
         with progress("warm-up", total=150) as advance:
             for loss in ...:
@@ -87,12 +64,6 @@ def progress(
         stream: standard output if None.
         interval_s: least time between two lines.
     """
-    stream = stream or sys.stdout
-    if is_terminal(stream):
-        with _bar(stream) as bar:
-            task = bar.add_task(title, total=total, note="")
-            yield lambda num=1, *, note="": bar.update(task, advance=num, note=note)
-        return
     start_s = printed_s = clock()
     num_done, count = 0, ""
 
@@ -114,19 +85,3 @@ def progress(
     finally:
         end = f"{how} after {clock() - start_s:.1f} s"
         print_line(f"{title}: {count}, {end}" if count else f"{title}: {end}", stream=stream)
-
-
-def _bar(stream: TextIO) -> Progress:
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn
-
-    return Progress(
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
-        console=Console(file=TolerantStream(stream)),  # type: ignore[arg-type]
-        transient=True,
-        # Lines printed meanwhile appear above the bar, unless their stream is a file.
-        redirect_stdout=sys.stdout.isatty(),
-        redirect_stderr=sys.stderr.isatty(),
-    )

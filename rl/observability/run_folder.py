@@ -44,14 +44,14 @@ TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OLD_SUFFIX = ".old"
-"""Suffix, before a number, of the records of a run that started again from the beginning."""
+"""Suffix of the earlier records of a run that started again from the beginning."""
 TENSORBOARD = "tensorboard"
 OWN_FOLDERS = ("logs", "checkpoints")
 SINK_FOLDERS = (TENSORBOARD, "wandb")
 WEIGHTS = "weights"
 """Folder of weights that are published as files; removed at a regular end of the run."""
 OWN_FILES = (
-    "config.json", METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}[0-9]*", "pass_rates.jsonl", "learning_curve.png", EVENTS,
+    "config.json", METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png", EVENTS,
     ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
 )  # fmt: skip
 """Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
@@ -309,11 +309,10 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
     if not file.exists():
         return 0
     if position is None:
-        names = (file.with_name(f"{file.name}{OLD_SUFFIX}{number}") for number in count(1))
-        old = next(free for free in names if not free.exists())
+        old = file.with_name(f"{file.name}{OLD_SUFFIX}")
         logger.warning("the run starts from the beginning: its earlier %s is now %s", file.name, old.name)
         with writing(file):
-            file.rename(old)
+            file.replace(old)
         return 0
     with file.open("rb") as opened:
         lines = opened.readlines()

@@ -2,7 +2,7 @@
 
     async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
         with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
-            loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.watch, ...)
+            loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.console.watch, ...)
             await loop.run()
 
 Each package's logger runs in a thread with a bounded queue, so that a logger that fails or hangs neither stops
@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from rl.observability.loggers import (
     TrackioLogger,
     WandbConfig,
     WandbLogger,
-    error_hooks_kept,
 )
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_folder import METRICS, TENSORBOARD
@@ -70,13 +69,11 @@ class SinksConfig:
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    write_s: float = field(default=60.0, metadata=unless("enabled", ()))
-    """Seconds after which a warning says that a logger hangs."""
     close_s: float = field(default=30.0, metadata=unless("enabled", ()))
     """Seconds that the loggers have at the end of the run to write what is left; the rest is dropped."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "write_s", "close_s", above=0, below=math.inf)
+        check_bounds(self, "close_s", above=0, below=math.inf)
 
     @property
     def enabled(self) -> tuple[str, ...]:
@@ -103,10 +100,8 @@ def check_sinks(config: SinksConfig) -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
-        with error_hooks_kept():
-            wandb.setup(wandb.Settings(silent=True))
-            has_key = wandb.login(prompt=False, verify=False)
-        if not has_key:
+        wandb.setup(wandb.Settings(silent=True))
+        if not wandb.login(prompt=False, verify=False):
             raise ValueError(
                 "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or "
                 "choose offline"
@@ -119,17 +114,12 @@ def check_sinks(config: SinksConfig) -> None:
 class LoggerThread:
     """Daemon thread that hands records to one logger, through a bounded queue."""
 
-    def __init__(
-        self, metrics_logger: MetricsLogger, *, write_s: float, max_queued: int = MAX_QUEUED
-    ) -> None:
-        """`write_s` is the time after which a call of the logger counts as hanging."""
+    def __init__(self, metrics_logger: MetricsLogger, *, max_queued: int = MAX_QUEUED) -> None:
         self.name = metrics_logger.name
         self._num_given = self._num_taken = 0
         self._logger = metrics_logger
-        self._write_s = write_s
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._last_step: int | None = None
-        self._busy_since: float | None = None
         self._is_open = False
         self._has_warned = False
         self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
@@ -149,9 +139,6 @@ class LoggerThread:
         values = {name: value for name, entry in record.items() if (value := reduced(entry)) is not None}
         self._num_given += 1
         self._put(partial(self._write, values))
-        busy_since = self._busy_since
-        if busy_since is not None and (busy_s := time.monotonic() - busy_since) > self._write_s:
-            self._warn(f"has not answered for {busy_s:.0f} s")
 
     def end(self, *, failed: bool) -> None:
         """Ask the thread to close the logger after the queued records."""
@@ -169,18 +156,18 @@ class LoggerThread:
             )
 
     def _put(self, job: Callable[[], None] | None) -> None:
-        with suppress(queue.Full):
+        try:
             self._jobs.put_nowait(job)
+        except queue.Full:
+            self._warn("hangs or is too slow")
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._busy_since = time.monotonic()
             try:
                 job()
             except Exception as error:  # noqa: BLE001  (a logger never stops training)
                 self._is_open = False
                 self._warn(f"failed: {type(error).__name__}: {error}")
-            self._busy_since = None
 
     def _open(self, last_step: int | None) -> None:
         self._last_step = last_step
@@ -218,7 +205,6 @@ class RunSinks:
         self.threads = threads
         self._metrics = metrics
         self._close_s = close_s
-        self._has_warned = False
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -226,33 +212,14 @@ class RunSinks:
         records = read_metrics(self._metrics)
         for thread in self.threads:
             thread.begin(int(records[-1]["step"]) if records else None)
-        with ExitStack() as stack:
-            with self._console_errors():
-                stack.enter_context(self.console.shown(records))
+        with self.console.shown(records):
             yield
 
     def write(self, record: Record) -> None:
         """Hand on the record of a step or an evaluation."""
         for thread in self.threads:
             thread.write(record)
-        with self._console_errors():
-            self.console.write(record)
-
-    @contextmanager
-    def _console_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  (the console never stops training)
-            level = logging.INFO if self._has_warned else logging.WARNING
-            self._has_warned = True
-            logger.log(
-                level, "the console failed: %s: %s; training goes on, and %s has all metrics",
-                type(error).__name__, error, METRICS,
-            )  # fmt: skip
-
-    def watch(self, title: str, /) -> AbstractContextManager[object]:
-        """Show the title of a long operation while it runs."""
-        return self.console.watch(title)
+        self.console.write(record)
 
     async def __aenter__(self) -> RunSinks:
         return self
@@ -285,18 +252,16 @@ def open_sinks(
     settings: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> RunSinks:
-    """Return the sinks that the config enables; no logger is opened before the first attempt.
+    """Return the sinks that the config enables, which `check_sinks` has checked.
+
+    No logger is opened before the first attempt.
 
     Args:
         folder: the run's folder.
         title: the run's name in the dashboards.
         settings: the run's config, for the dashboards.
         stream: the console's stream; standard output if None.
-
-    Raises:
-        ValueError: a package, or something that it needs, is missing.
     """
-    check_sinks(config)
     logs, values = folder / "logs", dict(settings or {})
     loggers: list[MetricsLogger] = []
     if config.tensorboard.enable:
@@ -310,7 +275,7 @@ def open_sinks(
         loggers.append(TrackioLogger(config.trackio, title=title, run_id=run_id, settings=values))
     return RunSinks(
         console=make_console(config.console, num_steps=num_steps, logs=logs, title=title, stream=stream),
-        threads=[LoggerThread(each, write_s=config.write_s) for each in loggers],
+        threads=[LoggerThread(each) for each in loggers],
         metrics=folder / METRICS,
         close_s=config.close_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 from rl.observability.bottleneck import bottleneck, typical
 from rl.observability.metrics import read_metrics
-from rl.observability.progress import format_duration
 from rl.observability.run_folder import RunFolder
 from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
@@ -27,7 +27,7 @@ def summary(
 ) -> str:
     """Return the last lines of a run: steps, time, evaluations, results and the bottleneck.
 
-    finished: 80 steps in 4 min 12 s
+    finished: 80 steps in 0:04:12
       evaluation      correct 0.375 -> 0.979 of 512 problems
       checkpoint      outputs/x/checkpoints/step-80
       Hugging Face    outputs/x/checkpoints/hf
@@ -42,7 +42,7 @@ def summary(
         config: `values` of config.json.
     """
     num_steps = round(max((record["step"] for record in records), default=0))
-    lines = [f"finished: {num_steps} steps in {format_duration(run_s)}"]
+    lines = [f"finished: {num_steps} steps in {datetime.timedelta(seconds=round(run_s))}"]
     if evaluations := [record for record in records if "eval/correct" in record]:
         first, last = evaluations[0], evaluations[-1]
         start = f"{first['eval/correct']:.3f} -> " if len(evaluations) > 1 else ""

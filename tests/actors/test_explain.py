@@ -133,12 +133,12 @@ def test_options_without_effect_are_told_apart():
     assert found["set_without_effect"] == ["parity.num_tokens"]
     idle = {
         "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "generator.rank_timeout_s",
-        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.write_s",
+        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
     config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
     assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
-    assert "sinks.write_s" not in idle_options(config)
+    assert "sinks.close_s" not in idle_options(config)
 
 
 def test_arithmetic_of_a_step():

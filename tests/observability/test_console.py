@@ -15,7 +15,7 @@ from rl.observability.console import (
     make_console,
 )
 from rl.observability.metrics import Mean, Record
-from rl.observability.progress import format_duration, progress
+from rl.observability.progress import progress
 from rl.observability.spans import SpanRecorder
 from tests.support.screen import OnTerminal, output_of
 
@@ -58,7 +58,7 @@ def test_step_is_one_line_aligned_under_its_header():
     )
 
 
-def test_progress_without_a_terminal_is_one_plain_line_per_interval():
+def test_progress_is_one_line_per_interval():
     stream, clock = io.StringIO(), Clock()
     with progress("warm-up", total=1500, stream=stream, interval_s=10, clock=clock) as advance:
         for _ in range(150):
@@ -72,21 +72,6 @@ def test_progress_without_a_terminal_is_one_plain_line_per_interval():
         "warm-up: 1,360/1,500 (loss 0.5)\n"
         "warm-up: 1,500/1,500 (loss 0.5), done after 45.0 s\n"
     )
-
-
-def test_progress_on_a_terminal_is_a_bar_that_is_wiped(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    with progress("warm-up", total=2, stream=stream) as advance:
-        advance(2, note="loss 0.5")
-    shown = stream.getvalue()
-    assert "\x1b[" in shown
-    assert "warm-up" in shown
-    assert "2/2" in shown
-    assert "loss 0.5" in shown
-    assert "started" not in shown
-    wiped = "\x1b[1A\x1b[2K"  # up a line, erase it
-    assert wiped in shown.rpartition("loss 0.5")[2]
 
 
 # Live table
@@ -185,10 +170,3 @@ def test_style_and_the_terminal_select_the_console(tmp_path, monkeypatch):
     assert kind("off") is Console
     monkeypatch.setenv("TERM", "dumb")
     assert kind() is LineConsole
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (252.4, "4 min 12 s"), (7530, "2 h 5 min")]
-)
-def test_durations_have_two_units(seconds, text):
-    assert format_duration(seconds) == text

@@ -37,7 +37,7 @@ def test_overwrite_clears_only_files_of_runs(tmp_path):
         (folder.path / "nan_batch_version_12.npz").write_bytes(b"batch")
         (folder.path / "collectives_rank1.json").write_text("[]")
         (folder.path / "status.json.tmp").write_text("{")
-        (folder.path / "metrics.jsonl.old1").write_text("{}\n")
+        (folder.path / "metrics.jsonl.old").write_text("{}\n")
         (folder.path / "nan_notes.npz").write_bytes(b"mine")
         (folder.path / "notes.txt").write_text("mine")
         for sink in SINK_FOLDERS:
@@ -51,7 +51,7 @@ def test_overwrite_clears_only_files_of_runs(tmp_path):
         assert [file.name for file in again.path.glob("nan*")] == ["nan_notes.npz"]
         assert not (again.path / "collectives_rank1.json").exists()
         assert not (again.path / "status.json.tmp").exists()
-        assert not (again.path / "metrics.jsonl.old1").exists()
+        assert not (again.path / "metrics.jsonl.old").exists()
         assert not any((again.path / sink).exists() for sink in ("tensorboard", "wandb"))
         assert (again.path / "notes.txt").read_text() == "mine"
         assert (elsewhere / "weights").read_text() == "w"
@@ -217,11 +217,11 @@ def test_records_after_the_checkpoint_are_removed(cut, position, num_left):
 
 
 def test_records_of_a_run_that_starts_again_are_kept_under_another_name(cut, tmp_path, caplog):
-    for number, steps in enumerate((WRITTEN, WRITTEN[:2]), start=1):
+    for steps in (WRITTEN, WRITTEN[:2]):
         assert cut(metrics=metrics_of(*steps), older=rollouts_of(*steps), position=None) == ["", "", ""]
-        assert (tmp_path / f"metrics.jsonl.old{number}").read_text() == metrics_of(*steps)
-        assert (tmp_path / f"rollouts.1.jsonl.old{number}").read_text() == rollouts_of(*steps)
-        assert f"its earlier metrics.jsonl is now metrics.jsonl.old{number}" in caplog.text
+        assert (tmp_path / "metrics.jsonl.old").read_text() == metrics_of(*steps)
+        assert (tmp_path / "rollouts.1.jsonl.old").read_text() == rollouts_of(*steps)
+        assert "its earlier metrics.jsonl is now metrics.jsonl.old" in caplog.text
 
 
 def test_damaged_lines_and_a_truncated_last_line_are_removed(cut, caplog):

@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 import threading
-import time
 
 import pytest
 
@@ -39,7 +38,6 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
     ("config", "path", "value", "message"),
     [
         (SinksConfig(), "console.num_rows", 0, "console: num_rows=0: must be at least 1"),
-        (SinksConfig(), "write_s", 0.0, "write_s=0.0: must be above 0 and below inf"),
         (SinksConfig(), "close_s", float("inf"), "close_s=inf: must be above 0 and below inf"),
         (
             SinksConfig(),
@@ -90,7 +88,7 @@ class FakeLogger(MetricsLogger):
 
 
 def run_thread(fake, records, *, failed=False):
-    thread = LoggerThread(fake, write_s=60.0)
+    thread = LoggerThread(fake)
     thread.begin(None)
     for record in records:
         thread.write(record)
@@ -125,15 +123,14 @@ def test_failed_logger_is_reopened_after_its_last_record(caplog):
 
 def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
     release = threading.Event()
-    thread = LoggerThread(FakeLogger(blocks=release), write_s=0.0, max_queued=3)
+    thread = LoggerThread(FakeLogger(blocks=release), max_queued=3)
     thread.begin(None)
     for step in range(8):
         thread.write({"step": step})
-        time.sleep(0.01)
     thread.end(failed=False)
     thread.join(0.0)
     first, last = (record.message for record in caplog.records if record.levelno == logging.WARNING)
-    assert first.startswith("fake has not answered for 0 s; training goes on")
+    assert first.startswith("fake hangs or is too slow; training goes on")
     assert last == "fake was not done when the run ended: it lacks 8 records, which are in metrics.jsonl"
     release.set()
 
@@ -206,18 +203,6 @@ def test_resumed_run_continues_its_curve(tmp_path):
 class ClosedTerminal(io.StringIO):
     def write(self, text):
         raise OSError(5, "Input/output error")
-
-
-class BrokenTerminal(io.StringIO):
-    def write(self, text):
-        raise TypeError("broken")
-
-
-def test_unexpected_error_of_the_console_stops_nothing(tmp_path, caplog):
-    run(tmp_path, [1, 2, 3], config=SinksConfig(), stream=BrokenTerminal())
-    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert warning.getMessage().startswith("the console failed: TypeError: broken; training goes on")
-    assert len((tmp_path / METRICS).read_text().splitlines()) == 3
 
 
 def test_closed_terminal_is_one_warning_and_stops_nothing(tmp_path, caplog):

@@ -23,7 +23,7 @@ def test_summary_has_evaluations_and_results(tmp_path):
             (folder.checkpoints / name).mkdir()
         folder.learning_curve.touch()
         assert summary(records, folder=folder, run_s=252.4) == (
-            "finished: 3 steps in 4 min 12 s\n"
+            "finished: 3 steps in 0:04:12\n"
             "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
             f"  checkpoint      {tmp_path}/run/checkpoints/step-3\n"
             f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
