@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,6 +91,16 @@ class WandbConfig:
         _check_project(self.project)
 
 
+@contextmanager
+def error_hooks_kept() -> Iterator[None]:
+    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be printed twice."""
+    hooks = sys.excepthook, sys.exit
+    try:
+        yield
+    finally:
+        sys.excepthook, sys.exit = hooks
+
+
 class WandbLogger(MetricsLogger):
     """Run of Weights & Biases. W&B keeps its records of steps that are trained again."""
 
@@ -113,9 +124,7 @@ class WandbLogger(MetricsLogger):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # W&B's hooks print an error again that was printed already.
-        hooks = sys.excepthook, sys.exit
-        try:
+        with error_hooks_kept():
             self._run = wandb.init(
                 **self._arguments,
                 project=self._config.project,
@@ -132,8 +141,6 @@ class WandbLogger(MetricsLogger):
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
-        finally:
-            sys.excepthook, sys.exit = hooks
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:

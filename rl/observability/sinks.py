@@ -39,6 +39,7 @@ from rl.observability.loggers import (
     TrackioLogger,
     WandbConfig,
     WandbLogger,
+    error_hooks_kept,
 )
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_folder import METRICS, TENSORBOARD
@@ -100,8 +101,10 @@ def check_sinks(config: SinksConfig) -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))
-        if not wandb.login(prompt=False, verify=False):
+        with error_hooks_kept():
+            wandb.setup(wandb.Settings(silent=True))
+            has_key = wandb.login(prompt=False, verify=False)
+        if not has_key:
             raise ValueError(
                 "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or "
                 "choose offline"

@@ -40,7 +40,7 @@ from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import METRICS
 from rl.observability.console import ConsoleConfig
 from rl.observability.loggers import WandbConfig
-from rl.observability.sinks import SinksConfig, open_sinks
+from rl.observability.sinks import SinksConfig, check_sinks, open_sinks
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 folder, mode, records, close_s = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), float(sys.argv[4])
@@ -56,6 +56,7 @@ async def run():
                 print("step", record["step"])
 
 hooks = sys.excepthook, sys.exit
+check_sinks(config)
 asyncio.run(run())
 assert (sys.excepthook, sys.exit) == hooks
 print("ended")
