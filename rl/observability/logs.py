@@ -72,7 +72,7 @@ def setup_logging(
     root.setLevel(min(logging.INFO, printed.level))
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = _log_uncaught_in_thread
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
     def undo() -> None:
         global _undo
@@ -134,15 +134,8 @@ class _FileHandler(logging.Handler):
 
 
 def _log_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None, *, where: str = ""
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
-    logging.getLogger(__name__).critical("uncaught exception%s", where, exc_info=(kind, error, trace))
-
-
-def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-    if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
-        name = args.thread.name if args.thread else "a thread"
-        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback, where=f" in {name}")
+    if error is not None and not issubclass(kind, SystemExit):
+        name = threading.current_thread().name
+        logging.getLogger(__name__).critical("uncaught exception in %s", name, exc_info=(kind, error, trace))

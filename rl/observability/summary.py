@@ -63,7 +63,7 @@ def summary(
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """Draw reward and correctness over steps, and below them the logprob difference of trainer and generator.
+    """Draw reward and correctness over steps.
 
     A full disk is a warning, since the numbers are in the file.
     """
@@ -72,32 +72,25 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     from matplotlib.figure import Figure
 
     records = read_metrics(metrics_path)
-    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
+    axes = figure.subplots()
     for name, label, color in (
         ("reward/mean", "reward, mean of the step", REWARD),
         ("reward/correct", "correct, share of the step's samples", CORRECT),
     ):
         steps, values = _points(records, name)
-        upper.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
-        upper.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=label)
+        axes.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
+        axes.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=label)
     steps, values = _points(records, "eval/correct")
     if steps:
         label = f"correct, held-out problems (greedy), last {values[-1]:.2f}"
-        upper.plot(steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label)
-    for name, label, width in (("logprob_diff/max", "max", 0.9), ("logprob_diff/mean", "mean", 1.8)):
-        steps, values = _points(records, name)
-        lower.plot(steps, values, color=CORRECT, linewidth=width, label=label)
-        if max(values, default=0.0) > 0:
-            lower.set_yscale("log")
-    upper.set_ylabel("reward, share correct")
-    lower.set_ylabel("|trainer - generator|\nlogprob, nats")
-    lower.set_xlabel("step")
-    for axes in (upper, lower):
-        axes.grid(True, color="#e6e8ec", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="best", frameon=False, fontsize=9)
+        axes.plot(steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label)
+    axes.set_ylabel("reward, share correct")
+    axes.set_xlabel("step")
+    axes.grid(True, color="#e6e8ec", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="best", frameon=False, fontsize=9)
     with optional_write(png_path), atomic_write(png_path) as file:
         figure.savefig(file, format="png")
 

@@ -43,8 +43,6 @@ FAILED_SHARE = 0.02
 MIN_FAILED_STEPS = 3
 LENGTH_TIMES = 1.5
 """Factor by which the length changes."""
-CUT_OFF_SHARE = 0.3
-"""Rise of the share of replies that are cut off at the limit."""
 LENGTH_SUCCESS = 0.03
 """Rise of the share of right replies that justifies a change of length."""
 MIN_LENGTH_STEPS = 10
@@ -181,13 +179,11 @@ def find_length_drift(run: RunData) -> Finding | None:
     lengths, success = metric(run.steps, "completion/tokens_mean"), metric(run.steps, "reward/correct")
     if len(lengths) < MIN_LENGTH_STEPS:
         return None
-    cut_off, paid = metric(run.steps, "completion/cut_off"), _paid(run.rollouts)
+    paid = _paid(run.rollouts)
     drift = _drift_without_success(lengths, success)
     paid_since = paid.lasting(lambda value: value >= PAYS, hold=3, share=0.6)
     if drift is None:
-        runs_into_limit = len(cut_off) > 0 and cut_off.last_level >= CUT_OFF_SHARE + cut_off.first_level
-        grows_while_paid = paid_since is not None and _grows(lengths, since=paid_since)
-        if not (runs_into_limit and lengths.last_level >= 1.2 * lengths.first_level) and not grows_while_paid:
+        if paid_since is None or not _grows(lengths, since=paid_since):
             return None
         drift = 1
     elif drift < 0:
@@ -200,8 +196,6 @@ def find_length_drift(run: RunData) -> Finding | None:
         sentence += f", and right replies go from {right.first_level:.0%} to {right.last_level:.0%}"
     if paid_since:
         sentence += f"; of equally right replies the {how} one earns more"
-    if len(cut_off) and cut_off.last_level >= 0.05:
-        sentence += f"; {cut_off.last_level:.0%} are cut off"
     why = "because they are paid for it" if paid_since else "without getting better"
     return Finding(
         kind="length_drift",
@@ -213,7 +207,13 @@ def find_length_drift(run: RunData) -> Finding | None:
             "part of the rubric), and at loop.sampling.max_tokens; a loss that divides by the length of "
             "each reply (docs/losses.md) also favours long wrong ones."
         ),
-        evidence=shown(lengths, success, cut_off, paid, rollouts=_replies_around(run, since)),
+        evidence=shown(
+            lengths,
+            success,
+            metric(run.steps, "completion/cut_off"),
+            paid,
+            rollouts=_replies_around(run, since),
+        ),
     )
 
 

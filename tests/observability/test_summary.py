@@ -56,7 +56,7 @@ def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tm
     draw_learning_curve(metrics, png)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
     image = matplotlib.image.imread(png)[..., :3]
-    assert image.shape == (840, 1200, 3)
+    assert image.shape == (600, 1200, 3)
     for color in (REWARD, CORRECT, EVALUATION):
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - wanted) < 0.02).all(axis=-1).sum() > 500
