@@ -22,7 +22,7 @@ from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
-from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
+from rl.observability.machine_limits import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.types import BoxSum, Completion, SamplingParams
 from rl.weights.store import Snapshot, WeightStore
@@ -134,12 +134,12 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     @span("measure")
-    async def measure_machine(self, workload: Workload) -> MachineLimits | None:
+    async def measure_machine(self, dtype: str, num_bytes: int) -> MachineLimits | None:
         """Measure the device of rank 0; other ranks return None, since they may share its cores."""
         world = World.from_env()
         if world.rank:
             return None
-        measure = partial(machine_limits, workload, device=world.default_device())
+        measure = partial(machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device())
         return await self._running().aside(measure)
 
     async def _pull(

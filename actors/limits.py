@@ -13,7 +13,7 @@ from actors.cluster import Cluster, num_gpus
 from actors.config import RunConfig
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
-from rl.observability.machine_limits import MachineLimits, RunLimits, Workload
+from rl.observability.machine_limits import MachineLimits, RunLimits
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     )
     try:
         found = [
-            await _ask(group, Workload(dtype=dtype, num_bytes=number * itemsize))
-            for group, dtype, number in asked
+            await _ask(group, dtype=dtype, num_bytes=number * itemsize) for group, dtype, number in asked
         ]
     except ActorCallError as error:
         logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
@@ -62,9 +61,9 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     )
 
 
-async def _ask(group: CallGroup, workload: Workload) -> MachineLimits:
+async def _ask(group: CallGroup, *, dtype: str, num_bytes: int) -> MachineLimits:
     limits: MachineLimits
-    limits, *_ = await group.call("measure_machine", workload)
+    limits, *_ = await group.call("measure_machine", dtype, num_bytes)
     logger.info("%s: %s", group.name, limits)
     return limits
 

@@ -30,7 +30,7 @@ from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.converter import ModelConverter
 from rl.models.spec import ModelSpec
-from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
+from rl.observability.machine_limits import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
@@ -267,12 +267,12 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("measure")
-    async def measure_machine(self, workload: Workload) -> MachineLimits | None:
+    async def measure_machine(self, dtype: str, num_bytes: int) -> MachineLimits | None:
         """Measure the device of rank 0; other ranks return None, since they may share its cores."""
         if self._rank != 0:
             return None
         device = World.from_env().default_device()
-        measure = partial(machine_limits, workload, device=device)
+        measure = partial(machine_limits, dtype=dtype, num_bytes=num_bytes, device=device)
         return await self._compute(measure)
 
     # Devices that several roles share

@@ -43,16 +43,6 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """Workload for which a machine is measured."""
-
-    dtype: str
-    """Dtype of the matrix products, such as "bfloat16"."""
-    num_bytes: int
-    """Bytes of a rank's weights, which are read again and again, perhaps from a cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLimits:
     """Limits of one device, or of the CPU threads of one process."""
 
@@ -65,17 +55,22 @@ class MachineLimits:
 
 
 @torch.no_grad()
-def machine_limits(workload: Workload, *, device: torch.device) -> MachineLimits:
-    """Measure the limits with the calling thread's number of threads."""
+def machine_limits(*, dtype: str, num_bytes: int, device: torch.device) -> MachineLimits:
+    """Measure the limits with the calling thread's number of threads.
+
+    Args:
+        dtype: dtype of the matrix products, such as "bfloat16".
+        num_bytes: bytes of a rank's weights, which are read again and again, perhaps from a cache.
+    """
     # A separate generator leaves the run's random states unchanged.
     generator = torch.Generator(device=device).manual_seed(0)
     flops_per_s = 0.0
     for rows in MATRICES[device.type]:
-        a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, workload.dtype))
+        a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, dtype))
         b, product = a.t().contiguous(), torch.empty_like(a)
         multiply = partial(torch.mm, a, b, out=product)
         flops_per_s = max(flops_per_s, 2 * rows**3 / _least_s(multiply, device))
-    num_bytes = min(LARGEST_COPY[device.type], max(SMALLEST_COPY, workload.num_bytes))
+    num_bytes = min(LARGEST_COPY[device.type], max(SMALLEST_COPY, num_bytes))
     source, target = torch.ones(2, num_bytes // 8, device=device)  # read and written together
     memory = host = num_bytes / _least_s(partial(target.copy_, source), device)
     if device.type == "cuda":

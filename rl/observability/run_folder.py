@@ -248,16 +248,13 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
-    """Refuse inputs, or their link targets, inside the folder that would be cleared."""
+    """Refuse inputs inside the folder that would be cleared."""
     for field, given in inputs.items():
-        file = Path(os.path.abspath(given.expanduser()))
-        links = [entry for entry in file.iterdir() if entry.is_symlink()] if file.is_dir() else []
-        for entry in (file, *links):
-            if entry.is_relative_to(path) or entry.resolve().is_relative_to(path.resolve()):
-                raise ValueError(
-                    f"{field}={str(given)!r} lies in the folder of the run that --overwrite would replace, "
-                    f"{path}; choose another name"
-                )
+        if given.expanduser().resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"{field}={str(given)!r} lies in the folder of the run that --overwrite would replace, "
+                f"{path}; choose another name"
+            )
 
 
 def _clear(path: Path) -> None:

@@ -9,7 +9,7 @@ from actors.calls import ActorCallError
 from actors.config import Timeouts
 from actors.limits import run_limits
 from configs.sum_digits import tiny
-from rl.observability.machine_limits import MachineLimits, Workload
+from rl.observability.machine_limits import MachineLimits
 
 LIMITS = MachineLimits(flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
 
@@ -20,12 +20,12 @@ class Group:
 
     timeouts: ClassVar[Timeouts] = Timeouts()
     name: str
-    asked: list[tuple[str, Workload]]
+    asked: list[tuple[Any, ...]]
     is_lost: bool = False
 
     async def call(self, endpoint: str, *args: Any) -> list[Any]:
         assert endpoint == "measure_machine"
-        self.asked.append((self.name, args[0]))
+        self.asked.append((self.name, *args))
         if self.is_lost:
             raise ActorCallError(f"{self.name}.{endpoint} failed")
         return [LIMITS, None]
@@ -33,7 +33,7 @@ class Group:
 
 def limits_of(config, *, lost=""):
     """Return the limits of a run of this config, and the calls that were made for them."""
-    asked: list[tuple[str, Workload]] = []
+    asked: list[tuple[Any, ...]] = []
     names = ("trainer", "generator_0", "generator_1")
     trainer, *generators = (Group(name=name, asked=asked, is_lost=name == lost) for name in names)
     fleet: Any = SimpleNamespace(trainer=trainer, pool=SimpleNamespace(members=generators))
@@ -45,8 +45,8 @@ def test_trainer_and_generator_are_measured_in_turn():
     assert limits is not None
     num_bytes = 779_328 * 4
     assert asked == [
-        ("trainer", Workload(dtype="float32", num_bytes=num_bytes)),
-        ("generator_0", Workload(dtype="float32", num_bytes=num_bytes)),
+        ("trainer", "float32", num_bytes),
+        ("generator_0", "float32", num_bytes),
     ]
     assert limits.sampled.parameters == 779_328
     assert (limits.itemsize, limits.num_samples, limits.waits_for_the_longest) == (4, 8, True)
@@ -59,7 +59,7 @@ def test_only_the_trainer_measures_shared_devices():
     limits, asked = limits_of(config)
     assert limits is not None
     assert limits.shares_devices
-    assert [name for name, _ in asked] == ["trainer", "trainer"]
+    assert [name for name, *_ in asked] == ["trainer", "trainer"]
 
 
 def test_limits_can_be_disabled_and_a_failed_measurement_ends_no_run(caplog):

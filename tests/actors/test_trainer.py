@@ -13,7 +13,6 @@ import torch
 from actors.trainer import PolicyTrainer, wait_for_pushes
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.observability.machine_limits import Workload
 from rl.observability.timeline import read_spans
 from rl.training.config import ReferenceConfig
 from rl.types import TrainingSample
@@ -125,7 +124,7 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
         return [result for _, result in meshes.run(endpoint.call(*args)).items()]
 
     assert all(are_old(meshes, store, before, all_ranks(trainer.push_model_state_dict)))
-    limits, nothing = all_ranks(trainer.measure_machine, Workload(dtype="float32", num_bytes=1 << 20))
+    limits, nothing = all_ranks(trainer.measure_machine, "float32", 1 << 20)
     assert nothing is None
     assert limits.flops_per_s > 1e9
     assert limits.host_bytes_per_s == limits.memory_bytes_per_s > 1e8

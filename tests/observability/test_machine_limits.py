@@ -14,14 +14,12 @@ from rl.observability.machine_limits import (
     LimitSink,
     MachineLimits,
     RunLimits,
-    Workload,
     machine_limits,
 )
 from rl.observability.metrics import Max, Mean
 from tests.support.fakes import ListSink
 
 CPU = torch.device("cpu")
-WORKLOAD = Workload(dtype="float32", num_bytes=3_000_000)
 MACHINE = MachineLimits(flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
 
 
@@ -35,7 +33,7 @@ def test_measured_rates_match_matrix_products_and_copies():
 
     use_threads(1)
     random_state = torch.get_rng_state()
-    limits = machine_limits(WORKLOAD, device=CPU)
+    limits = machine_limits(dtype="float32", num_bytes=3_000_000, device=CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
     a, b = torch.ones(2, 256, 256)
