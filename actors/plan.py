@@ -32,7 +32,6 @@ from rl.starting_point import (
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source, own_checkpoint
 from rl.training.checkpoint_files import Skip, saved_steps
-from rl.training.experts import ExpertBalance
 
 logger = logging.getLogger(__name__)
 
@@ -190,18 +189,14 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config, *, batch_invariant: bool = 
 
     The effect of a subclass's fields is unknown, so all of them are included.
     """
-    training = trainer.training
-    arithmetic: dict[str, Any] = {
+    training, values = trainer.training, to_dict(trainer)
+    known = {f.name for f in fields(PolicyTrainer.Config)}
+    return {
         "trainer": code_name(trainer.owner),
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
         "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
+        "converters": values["converters"],
+        "experts": values["experts"],
+        "batch_invariant": batch_invariant,
+        "added": {name: value for name, value in values.items() if name not in known},
     }
-    if trainer.converters:
-        arithmetic["converters"] = to_dict(trainer)["converters"]
-    if trainer.experts != ExpertBalance.Config():
-        arithmetic["experts"] = to_dict(trainer.experts)
-    if batch_invariant:
-        arithmetic["batch_invariant"] = True
-    known = {f.name for f in fields(PolicyTrainer.Config)}
-    added = {name: value for name, value in to_dict(trainer).items() if name not in known}
-    return arithmetic | ({"added": added} if added else {})

@@ -180,8 +180,7 @@ def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEng
     num_blocks = on_rank.num_layers if stays else 2
     root = {name: p for name, p in named.items() if not name.startswith("layers.")}
     blocks = [p for name, p in named.items() if name not in root]
-    in_float8 = [p for p in blocks if hasattr(p, "fsdp_pre_all_gather")]  # cast before they are gathered
-    of_blocks = on_rank.gathered(blocks) * computed - on_rank.gathered(in_float8) * (computed - 1)
+    of_blocks = on_rank.gathered(blocks) * computed
     block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (computed + reduced)
     root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
     return (
