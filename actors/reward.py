@@ -30,8 +30,8 @@ class RewardActor(Actor, Configurable):
         """Number of reward processes; a group goes to the one with the fewest rollouts. 0: no actors, the
         rewards are computed by a process of the controller."""
         max_concurrency: int = MAX_CONCURRENCY
-        """Number of async reward functions that run at once in each process; the wait for one to finish is not
-        part of the time limit."""
+        """Concurrent calls of each async reward function in each process, unless it has a `max_concurrency` of
+        its own; the wait for one to finish is not part of the time limit."""
 
         def __post_init__(self) -> None:
             if not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:

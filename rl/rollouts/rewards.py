@@ -1,59 +1,61 @@
 """Reward functions in a process of their own, with time limits that always hold.
 
-A reward function is foreign code: it may loop forever in Python (a signal interrupts it) or in C (its process
-is killed and started again), or end its process. Whatever it does, only its own call fails: one score, or those
-of a group. The process calls sync functions one at a time in its main thread, and has the next few at hand;
-async functions overlap in an event loop. If the process ends while several calls are under way, each of them is
-repeated alone in a second process to find the guilty one.
+A reward function is foreign code: it may loop forever, or end its process. Whatever it does, only its own call
+fails: one score, or those of a group; a process that hangs is killed, and the next call starts another. Sync
+functions run one at a time. Async functions that were asked for in the meantime run together, up to a limit; if
+the process ends, each of those without a result is repeated alone to find the guilty one.
 
-    to the process      (id, RubricCall)
-    from the process    (0, None) once it is ready; then (id, CallResult)
+    to the process      calls that run together
+    from the process    None once it is ready; then (index, CallResult) for each call, in any order
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-from rl.rollouts.main_thread_limit import MainThreadLimit, TimeLimitError
-from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Concurrency, Rubric, RubricCall
+from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.errors import RunError
-from rl.utils.threads import run_now
+from rl.utils.threads import WorkerThread, run_now
 
-GRACE_S = 1.5
+GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
 START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
-MAX_SENT = 16
-"""Calls of sync functions that the process has at a time, so that it never waits for the next one."""
+CLOSE_S = 10.0
+"""Time in which the thread that waits for a killed process must end."""
+SIGNAL = signal.SIGRTMIN + 5
+"""Signal that interrupts the main thread; C libraries use the first few real-time signals themselves."""
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because a call did not answer in time.
+    """The reward process ended, or was killed because it did not answer in time.
 
     Args:
-        num_calls: calls that were under way.
+        exit_code: None if it was killed for that.
     """
 
-    def __init__(self, *, exit_code: int | None, num_calls: int) -> None:
-        super().__init__(f"the reward process ended (exit code {exit_code}) during {num_calls} calls")
+    def __init__(self, *, exit_code: int | None) -> None:
+        super().__init__(f"the reward process ended (exit code {exit_code})")
         self.exit_code = exit_code
-        self.num_calls = num_calls
+
+
+class TimeLimitError(BaseException):
+    """Raised in a function that takes too long; not an Exception, which a reward function might swallow."""
 
 
 def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:
@@ -62,40 +64,30 @@ def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> floa
 
 
 class RewardProcess:
-    """Scores groups of rollouts in a child process; calls of `score` overlap. Bound to one event loop.
+    """Scores groups of rollouts in a child process; calls of `score` overlap.
 
     Args:
         time_limit_s: longest time for the sync functions of one rollout together, and for each async function
             of one. A function of a group has that time for each of its rollouts.
-        max_concurrency: async reward functions under way at once; waiting for a slot is not timed.
-        grace_s: time after its limit in which a call may still answer before its process is killed.
+        max_concurrency: concurrent calls of each async function; waiting for a slot is not timed.
     """
 
     def __init__(
-        self,
-        *,
-        rubric: Rubric,
-        time_limit_s: float,
-        max_concurrency: int = MAX_CONCURRENCY,
-        grace_s: float = GRACE_S,
+        self, *, rubric: Rubric, time_limit_s: float, max_concurrency: int = MAX_CONCURRENCY
     ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
-        self.grace_s = grace_s
-        self._process = _Child(rubric, time_limit_s)
-        self._second = _Child(rubric, time_limit_s)
-        """Process for calls that are repeated alone."""
-        self._sync = asyncio.Semaphore(MAX_SENT)
-        self._turn = asyncio.Lock()
-        """Held by the sync call that the process works on, the first that was sent."""
-        self._alone = asyncio.Lock()
-        self._concurrency = Concurrency(max_concurrency)
-        self._tasks: set[asyncio.Task[CallResult]] = set()
+        self.max_concurrency = max_concurrency
+        self.process: SpawnProcess | None = None
+        self._link: Connection | None = None
+        self._waiting: SimpleQueue[tuple[RubricCall, Future[CallResult]]] = SimpleQueue()
+        self._thread = WorkerThread("rewards")
+        """Talks to the process."""
         self._closed = False
 
     async def start(self) -> None:
         """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
-        await self._process.start()
+        await self._in_thread(self._start)
 
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
         """Return a score for each rollout, in order; a call that takes too long gives a failed score.
@@ -107,248 +99,192 @@ class RewardProcess:
             TimeoutError: the process did not start within `START_S`.
         """
         calls = [self.rubric.calls(group, alone=alone) for group in groups]
-        tasks = [asyncio.create_task(self._result(call)) for of_group in calls for call in of_group]
-        for task in tasks:
-            # Calls go on when `score` is cancelled: the process could not stop them either.
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        results = iter(await asyncio.gather(*map(asyncio.shield, tasks)))
+        answers: list[list[Future[CallResult]]] = [[Future() for _ in of_group] for of_group in calls]
+        for of_group, futures in zip(calls, answers, strict=True):
+            for pair in zip(of_group, futures, strict=True):
+                self._waiting.put(pair)
+        # Calls that came earlier, or will come until the thread is free, are answered together with these.
+        await self._in_thread(self._answer_waiting)
         return [
-            self.rubric.scores(group, of_group, [next(results) for _ in of_group])
-            for group, of_group in zip(groups, calls, strict=True)
+            self.rubric.scores(group, of_group, [future.result() for future in futures])
+            for group, of_group, futures in zip(groups, calls, answers, strict=True)
         ]
 
     async def close(self) -> None:
-        """End the processes; pending scores fail. Idempotent."""
+        """End the process; pending scores fail. Idempotent."""
         self._closed = True
-        await asyncio.gather(self._process.close(), self._second.close())
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _result(self, call: RubricCall) -> CallResult:
-        if self.rubric.is_async(call):
-            async with self._concurrency.slot(self.rubric.criterion(call.names[0])):
-                result = await self._attempt(call, self._process)
-        else:
-            async with self._sync:
-                result = await self._attempt(call, self._process, turn=self._turn)
-        if result is None:
-            async with self._alone:
-                result = await self._attempt(call, self._second)
-        assert result is not None, "a call alone in a process has a result"
-        return result
-
-    async def _attempt(
-        self, call: RubricCall, process: _Child, *, turn: asyncio.Lock | None = None
-    ) -> CallResult | None:
-        """Make a call in a process; return None if the process ended, perhaps because of another call.
-
-        The call's time begins with its turn.
-        """
-        if not self._closed:
-            await process.start()
-        if self._closed:
-            raise RunError("the reward process was closed")
-        answer = process.send(call)
-        async with turn or contextlib.nullcontext():
-            await asyncio.wait({answer}, timeout=self.time_limit_s * len(call.rollouts))
-            # The second wait also lets this event loop, if it was busy, read the answer.
-            await asyncio.wait({answer}, timeout=self.grace_s)
-            if overdue := not answer.done():
-                process.kill()
-        try:
-            result: CallResult = await answer
-            return result
-        except ProcessEndedError as error:
-            if self._closed:
-                raise RunError("the reward process was closed") from None
-            if error.num_calls > 1:
-                logger.warning("the reward process ended or hung during %d calls", error.num_calls)
-                return None
-            if overdue:
-                return call.too_long(self.time_limit_s)
-            return CallResult(failure=f"{call.title} ended the reward process (exit code {error.exit_code})")
-
-
-class _Child:
-    """A child process, and the threads that write to and read from its pipe."""
-
-    def __init__(self, rubric: Rubric, time_limit_s: float) -> None:
-        self.process: SpawnProcess | None = None
-        self._arguments = (rubric, time_limit_s)
-        self._ids = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._outgoing: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        self._ended = asyncio.Event()
-        self._ended.set()
-        self._starting = asyncio.Lock()
-
-    @property
-    def is_running(self) -> bool:
-        return not self._ended.is_set() and self.process is not None and self.process.is_alive()
-
-    async def start(self) -> None:
-        """Start the process unless it runs already, and wait until it is ready."""
-        async with self._starting:
-            if self.is_running:
-                return
-            await self._end()
-            # Spawned, not forked: the parent has threads and loaded runtimes.
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, *self._arguments), name="rewards", daemon=True
-            )
-            try:
-                process.start()
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise RunError(
-                    f"the rubric cannot be sent to the reward process ({error}): define its functions at the top of "
-                    "a module"
-                ) from error
-            finally:
-                theirs.close()
-            self.process, self._outgoing, self._ended = process, SimpleQueue(), asyncio.Event()
-            ready = self._answer(0)
-            loop = asyncio.get_running_loop()
-            threading.Thread(target=_write, args=(ours, self._outgoing), daemon=True).start()
-            threading.Thread(target=self._read, args=(loop, ours, process), daemon=True).start()
-            try:
-                await asyncio.wait_for(ready, START_S)
-            except TimeoutError:
-                await self._end()
-                raise TimeoutError(f"the reward process did not start within {START_S:g} s") from None
-            except ProcessEndedError as error:
-                code = error.exit_code
-                raise RunError(
-                    f"the reward process ended while loading the rubric (exit code {code}): see stderr"
-                ) from error
-
-    def send(self, message: Any) -> asyncio.Future[Any]:
-        """Send a message to the running process; the answer is a ProcessEndedError if the process ends."""
-        call_id = next(self._ids)
-        answer = self._answer(call_id)
-        self._outgoing.put((call_id, message))
-        return answer
-
-    def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
+        await asyncio.to_thread(self._thread.stop, timeout_s=CLOSE_S)
+        self._end()
 
-    async def close(self) -> None:
-        async with self._starting:
-            await self._end()
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        if self._closed:
+            raise RunError("the reward process was closed")
+        return await self._thread.run(function, *args)
 
-    async def _end(self) -> None:
-        """Kill the process, if there is one, and wait until it is gone."""
-        self.kill()
-        await self._ended.wait()
+    def _start(self) -> None:
+        """Start the process unless it runs already, and wait until it is ready."""
+        if self._closed:
+            raise RunError("the reward process was closed")
+        if self.process is not None and self.process.is_alive():
+            return
+        self._end()
+        # Spawned, not forked: the parent has threads and loaded runtimes.
+        context = multiprocessing.get_context("spawn")
+        self._link, theirs = context.Pipe()
+        arguments = (theirs, self.rubric, self.time_limit_s, self.max_concurrency)
+        process = context.Process(target=_serve, args=arguments, name="rewards", daemon=True)
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise RunError(
+                f"the rubric cannot be sent to the reward process ({error}): define its functions at the top of "
+                "a module"
+            ) from error
+        finally:
+            theirs.close()
+        self.process = process
+        try:
+            self._receive(START_S)
+        except ProcessEndedError as error:
+            if error.exit_code is None:
+                raise TimeoutError(f"the reward process did not start within {START_S:g} s") from None
+            raise RunError(
+                f"the reward process ended while loading the rubric (exit code {error.exit_code}): see stderr"
+            ) from error
 
-    def _answer(self, call_id: int) -> asyncio.Future[Any]:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._answers[call_id] = answer
-        answer.add_done_callback(lambda _: self._answers.pop(call_id))
-        return answer
-
-    def _read(self, loop: asyncio.AbstractEventLoop, link: Connection, process: SpawnProcess) -> None:
-        """Hand out answers until the process has ended and all that it sent is read, in a thread."""
+    def _receive(self, limit_s: float) -> Any:
+        """Return the next message of the process; raise ProcessEndedError if there is none within `limit_s`."""
+        process, link = self.process, self._link
+        assert process is not None
         assert process.pid is not None
-        # A process that a reward function forked may keep the pipe and `process.sentinel` open.
-        end = os.pidfd_open(process.pid)
-        with contextlib.suppress(EOFError, OSError):
-            while link in wait([link, end]):
-                loop.call_soon_threadsafe(self._settle, *link.recv())
-        process.join()
-        os.close(end)
-        link.close()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(self._fail, process.exitcode)
+        assert link is not None
+        is_late = False
+        with contextlib.suppress(OSError, EOFError):
+            # A process that a reward function forked may keep the pipe and `process.sentinel` open.
+            end = os.pidfd_open(process.pid)
+            try:
+                ready = wait([link, end], limit_s)
+            finally:
+                os.close(end)
+            if link in ready:
+                return link.recv()
+            is_late = not ready
+        if not is_late:
+            process.join(GRACE_S)
+        self._end()
+        raise ProcessEndedError(exit_code=None if is_late else process.exitcode)
 
-    def _settle(self, call_id: int, message: Any) -> None:
-        answer = self._answers.get(call_id)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+    def _end(self) -> None:
+        """Kill the process, if there is one, and wait until it is gone."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
-    def _fail(self, exit_code: int | None) -> None:
-        """Fail the calls that a process which ended has not answered."""
-        self._outgoing.put(None)
-        self._ended.set()
-        waiting = [answer for answer in self._answers.values() if not answer.done()]
-        for answer in waiting:
-            answer.set_exception(ProcessEndedError(exit_code=exit_code, num_calls=len(waiting)))
+    def _answer_waiting(self) -> None:
+        """Make all calls that wait now."""
+        taken = [self._waiting.get() for _ in range(self._waiting.qsize())]
+        portions = [[pair for pair in taken if pair[0].is_async == is_async] for is_async in (False, True)]
+        try:
+            while portions:
+                portion = portions.pop(0)
+                results = self._results([call for call, _ in portion])
+                for i, result in results.items():
+                    portion[i][1].set_result(result)
+                left = [pair for pair in portion if not pair[1].done()]
+                if left:
+                    portions += [[pair] for pair in left] if left[0][0].is_async else [left]
+        except Exception as error:  # noqa: BLE001  (raised by each `score`)
+            for _, answer in taken:
+                if not answer.done():
+                    answer.set_exception(error)
 
+    def _results(self, calls: Sequence[RubricCall]) -> dict[int, CallResult]:
+        """Make calls together and return their results by index.
 
-def _write(link: Connection, outgoing: SimpleQueue[tuple[int, Any] | None]) -> None:
-    """Write messages in a thread, because a process that hangs does not read."""
-    with contextlib.suppress(OSError):
-        while (message := outgoing.get()) is not None:
-            link.send(message)
+        If the process ends, calls that it has not answered are left out, except the one that ended it if that
+        is known: sync functions are called in order.
+        """
+        results: dict[int, CallResult] = {}
+        if not calls:
+            return results
+        self._start()
+        assert self._link is not None
+        limit_s = self.time_limit_s * max(len(call.rollouts) for call in calls)
+        try:
+            self._link.send(calls)
+            while len(results) < len(calls):
+                index, result = self._receive(limit_s + GRACE_S)
+                results[index] = result
+        except (ProcessEndedError, OSError) as error:
+            if self._closed:
+                raise RunError("the reward process was closed") from None
+            first = min(set(range(len(calls))) - results.keys())
+            if len(calls) == 1 or not calls[first].is_async:
+                code = getattr(error, "exit_code", None)
+                ended = f"{calls[first].title} ended the reward process (exit code {code})"
+                late = calls[first].too_long(self.time_limit_s)
+                results[first] = late if code is None else CallResult(failure=ended)
+        return results
 
 
 def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
     """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeLimitError
+
+    def result(call: RubricCall) -> CallResult:
+        if call.is_async:
+            return run_now(rubric.result(call, slots=rubric.slots(1), time_limit_s=time_limit_s))
+        # Not an alarm: the process has a single one, which math-verify sets and clears at each parse.
+        main, limit_s = threading.main_thread().ident, time_limit_s * len(call.rollouts)
+        assert main is not None
+        timer = threading.Timer(limit_s, signal.pthread_kill, (main, SIGNAL))
+        timer.start()
+        try:
+            return rubric.sync_result(call)
+        except TimeLimitError:
+            return call.too_long(time_limit_s)
+        finally:
+            timer.cancel()
+
     calls = rubric.calls(group)
-    with MainThreadLimit() as limit:
-        results = [
-            run_now(rubric.async_result(call, time_limit_s=time_limit_s))
-            if rubric.is_async(call)
-            else _result_within(rubric, call, time_limit_s=time_limit_s, limit=limit)
-            for call in calls
-        ]
-    return rubric.scores(group, calls, results)
-
-
-def _result_within(
-    rubric: Rubric, call: RubricCall, *, time_limit_s: float, limit: MainThreadLimit
-) -> CallResult:
+    before = signal.signal(SIGNAL, interrupt)
     try:
-        return limit.call(lambda: rubric.result(call), limit_s=time_limit_s * len(call.rollouts))
-    except TimeLimitError:
-        return call.too_long(time_limit_s)
+        return rubric.scores(group, calls, [result(call) for call in calls])
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
+        signal.signal(SIGNAL, before)
 
 
-def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
-    """Make the calls that arrive, until the other end of the pipe is closed; runs in the main thread."""
+def _serve(link: Connection, rubric: Rubric, time_limit_s: float, max_concurrency: int) -> None:
+    """Make the calls that arrive, until the parent is gone; runs in the main thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    sending = threading.Lock()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    slots = rubric.slots(max_concurrency)
 
-    def send(call_id: int, message: Any) -> None:
-        with sending:
-            link.send((call_id, message))
+    async def answer(index: int, call: RubricCall) -> None:
+        result = await rubric.result(call, slots=slots, time_limit_s=time_limit_s)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
+        link.send((index, result))
 
-    calls: SimpleQueue[tuple[int, RubricCall]] = SimpleQueue()
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_loop, args=(loop,), daemon=True).start()
+    async def answer_all(calls: Sequence[RubricCall]) -> None:
+        await asyncio.gather(*(answer(i, call) for i, call in enumerate(calls)))
 
-    async def call_async(call_id: int, call: RubricCall) -> None:
-        send(call_id, await rubric.async_result(call, time_limit_s=time_limit_s))
-
-    def take(call_id: int, call: RubricCall) -> None:
-        if rubric.is_async(call):
-            asyncio.run_coroutine_threadsafe(call_async(call_id, call), loop)
-        else:
-            calls.put((call_id, call))
-
-    threading.Thread(target=_receive, args=(link, take), daemon=True).start()
-    send(0, None)
-    with MainThreadLimit() as limit:
+    link.send(None)
+    with asyncio.Runner() as runner:
         while True:
-            call_id, call = calls.get()
-            send(call_id, _result_within(rubric, call, time_limit_s=time_limit_s, limit=limit))
+            runner.run(answer_all(link.recv()))
 
 
-def _receive(link: Connection, take: Callable[[int, Any], None]) -> None:
-    """Pass calls on until the parent is gone, then end the process, whatever it is doing."""
-    try:
-        while True:
-            take(*link.recv())
-    finally:
-        os._exit(0)
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:  # a task that a reward function started raised SystemExit
-        os._exit(1)
+def _end_with_parent() -> None:
+    """End the process with its parent, whatever the main thread is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)

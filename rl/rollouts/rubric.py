@@ -21,8 +21,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,9 @@ GroupRewardFn = (
     Callable[[Sequence[Rollout]], Sequence[float]] | Callable[[Sequence[Rollout]], Awaitable[Sequence[float]]]
 )
 
+Slots = Mapping[str, asyncio.Semaphore]
+"""Semaphore of each reward function, by name."""
+
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 RIGHT = 1.0 - 1e-6
 """Smallest value of a reward or criterion that counts as a right answer; below 1 for sums of floats."""
@@ -42,6 +44,7 @@ ENVIRONMENT, OVERLONG = "environment", "overlong"
 CORRECT = ""
 """Name of the function `Rubric.correct` in a call; no criterion has an empty name."""
 MAX_CONCURRENCY = 64
+"""Concurrent calls of an async reward function that sets no limit of its own."""
 MAX_SHOWN_CHARS = 2000
 """Longest excerpt of a foreign text in an error message."""
 
@@ -115,6 +118,7 @@ class RubricCall:
 
     names: tuple[str, ...]
     """All sync functions of a rollout (criteria, and `CORRECT`), or one async one, or one of a group."""
+    is_async: bool
     places: tuple[int, ...]
     """Indices of the rollouts in their group."""
     rollouts: tuple[Rollout, ...]
@@ -176,12 +180,6 @@ class Rubric:
     def has_async_functions(self) -> bool:
         return any(is_async(c.function) for c in self.criteria)
 
-    def criterion(self, name: str) -> Criterion | GroupCriterion:
-        return next(c for c in self.criteria if c.name == name)
-
-    def is_async(self, call: RubricCall) -> bool:
-        return any(name != CORRECT and is_async(self.criterion(name).function) for name in call.names)
-
     def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
         """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 
@@ -189,100 +187,105 @@ class Rubric:
             alone: the rollouts are not to be compared; skip functions that need a group.
         """
         whole = [(i, r) for i, r in enumerate(group) if r.failure is None]
+        if not whole:
+            return []
         of_one = [c for c in self.criteria if isinstance(c, Criterion)]
+        of_group = [c for c in self.criteria if c not in of_one and not (alone and c.name in self.comparing)]
         sync = tuple(c.name for c in of_one if not is_async(c.function))
-        if callable(self.correct):
-            sync += (CORRECT,)
-        units = [sync] if sync else []
-        units += [(c.name,) for c in of_one if is_async(c.function)]
-        calls = [RubricCall(names=names, places=(i,), rollouts=(r,)) for i, r in whole for names in units]
-        if whole:
-            places, rollouts = zip(*whole, strict=True)
-            of_group = [c for c in self.criteria if isinstance(c, GroupCriterion)]
-            names = [c.name for c in of_group if not (alone and c.needs_group)]
-            calls += [RubricCall(names=(name,), places=places, rollouts=rollouts) for name in names]
+        sync += (CORRECT,) if callable(self.correct) else ()
+        units = [(sync, False)] if sync else []
+        units += [((c.name,), True) for c in of_one if is_async(c.function)]
+        calls = [
+            RubricCall(names=names, is_async=overlaps, places=(i,), rollouts=(r,))
+            for i, r in whole
+            for names, overlaps in units
+        ]
+        places, rollouts = zip(*whole, strict=True)
+        calls += [
+            RubricCall(names=(c.name,), is_async=is_async(c.function), places=places, rollouts=rollouts)
+            for c in of_group
+        ]
         return calls
 
-    def result(self, call: RubricCall) -> CallResult:
+    def slots(self, most: int) -> Slots:
+        """Return semaphores of `most` concurrent calls of each function, or its own `max_concurrency`."""
+        own = {c.name: getattr(c.function, "max_concurrency", most) for c in self.criteria}
+        return {name: asyncio.Semaphore(num) for name, num in {CORRECT: most, **own}.items()}
+
+    def sync_result(self, call: RubricCall) -> CallResult:
         """Call the sync functions of a call in this thread, up to the first that fails."""
-        results = []
+        values: dict[str, Sequence[float]] = {}
+        unparsed: tuple[str, ...] = ()
         for name in call.names:
             given, raised = None, None
             try:
-                given = self._given(name, call)
+                given = self._begin(name, call)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (code of a user)
                 raised = error
-            results.append(self._read(name, given, raised=raised, num=len(call.rollouts)))
-            if results[-1].failure is not None:
-                return results[-1]
-        return CallResult(
-            values={name: numbers for result in results for name, numbers in result.values.items()},
-            unparsed=tuple(name for result in results for name in result.unparsed),
-        )
+            result = self._read(name, given, raised=raised, num=len(call.rollouts))
+            if result.failure is not None:
+                return result
+            values |= result.values
+            unparsed += result.unparsed
+        return CallResult(values=values, unparsed=unparsed)
 
-    async def async_result(self, call: RubricCall, *, time_limit_s: float | None) -> CallResult:
-        """Call the async function of a call within `time_limit_s` for each rollout; None: without limit."""
-        (name,) = call.names
-        num = len(call.rollouts)
+    async def result(
+        self, call: RubricCall, *, slots: Slots, time_limit_s: float | None = None
+    ) -> CallResult:
+        """Call the functions of a call.
+
+        Args:
+            slots: from `slots`; an async function waits for one, which is not timed.
+            time_limit_s: time of an async function for each rollout; None: no limit.
+        """
+        if not call.is_async:
+            return self.sync_result(call)
+        (name,), num = call.names, len(call.rollouts)
         given, raised = None, None
         try:
-            async with asyncio.timeout(None if time_limit_s is None else time_limit_s * num) as timer:
-                given = await self._given(name, call)
+            async with slots[name], asyncio.timeout(time_limit_s and time_limit_s * num) as timer:
+                given = await self._begin(name, call)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            if timer.expired() and time_limit_s is not None:
+            if time_limit_s is not None and timer.expired():
                 return call.too_long(time_limit_s)
             raised = error
         return self._read(name, given, raised=raised, num=num)
 
-    def _given(self, name: str, call: RubricCall) -> Any:
+    def _begin(self, name: str, call: RubricCall) -> Any:
         """Return what a function of a call returns: a coroutine if it is async."""
         if name == CORRECT:
             assert callable(self.correct)
-            return self.correct(call.rollouts[0])
-        criterion = self.criterion(name)
+            return bool(self.correct(call.rollouts[0]))
+        criterion = self._criterion(name)
         if isinstance(criterion, GroupCriterion):
             return criterion.function(call.rollouts)
+        assert criterion is not None
         return criterion.function(call.rollouts[0])
+
+    def _criterion(self, name: str) -> Criterion | GroupCriterion | None:
+        return next((c for c in self.criteria if c.name == name), None)
 
     def _read(self, name: str, given: Any, *, raised: BaseException | None, num: int) -> CallResult:
         """Return the values of `num` rollouts from what a function returned, or raised."""
-        if raised is not None and not isinstance(raised, UnparsedAnswer):
-            return CallResult(failure=f"{_title(name)} raised {shown(raised)}")
+        title, why = _title(name), ""
+        is_unparsed = isinstance(raised, UnparsedAnswer)
+        if isinstance(raised, UnparsedAnswer):
+            title, given = f"{title}: its UnparsedAnswer", raised.value
+        elif raised is not None:
+            return CallResult(failure=f"{title} raised {shown(raised)}")
+        of_group = isinstance(self._criterion(name), GroupCriterion) and not is_unparsed
         try:
-            return self._values(name, given, unparsed=raised, num=num)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  (a user's value)
-            return CallResult(failure=f"{_title(name)} gave a value that cannot be read: {shown(error)}")
-
-    def _values(self, name: str, given: Any, *, unparsed: UnparsedAnswer | None, num: int) -> CallResult:
-        """Return the values of `num` rollouts; may raise anything, because a value is of any type."""
-        title = _title(name)
-        if unparsed is not None:
-            title, numbers = f"{title}: the value of its UnparsedAnswer", [unparsed.value] * num
-        elif name == CORRECT:
-            numbers = [bool(given)]
-        elif isinstance(self.criterion(name), Criterion):
-            numbers = [given]
-        else:
-            try:
-                numbers = list(given)
-            except TypeError:
-                numbers = []
-            if len(numbers) != num:
-                failure = f"{title} is {shown(given)}, but must be {num} numbers, one for each rollout"
-                return CallResult(failure=failure)
-        values = []
-        for i, number in enumerate(numbers):
-            where = f"{title}, number {i}," if num > 1 else title
-            try:
-                values.append(float(number))
-            except (TypeError, ValueError):
-                return CallResult(failure=f"{where} is {shown(number)}, not a number")
-            if not math.isfinite(values[-1]):
-                return CallResult(failure=f"{where} is {values[-1]}, not a finite number")
-        return CallResult(values={name: values}, unparsed=() if unparsed is None else (name,))
+            numbers = [float(value) for value in given] if of_group else [float(given)]
+            if len(numbers) == (num if of_group else 1) and all(map(math.isfinite, numbers)):
+                unparsed = (name,) if is_unparsed else ()
+                return CallResult(values={name: numbers if of_group else numbers * num}, unparsed=unparsed)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a value is of any type)
+            why = f" ({shown(error)})"
+        wanted = f"{num} finite numbers, one for each rollout" if of_group else "a finite number"
+        return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {wanted}")
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
@@ -329,33 +332,9 @@ class Rubric:
 
         Async functions overlap, sync ones block the event loop.
         """
-        calls = self.calls(group, alone=alone)
-        concurrency = Concurrency(MAX_CONCURRENCY)
-
-        async def result(call: RubricCall) -> CallResult:
-            if not self.is_async(call):
-                return self.result(call)
-            async with concurrency.slot(self.criterion(call.names[0])):
-                return await self.async_result(call, time_limit_s=None)
-
-        return self.scores(group, calls, await asyncio.gather(*map(result, calls)))
-
-
-class Concurrency:
-    """Semaphore over async reward functions, with a further one for each `max_concurrency`."""
-
-    def __init__(self, most: int) -> None:
-        self._all = asyncio.Semaphore(most)
-        self._own: dict[str, asyncio.Semaphore] = {}
-
-    @asynccontextmanager
-    async def slot(self, criterion: Criterion | GroupCriterion) -> AsyncIterator[None]:
-        """Wait for a slot for one call of the criterion's function, and hold it."""
-        most = getattr(criterion.function, "max_concurrency", None)
-        own = nullcontext() if most is None else self._own.setdefault(criterion.name, asyncio.Semaphore(most))
-        # The function's own semaphore first, so that its queue takes no slots from other functions.
-        async with own, self._all:
-            yield
+        calls, slots = self.calls(group, alone=alone), self.slots(MAX_CONCURRENCY)
+        results = await asyncio.gather(*(self.result(call, slots=slots) for call in calls))
+        return self.scores(group, calls, results)
 
 
 def failed_score(reason: str, *, rollout: Rollout) -> Score:

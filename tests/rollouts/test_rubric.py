@@ -193,9 +193,6 @@ async def raises_cancelled(rollout):
     raise asyncio.CancelledError
 
 
-TOO_LARGE = "gave a value that cannot be read: OverflowError('int too large to convert to float')"
-
-
 async def too_large(rollout):
     return 10**400
 
@@ -205,35 +202,38 @@ async def too_large(rollout):
     [
         (raising(ValueError("bad reply")), "raised ValueError('bad reply')"),
         (raising(SystemExit(3)), "raised SystemExit(3)"),
-        (lambda r: math.nan, "is nan, not a finite number"),
-        (lambda r: None, "is None, not a number"),
-        (lambda r: "high", "is 'high', not a number"),
-        (lambda r: ValueError("given"), "is ValueError('given'), not a number"),
-        (lambda r: 10**400, TOO_LARGE),
-        (too_large, TOO_LARGE),
+        (lambda r: math.nan, "gave nan, but must give a finite number"),
+        (lambda r: None, "gave None (TypeError("),
+        (lambda r: "high", "gave 'high' (ValueError("),
+        (lambda r: ValueError("given"), "gave ValueError('given') (TypeError("),
+        (
+            lambda r: 10**400,
+            "(OverflowError('int too large to convert to float')), but must give a finite number",
+        ),
+        (too_large, "(OverflowError('int too large to convert to float'))"),
         (raises_timeout, 'raised TimeoutError("the service\'s own")'),
         (raises_cancelled, "raised CancelledError()"),
     ],
 )
 def test_function_without_a_finite_number_is_a_failed_score(function, message):
     text = failure(function, "1")
-    assert text == f"reward 'f' {message} on problem 'sum-digits/47-82', completion '1'"
+    assert text.startswith("reward 'f' ")
+    assert message in text
+    assert text.endswith(" on problem 'sum-digits/47-82', completion '1'")
 
 
 def test_correct_without_a_truth_value_is_a_failed_score():
     message = failure(number, correct=lambda r: np.array([1, 0]))
-    assert message.startswith(
-        "correct gave a value that cannot be read: ValueError('The truth value of an array"
-    )
+    assert message.startswith("correct raised ValueError('The truth value of an array")
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rs: (1 / 0 for _ in rs), "reward 'g' gave a value that cannot be read: ZeroDivisionError("),
-        (lambda rs: [1.0], "reward 'g' is [1.0], but must be 2 numbers"),
-        (lambda rs: [1.0, math.nan], "reward 'g', number 1, is nan, not a finite number"),
-        (lambda rs: 1.0, "reward 'g' is 1.0, but must be 2 numbers"),
+        (lambda rs: (1 / 0 for _ in rs), "(ZeroDivisionError('division by zero')), but must give 2"),
+        (lambda rs: [1.0], "reward 'g' gave [1.0], but must give 2 finite numbers"),
+        (lambda rs: [1.0, math.nan], "reward 'g' gave [1.0, nan], but must give 2 finite"),
+        (lambda rs: 1.0, "reward 'g' gave 1.0 (TypeError("),
         (raising(OSError("gone")), "reward 'g' raised OSError('gone')"),
     ],
 )

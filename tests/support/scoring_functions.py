@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 import time
 
@@ -27,13 +26,6 @@ def loop(rollout):
         pass
 
 
-def swallow(rollout):
-    try:
-        time.sleep(60)
-    except Exception:  # noqa: BLE001  (what a careless reward does)
-        return 1.0
-
-
 def busy_in_c(rollout):
     """Hold the interpreter's lock, so that no other thread runs."""
     return 3 ** (10**9)
@@ -54,10 +46,6 @@ def set_an_alarm(rollout):
 def wait_a_little(rollout):
     time.sleep(0.15)
     return 1.0
-
-
-def by_chance(rollout):
-    return random.random()
 
 
 def end(rollout):
@@ -149,7 +137,7 @@ class Driven:
 
     def start(self):
         self.run(self.rewards.start())
-        process = self.rewards._process.process
+        process = self.rewards.process
         assert process is not None
         return process
 
