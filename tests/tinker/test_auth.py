@@ -1,10 +1,11 @@
 """API keys and their owners, and the guard in front of the application."""
 
 import asyncio
-import json
 from dataclasses import replace
 
+import httpx
 import pytest
+from starlette.responses import Response
 
 from rl.tinker.auth import AccessGuard, Keys, read_keys
 from rl.tinker.types import HttpLimits
@@ -64,129 +65,101 @@ def test_missing_keys_and_files_that_others_can_read_are_refused(tmp_path):
 
 KEY = "tml-" + "k" * 20
 LIMITS = HttpLimits(body_bytes=100, json_bytes=40, held_bytes=1000, body_timeout_s=10.0)
+PROTOBUF = {"content-type": "Application/X-Protobuf; v=1"}
 
 
-class Inner:
-    """Application that answers with the owner when `go_on` is set."""
+class Guarded:
+    """Application behind a guard that answers with the owner and the body when `go_on` is set."""
 
-    def __init__(self):
-        self.bodies = []
+    def __init__(self, *, keys=None, hosts=None, **limits):
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.num_calls = 0
+        self._guard = AccessGuard(
+            self._answer, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits)
+        )
 
-    async def __call__(self, scope, receive, send):
-        self.bodies.append((await receive())["body"])
+    async def _answer(self, scope, receive, send):
+        self.num_calls += 1
+        body = (await receive())["body"]
         await self.go_on.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": scope["state"]["owner"].encode()})
+        await Response(f"{scope['state']['owner']} {body.decode()}")(scope, receive, send)
+
+    async def post(self, body=b"", **headers):
+        transport = httpx.ASGITransport(self._guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+            return await http.post("/api/v1/x", content=body, headers={"x-api-key": KEY} | headers)
 
 
-def guard(inner, *, keys=None, hosts=None, **limits):
-    return AccessGuard(inner, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits))
-
-
-async def call(app, *, chunks=(b"",), headers=None, path="/api/v1/x", ends=True):
-    """Return status and body; with `ends=False` the client stops sending and stays connected."""
-    messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
-    messages[-1]["more_body"] = not ends
-    left, sent = list(messages), []
-
-    async def receive():
-        if not left:
-            await asyncio.Event().wait()
-        return left.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
-    named = {"host": "127.0.0.1:8000", "x-api-key": KEY} | (headers or {})
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
-    }
-    await asyncio.wait_for(app(scope, receive, send), 30)
-    body = b"".join(message.get("body", b"") for message in sent)
-    return sent[0]["status"], body if sent[0]["status"] == 200 else json.loads(body)["detail"]
-
-
-def run(*, chunks=(b"",), headers=None, ends=True, **settings):
+def post(body=b"", headers=None, **settings):
     async def once():
-        inner = Inner()
-        status, body = await call(guard(inner, **settings), chunks=chunks, headers=headers, ends=ends)
-        return status, body, inner
+        return await Guarded(**settings).post(body, **(headers or {}))
 
     return asyncio.run(once())
 
 
-def test_body_arrives_whole_with_its_owner():
-    status, owner, inner = run(chunks=(b"ab", b"c"))
+async def chunks(*parts, ends=True):
+    for part in parts:
+        yield part
+    if not ends:
+        await asyncio.Event().wait()
 
-    expected = Keys().owner(KEY.encode())
-    assert expected is not None
-    assert (status, owner) == (200, expected.encode())
-    assert inner.bodies == [b"abc"]
+
+def test_body_arrives_whole_with_its_owner():
+    assert post(chunks(b"ab", b"c")).text == f"{Keys().owner(KEY.encode())} abc"
 
 
 @pytest.mark.parametrize("key", ["", "tml-other-key-of-somebody", "k" * 5000, "tml-\xff"])
 def test_unknown_key_is_refused_before_the_body(key):
-    sent: dict[str, str] = {"x-api-key": key}
-    status, detail, inner = run(keys=Keys([KEY]), headers=sent)
-
-    assert status == 401
-    assert inner.bodies == []
-    assert not key or key not in detail
+    answer = post(b"x" * 2000, {"x-api-key": key.encode("latin-1")}, keys=Keys([KEY]))
+    assert answer.status_code == 401
+    assert not key or key not in answer.text
 
 
 def test_large_body_is_refused_and_one_that_may_be_json_sooner():
-    protobuf = {"content-type": "Application/X-Protobuf; v=1"}
-    by_header = run(headers=protobuf | {"content-length": "101"})
-    by_bytes = run(chunks=(b"x" * 60, b"x" * 41), headers=protobuf)
-    lied = run(chunks=(b"x" * 60, b"x" * 41), headers=protobuf | {"content-length": "5"})
-    most = run(chunks=(b"x" * 60, b"x" * 40), headers=protobuf)
-    json_bytes = [
-        run(chunks=(b"x" * 41,), headers={"content-type": kind}) for kind in ("application/json", "")
+    large = post(chunks(b"x" * 60, b"x" * 41), PROTOBUF)
+    others = [
+        post(b"x" * 101, PROTOBUF),
+        post(chunks(b"x" * 60, b"x" * 41), PROTOBUF | {"content-length": "5"}),
+        post(b"x" * 41, {"content-type": "application/json"}),
+        post(b"x" * 41),
+        post(headers={"content-length": "9" * 5000}),
     ]
-
-    assert [one[0] for one in (by_header, by_bytes, lied, *json_bytes, most)] == [413] * 5 + [200]
-    assert "larger than the allowed 100 bytes" in by_bytes[1]
-    assert by_bytes[2].bodies == []
+    assert [one.status_code for one in (large, *others)] == [413] * 6
+    assert "larger than the allowed 100 bytes" in large.text
+    assert post(b"x" * 100, PROTOBUF).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("host", "status"),
     [
-        ({"content-length": "9" * 5000}, 413),
-        ({"content-length": "1e3"}, 200),
-        ({"content-length": "\xb2"}, 200),
-        ({"host": "localhost"}, 200),
-        ({"host": "LOCALHOST:1"}, 200),
-        ({"host": "[::1]:8000"}, 200),
-        ({"host": "evil.example"}, 421),
-        ({"host": "127.0.0.1.evil.example:8000"}, 421),
-        ({"host": ""}, 421),
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example:8000", 421),
+        ("", 421),
     ],
 )
-def test_headers_are_checked(headers, status):
-    assert run(hosts=("localhost", "127.0.0.1", "::1"), headers=headers)[0] == status
+def test_host_is_checked(host, status):
+    assert post(headers={"host": host}, hosts=("localhost", "127.0.0.1", "::1")).status_code == status
 
 
 def test_body_that_does_not_arrive_times_out():
-    status, detail, _ = run(chunks=(b"a",), ends=False, body_timeout_s=0.05)
-    assert (status, detail) == (408, "the body did not arrive within 0.05 s")
+    answer = post(chunks(b"a", ends=False), body_timeout_s=0.05)
+    assert answer.status_code == 408
+    assert answer.json() == {"detail": "the body did not arrive within 0.05 s"}
 
 
 def test_size_limit_counts_all_unanswered_bodies_together():
     async def scenario():
-        inner = Inner()
-        app = guard(inner, held_bytes=45)
-        inner.go_on.clear()
-        first = asyncio.create_task(call(app, chunks=(b"x" * 30,)))
-        while not inner.bodies:
+        app = Guarded(held_bytes=45)
+        app.go_on.clear()
+        first = asyncio.create_task(app.post(b"x" * 30))
+        while not app.num_calls:
             await asyncio.sleep(0)
-        second = await call(app, chunks=(b"x" * 16,))
-        inner.go_on.set()
-        return [(await first)[0], second[0], (await call(app, chunks=(b"x" * 30,)))[0]]
+        second = await app.post(b"x" * 16)
+        app.go_on.set()
+        return [one.status_code for one in (await first, second, await app.post(b"x" * 30))]
 
     assert asyncio.run(scenario()) == [200, 429, 200]

@@ -6,13 +6,12 @@ import tinker
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.tinker.codec import (
     decode_data,
-    encode_forward_backward,
     encode_sample,
     loss_settings,
 )
@@ -68,26 +67,6 @@ def csr(values, crow, col, *, shape):
             col_indices=np.array(col, "<i8").tobytes(),
         ),
     )
-
-
-def test_decoded_data_equal_those_given_to_the_client():
-    message = request(
-        datum([5, 6, 7], target_tokens=ints([6, 7, 8]), weights=floats([0.0, 1.0, -0.5])),
-        datum([9], target_tokens=ints([2**40])),
-        loss_fn="ppo",
-        config={"clip_low_threshold": 0.7},
-    )
-
-    first, second = decode(message)
-    assert (message.model_id, message.seq_id, message.forward_only) == ("s:train:0", 3, False)
-    assert (message.loss_fn, loss_settings(message)) == ("ppo", {"clip_low_threshold": 0.7})
-    assert first.tokens.tolist() == [5, 6, 7]
-    assert first.tokens.dtype == np.int32
-    assert first.loss_inputs["target_tokens"].tolist() == [6, 7, 8]
-    assert first.loss_inputs["target_tokens"].dtype == np.int64
-    assert first.loss_inputs["weights"].tolist() == [0.0, 1.0, -0.5]
-    assert first.loss_inputs["weights"].dtype == np.float32
-    assert second.loss_inputs["target_tokens"].tolist() == [2**40]
 
 
 def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are_rows():
@@ -147,23 +126,6 @@ def test_images_are_refused():
     message = request(datum([1], target_tokens=ints([1])))
     message.data[0].model_input.add().image.data = b"png"
     assert refusal(message).startswith("data[0].model_input[1]: is a chunk of type image")
-
-
-def test_client_reads_logprobs_of_all_shapes_in_order():
-    logprobs = (
-        np.array([-1.0, -2.0], np.float32),
-        np.array([-3.0], np.float32),
-        np.array([[-1.0, -2.0], [-3.0, -4.0]], np.float32),
-        np.array([-5.0], np.float32),
-    )
-
-    output = deserialize_forward_backward_output(
-        encode_forward_backward(logprobs, {"loss:sum": 2.5}).SerializeToString()
-    )
-    assert output.metrics == {"loss:sum": 2.5}
-    read = [item["logprobs"] for item in output.loss_fn_outputs]
-    assert [tensor.shape for tensor in read] == [[2], [1], [2, 2], [1]]
-    assert [tensor.tolist() for tensor in read] == [array.tolist() for array in logprobs]
 
 
 def test_client_reads_samples_with_prompt_logprobs():

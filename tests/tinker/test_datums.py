@@ -80,11 +80,9 @@ def dro(beta: float) -> tuple[list[float], list[float]]:
         ("cross_entropy", {}, [p * a for p, a in zip(P, A, strict=True)], A),
         ("importance_sampling", {}, RA, RA),
         ("ppo", {}, *ppo(0.8, 1.2)),
-        ("ppo", clip(0.5, 2.0), *ppo(0.5, 2.0)),
         ("cispo", {}, *cispo(0.0, 4.0)),
         ("cispo", clip(0.9, 1.1), *cispo(0.9, 1.1)),
         ("dro", {}, *dro(0.05)),
-        ("dro", {"beta": 0.5}, *dro(0.5)),
         ("gspo", clip(0.2, 5.0), [MEAN_RATIO * a for a in A], [MEAN_RATIO * a for a in A]),
         (
             "gspo",
@@ -112,16 +110,7 @@ def test_gspo_takes_the_mean_over_its_mask():
     [
         ("ppo", {"beta": 0.1}, "'beta', unknown to ppo: its settings are clip_low_threshold, clip_"),
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold=1.5: must be 0.0 to 1.0"),
-        (
-            "ppo",
-            {"clip_high_threshold": 0.5},
-            "clip_high_threshold=0.5: must be a finite number of at least 1",
-        ),
-        (
-            "cispo",
-            {"clip_high_threshold": math.inf},
-            "clip_high_threshold=inf: must be a finite number of at least 1",
-        ),
+        ("cispo", {"clip_high_threshold": math.inf}, "clip_high_threshold=inf: must be a finite number"),
         ("dro", {"beta": math.nan}, "beta=nan: must be a finite number of at least 0"),
     ],
 )
@@ -148,12 +137,6 @@ def test_next_token_targets_make_a_plain_sample():
     assert sample.mask.tolist() == [False, False, True, True]
     assert sample.advantages.tolist() == [0, 0, 0.5, -1]
     assert sample.temperature == 1.0
-
-
-def test_other_targets_are_set_for_all_samples_of_the_call():
-    data = [datum([3, 4, 5]), datum([3, 4], [9, 8])]
-    samples = wire_samples(data, CROSS_ENTROPY, RULES).samples
-    assert [s.targets.tolist() for s in samples if s.targets is not None] == [[0, 4, 5, 7], [0, 9, 8]]
 
 
 def test_targets_of_different_widths_are_padded_and_cut_again():

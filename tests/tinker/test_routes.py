@@ -53,18 +53,6 @@ async def test_malformed_fields_and_bodies_are_named(client):
     ):
         answer = await client.post(path, {"model_id": "m"} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
-    for content in (
-        b"{",
-        b'{"model_id": "\xff"}',
-        b"[" * 100_000,
-        b"1" * 10_000,
-        b"null",
-        b"",
-        b'{"x": 1e999}',
-    ):
-        answer = await client.post("get_info", content)
-        assert answer.status_code in (400, 422)
-        assert answer.json()["detail"]
 
 
 @service_test(virtual=False, poll_s=5.0)
@@ -81,13 +69,6 @@ async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids
         answer = await client.post(path, {"model_id": model_id} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (400, True), answer.text
     assert (await client.result(client.step(model_id, 6))).metrics
-
-
-@service_test(virtual=False)
-async def test_body_that_is_no_protobuf_is_refused(client):
-    answer = await client.post("forward_backward", b"\xff\xff\xff\xff", PROTOBUF)
-    assert answer.status_code == 400
-    assert "4 bytes that are no ForwardBackwardRequest" in answer.json()["detail"]
 
 
 # Results
@@ -135,15 +116,6 @@ async def test_limit_on_waiting_work_is_429_and_on_held_state_403(client):
     another = await client.post("create_model", body)
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert another.status_code == 403
-
-
-@service_test(virtual=False, chunk_data=7)
-async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(client):
-    config = (await client.post("client/config", {"sdk_version": "0.38.0"})).json()
-    models = (await client.get("get_server_capabilities")).json()["supported_models"]
-    assert config["fwdbwd_max_chunk_len"] == 7
-    assert not any(config[name] for name in ("proto_compress_fwdbwd", "custom_loss_server_side"))
-    assert [model["model_name"] for model in models] == ["tiny"]
 
 
 @service_test(virtual=False, keys=Keys(["tml-" + "k" * 20]))

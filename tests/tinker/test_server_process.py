@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -43,7 +42,7 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
             ("--port", "65536"): "port=65536: must be at least 0 and at most 65535",
             ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",
             ("--http.poll_s", "60"): "poll_s=60.0: must be at most 40",
-            ("--limits.models", "0"): "models=0",
+            ("--limits.models", "0"): "models=0: must be above 0",
         }
         for options, said in cases.items():
             assert said in refused(["--storage_folder", str(tmp_path / "storage"), *options], capsys)
@@ -92,13 +91,6 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
             stranger.get_training_run(model.model_id).result(RESULT_TIMEOUT_S)
         with pytest.raises(tinker.AuthenticationError):
             server.client("tml-unknown-key-of-nobody").create_lora_training_client("tiny")
-
-
-def test_small_answers_are_sent_without_delay(server):
-    """Without TCP_NODELAY each answer took 45 ms."""
-    with httpx.Client(base_url=server.url) as http:
-        times_s = [http.get("/api/v1/healthz").elapsed.total_seconds() for _ in range(31)]
-    assert statistics.median(times_s) < 0.02
 
 
 def test_endless_body_is_cut_off_and_the_server_survives(server):

@@ -6,10 +6,8 @@ import pytest
 
 from rl.tinker.types import (
     GoneError,
-    HttpLimits,
     InvalidRequestError,
     LimitReachedError,
-    Limits,
     NotFoundError,
 )
 from tests.support.fake_tinker import ME, YOU, service_test
@@ -131,17 +129,3 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     assert (backend.is_open, +backend.num_sampling) == (False, {})
     with pytest.raises(GoneError):
         client.add(model, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "said"),
-    [
-        (Limits, {"models": 0}, "models=0: must be above 0"),
-        (Limits, {"gap_timeout_s": -1.0}, "gap_timeout_s=-1.0"),
-        (HttpLimits, {"body_bytes": 0}, "body_bytes=0: must be above 0"),
-        (HttpLimits, {"poll_s": 60.0}, "poll_s=60.0: must be at most 40"),
-    ],
-)
-def test_limits_out_of_range_are_refused(kind, values, said):
-    with pytest.raises(ValueError, match=said):
-        kind(**values)

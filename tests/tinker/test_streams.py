@@ -109,23 +109,6 @@ async def test_refused_request_uses_up_its_seq_id(client):
             client.step(model, seq_id)
 
 
-@service_test()
-async def test_models_run_at_once_and_each_in_its_order(client):
-    gate = client.backend.hold("forward_backward")
-    session = client.session()
-    models = [client.model(session=session, number=n) for n in range(3)]
-    requests = [client.add(model, seq, seq) for seq in (2, 1) for model in models]
-    await asyncio.sleep(1)
-    gate.set()
-    for request in requests:
-        await client.result(request)
-
-    assert client.backend.most_at_once == 3
-    for n in range(3):
-        own = [call for call in client.backend.calls if call.startswith(f"forward_backward {n}")]
-        assert own == [f"forward_backward {n} [1]", f"forward_backward {n} [2]"]
-
-
 @service_test(waiting_bytes=3 * (SMALL_BYTES + 200))
 async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(client):
     model = client.model()
@@ -156,3 +139,16 @@ async def test_incomplete_batch_is_never_stepped(client):
     assert missing.category == "user"
     assert "forward_backward with seq_id 1, 2 failed" in missing.error
     assert await client.weight(client.step(model, 6)) == -2
+
+
+@service_test(result_bytes=3 * (SMALL_BYTES + 200))
+async def test_limit_on_results_evicts_the_oldest_except_for_who_waits(client):
+    model = client.model()
+    created = asyncio.create_task(client.result(f"{model}:0"))
+    requests = [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3, 4, 5)]
+    await asyncio.sleep(1)
+    for request in requests[:2]:
+        with pytest.raises(GoneError, match="too many newer results"):
+            await client.result(request)
+    assert [(await client.result(one)).metrics["loss:sum"] for one in requests[2:]] == [3, 4, 5]
+    assert (await created).model_id == model

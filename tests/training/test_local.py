@@ -195,25 +195,6 @@ def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets)
     with_backend(use, assets=assets)
 
 
-def test_cancelled_trainer_call_completes_if_started_and_is_skipped_otherwise(assets):
-    first, second = WaitingLoss(), WaitingLoss()
-
-    async def use(local):
-        begun = asyncio.create_task(local.forward_backward(make_samples(), loss=first))
-        await asyncio.to_thread(first.called.wait, 30)
-        waiting = asyncio.create_task(local.forward_backward(make_samples(), loss=second))
-        await asyncio.sleep(0)
-        for call in (begun, waiting):
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-        first.may_end.set()
-        return await local.optim_step(STEP)
-
-    assert with_backend(use, assets=assets).policy_version == 1
-    assert not second.called.is_set()
-
-
 def test_close_finishes_the_current_call_and_refuses_waiting_ones(assets):
     loss = WaitingLoss()
 
