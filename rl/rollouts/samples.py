@@ -109,15 +109,9 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 
 
 async def demonstrated(problem: Problem, environments: Environments, *, renderer: Renderer) -> TrainingSample:
-    """Return the conversation of `demonstrated_rollout` as a sample; raises as that does."""
+    """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as that does."""
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
-    spans: list[TokenSpan] = []
-    for turn in rollout.turns:
-        spans += [
-            TokenSpan(turn.prompt_ids, is_reply=False),
-            TokenSpan(turn.completion.token_ids, is_reply=True),
-        ]
-    return supervised_sample(spans)
+    return policy_sample(rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0)
 
 
 async def demonstrated_rollout(

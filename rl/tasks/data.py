@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from rl.config.tree import check_bounds
 from rl.types import Problem
@@ -184,7 +184,7 @@ def shuffled_problems(
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
-    """Keeps training rows whose pass rate, the share of solved attempts, lies within bounds.
+    """Keeps training rows without a pass rate, the share of solved attempts, or with one within bounds.
 
     The rates are a column of the data, or a file that an evaluation wrote.
     """
@@ -197,8 +197,6 @@ class DifficultyFilter:
     """Lowest pass rate that is kept; above 0 drops problems that were never solved."""
     max: float = 1.0
     """Highest pass rate that is kept; below 1 drops problems that were always solved."""
-    unrated: Literal["keep", "drop"] = "keep"
-    """Treatment of rows without a rate."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max", at_least=0, at_most=1)
@@ -209,10 +207,8 @@ class DifficultyFilter:
             )
 
     def keeps(self, rate: Any) -> bool:
-        """Return True if a rate, or None, is within the bounds; raises ValueError for an invalid one."""
-        if rate is None:
-            return self.unrated == "keep"
-        return self.min <= _checked(rate) <= self.max
+        """Return True if there is no rate, or if it is within the bounds; raises ValueError for an invalid one."""
+        return rate is None or self.min <= _checked(rate) <= self.max
 
 
 def read_pass_rates(path: str) -> dict[str, float]:

@@ -47,8 +47,6 @@ class MathProblems(DatasetTask):
         math-verify does."""
         format_reward: float = 0.0
         """Share of the reward for a finished reply with an answer in its place, right or wrong."""
-        unparsed_value: float = 0.0
-        """Reward for the answer of a reply that has none; such replies are counted."""
 
         def __post_init__(self) -> None:
             # Not super(), which does not work in a dataclass with slots.
@@ -78,7 +76,7 @@ class MathProblems(DatasetTask):
         """Give 1 for a right answer, and `format_reward` for the form alone."""
         config = self.config
         import_for_tasks("math_verify", needed_by="grading mathematics")
-        answer = MathAnswer(place=config.reply, unparsed_value=config.unparsed_value)
+        answer = MathAnswer(place=config.reply)
         share, is_there = config.format_reward, AnswerInPlace(place=config.reply)
         criteria = [Criterion(name="answer", function=answer, weight=1.0 - share)]
         if share:
@@ -91,14 +89,13 @@ class MathAnswer:
     """Reward function: 1 for the right answer, 0 for a wrong one."""
 
     place: Place
-    unparsed_value: float = 0.0
 
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no readable answer in its place."""
-        answer = required_answer(rollout, self.place, unparsed_value=self.unparsed_value)
+        answer = required_answer(rollout, self.place)
         is_right = equal(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
-            raise UnparsedAnswer(f"math-verify cannot read {answer[:200]!r}", value=self.unparsed_value)
+            raise UnparsedAnswer(f"math-verify cannot read {answer[:200]!r}")
         return float(is_right)
 
 

@@ -61,8 +61,6 @@ class ReasoningGym(Configurable):
         """System message; empty for none."""
         solved_at: float = 1.0
         """Smallest score that counts as right; the score itself is the reward."""
-        unparsed_value: float = 0.0
-        """Reward of a reply without an answer in its place; such replies are counted."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1, at_most=FIRST_TRAIN_SEED // 2)
@@ -104,7 +102,7 @@ class ReasoningGym(Configurable):
     def rubric(self, *, seed: int) -> Rubric:
         """Give the dataset's own score of the answer, 0 to 1."""
         config = self.config
-        grader = Grader(source=self._source, answer_in=config.answer_in, unparsed_value=config.unparsed_value)
+        grader = Grader(source=self._source, answer_in=config.answer_in)
         return Rubric(
             criteria=(Criterion(name="answer", function=grader),),
             correct=Solved(reward=grader, at=config.solved_at),
@@ -204,10 +202,9 @@ class Grader:
 
     source: Source
     answer_in: Place
-    unparsed_value: float = 0.0
 
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no answer in its place."""
-        answer = required_answer(rollout, self.answer_in, unparsed_value=self.unparsed_value)
+        answer = required_answer(rollout, self.answer_in)
         entry = rollout.prompt.problem.info["entry"]
         return float(self.source.block(0).score_answer(answer, entry))

@@ -79,11 +79,11 @@ def find_answer(text: str, place: Place) -> str | None:
     return found.strip() or None
 
 
-def required_answer(rollout: Rollout, place: Place, *, unparsed_value: float) -> str:
-    """Return the answer of the last reply; raise UnparsedAnswer with this value if there is none in its place."""
+def required_answer(rollout: Rollout, place: Place) -> str:
+    """Return the answer of the last reply; raise UnparsedAnswer if there is none in its place."""
     answer = find_answer(rollout.text, place)
     if answer is None:
-        raise UnparsedAnswer(f"no answer in its place ({place})", value=unparsed_value)
+        raise UnparsedAnswer(f"no answer in its place ({place})")
     return answer
 
 

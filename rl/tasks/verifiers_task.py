@@ -69,8 +69,6 @@ class VerifiersTask(Configurable):
         """Most rows that are read; required for an endless taskset."""
         solved_at: float = 1.0
         """Smallest sum of rewards that counts as solved."""
-        unscored_value: float = 0.0
-        """Reward of an episode that a limit of the run ended before it was scored; counted as unparsed."""
         classes: tuple[type, ...] = field(default=(), metadata=HIDDEN)
         """Taskset and Env classes of a script or notebook, registered under the name `taskset`."""
 
@@ -129,11 +127,9 @@ class VerifiersTask(Configurable):
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give the rewards that the environment computed."""
-        config = self.config
-        reward = EpisodeReward(unscored_value=config.unscored_value)
         return Rubric(
-            criteria=(Criterion(name="verifiers", function=reward),),
-            correct=Solved(reward=reward, at=config.solved_at),
+            criteria=(Criterion(name="verifiers", function=episode_reward),),
+            correct=Solved(reward=episode_reward, at=self.config.solved_at),
         )
 
     def close(self) -> None:
@@ -271,18 +267,16 @@ def _opening(task: Any) -> list[Message]:
     return [Message(role="system", content=system), *opening] if system else opening
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeReward:
-    """Reward function that returns the sum of the environment's own rewards."""
+def episode_reward(rollout: Rollout) -> float:
+    """Return the sum of the environment's own rewards.
 
-    unscored_value: float = 0.0
-
-    def __call__(self, rollout: Rollout) -> float:
-        """Return the sum; raises UnparsedAnswer if a limit of the run ended the episode before it was scored."""
-        reward = rollout.turns[-1].observation.metrics.get(REWARD)
-        if reward is None:
-            raise UnparsedAnswer(f"the episode was not scored: {rollout.end}", value=self.unscored_value)
-        return reward
+    Raises:
+        UnparsedAnswer: a limit of the run ended the episode before it was scored.
+    """
+    reward = rollout.turns[-1].observation.metrics.get(REWARD)
+    if reward is None:
+        raise UnparsedAnswer(f"the episode was not scored: {rollout.end}")
+    return reward
 
 
 class ToolCollector:

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 from rl.models.tokenizer import TokenizerFingerprint
 from rl.types import LoopPosition
-from rl.utils.errors import RunError
 from rl.utils.files import remove
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ _CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-class DamagedCheckpointError(RunError, ValueError):
+class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing or differs from what was written."""
 
 

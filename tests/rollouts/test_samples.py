@@ -75,7 +75,7 @@ def test_demonstration_is_an_episode_whose_replies_are_trained_on():
     sample = demonstrate(PROBLEM, factory)
     assert RENDERER.text(sample.token_ids[sample.mask]) == "firstsecondthird"
     assert RENDERER.text(sample.token_ids[~sample.mask]) == "<u>one<a></a><u>more 1<a></a><u>more 2<a>"
-    assert (sample.advantages == 1).all()
+    assert (sample.advantages == sample.mask).all()
     assert np.isnan(sample.generator_logprobs).all()
     assert (sample.policy_versions == -1).all()
     assert [reply.text for reply in factory.made[0].replies] == list(PROBLEM.demonstrations)

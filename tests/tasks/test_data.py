@@ -164,8 +164,6 @@ def test_outstanding_problem_stays_outstanding_until_it_is_given(random_access):
 )
 def test_rates_within_the_bounds_are_kept(rate, kept):
     assert DifficultyFilter(column="rate", min=0.1, max=0.9).keeps(rate) is kept
-    strict = DifficultyFilter(column="rate", min=0.1, max=0.9, unrated="drop")
-    assert strict.keeps(rate) is (kept and rate is not None)
 
 
 def test_rates_that_are_written_are_read_again(tmp_path):
