@@ -71,8 +71,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("--trainer.checkpoint.keep_latest_k", "1"),
             "trainer.checkpoint: keep_latest_k=1: must be 0 (all) or at least 2",
         ),
-        (("--loop.max_sample_tokens", "16"), "loop.max_sample_tokens=16: must be from 25, as the shortest"),
-        (("--loop.max_sample_tokens", "128"), "to 127, as generator.max_model_len=128 is a limit already"),
         (
             ("--config", "tiny_tp2", "--batch_invariant", "True"),
             "error: trainer.parallelism.loss_parallel=True: must be False",
