@@ -1,5 +1,7 @@
+import contextlib
 import io
 import re
+import sys
 
 import pytest
 
@@ -15,9 +17,8 @@ from rl.observability.console import (
     make_console,
 )
 from rl.observability.metrics import Mean, Record
-from rl.observability.progress import progress
+from rl.observability.progress import print_line, progress
 from rl.observability.spans import SpanRecorder
-from tests.support.screen import OnTerminal, output_of
 
 STEP: Record = {
     "step": 3,
@@ -33,8 +34,15 @@ STEP: Record = {
 
 
 class Terminal(io.StringIO):
+    is_closed = False
+
     def isatty(self) -> bool:
         return True
+
+    def write(self, text: str) -> int:
+        if self.is_closed:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
 
 
 class Clock:
@@ -76,40 +84,50 @@ def test_progress_is_one_line_per_interval():
 
 # Live table
 
-PROGRAM = "tests.support.shown_run"
+
+@contextlib.contextmanager
+def shown(stream, folder, monkeypatch):
+    """Show a run of 20 steps on the stream, with three earlier ones."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", stream)
+    console = make_console(ConsoleConfig(num_rows=4), num_steps=20, logs=folder, title="try-1")
+    with console.shown([{**STEP, "step": step} for step in range(1, 4)]):
+        for step in range(4, 11):
+            console.write({**STEP, "step": step})
+        console.write({"step": 10, "eval/correct": 0.5, "eval/num_problems": 64})
+        yield console
+        console.write({**STEP, "step": 20})
+    print_line("finished: 20 steps")
 
 
-def test_live_table_is_wiped_and_lines_appear_above_it(tmp_path):
-    with OnTerminal(PROGRAM, str(tmp_path)) as terminal:
-        terminal.until("10/20 steps")
-        assert "\x1b[?25l" in terminal.output  # the cursor is hidden
-        for _ in range(4):
-            terminal.go_on()
-        assert terminal.end() == 0
-    _, lost, rest = terminal.output.partition("generator_0 is lost")
+def test_live_table_is_wiped_and_lines_appear_above_it(tmp_path, monkeypatch):
+    terminal = Terminal()
+    with shown(terminal, tmp_path, monkeypatch):
+        print("generator_0 is lost")
+    before, lost, rest = terminal.getvalue().partition("generator_0 is lost")
     assert lost
-    assert "20/20 steps" in rest
-    assert rest.rstrip().endswith("finished: 20 steps")
+    assert "\x1b[?25l" in before  # the cursor is hidden
+    assert rest.rindex("20/20 steps") < rest.index("finished: 20 steps")
     assert "\x1b[?25h" in rest
 
 
-@pytest.mark.medium
-def test_run_continues_after_its_terminal_is_closed(tmp_path):
-    with OnTerminal(PROGRAM, str(tmp_path)) as terminal:
-        terminal.until("10/20 steps")
-        terminal.hang_up()
-        for _ in range(4):
-            terminal.go_on()
-        assert terminal.process.wait(timeout=40) == 0
+def test_run_continues_after_its_terminal_is_closed(tmp_path, monkeypatch):
+    terminal = Terminal()
+    with shown(terminal, tmp_path, monkeypatch) as console:
+        terminal.is_closed = True
+        with console.watch("evaluation"):
+            print_line("generator_0 is lost")
+    assert "finished" not in terminal.getvalue()
 
 
-def test_output_to_a_file_has_plain_lines(tmp_path):
-    lines = output_of(PROGRAM, str(tmp_path)).splitlines()
+def test_output_to_a_file_has_plain_lines(tmp_path, monkeypatch):
+    file = io.StringIO()
+    with shown(file, tmp_path, monkeypatch) as console, console.watch("evaluation"):
+        pass
+    lines = file.getvalue().splitlines()
     assert "\x1b" not in "".join(lines)
     assert [line.split()[0] for line in lines[1:8]] == [str(step) for step in range(4, 11)]
-    assert lines[8] == "evaluation at step 10: correct 0.500 of 64 problems"
-    assert lines[9] == "generator_0 is lost"
-    assert lines[10].startswith("evaluation at step 10 (64 problems): started")
+    assert lines[8:10] == ["evaluation at step 10: correct 0.500 of 64 problems", "evaluation: started"]
     assert lines[-1] == "finished: 20 steps"
 
 
