@@ -7,7 +7,7 @@ import pytest
 
 from rl.reporting.evidence import RolloutEvidence, Series
 from rl.reporting.findings import KINDS, find
-from tests.support.run_data import rollout, run_data
+from tests.support.report_runs import rollout, run_data
 
 
 def only(run, kind):

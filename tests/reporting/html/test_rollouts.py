@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.reporting.html.rollouts import CHUNK_TOKENS, TokenTexts, open_token_texts, pack_rollouts
-from tests.support.report_runs import unpack
+from tests.support.report_runs import rollout, unpack
 
 ROOM = 10_000_000
 
@@ -19,23 +19,18 @@ def texts(tmp_path_factory):
     return texts
 
 
-def line(reply="ab", *, step=1, sample=0, problem="p", **others):
-    ids = [*reply.encode()]
-    turn = {
+def line(reply="ab", *, step=1, sample=0, **others):
+    made = rollout(
+        step, reply, sample=sample, reward=1.0, correct=True, answer="21", advantage=0.25, version=3
+    )
+    made["turns"][0] |= {
         "messages": [{"role": "user", "content": "47 82"}],
-        "reply": reply,
-        "finish_reason": "stop",
         "prompt_ids": [*b"47 82"],
-        "token_ids": ids,
-        "logprobs": [-0.5] * len(ids),
-        "policy_versions": 3,
+        "token_ids": [*reply.encode()],
+        "logprobs": [-0.5] * len(reply),
         **others,
     }
-    return {
-        "step": step, "kind": "train", "advantage": 0.25, "problem": problem, "answer": "21",
-        "sample": sample, "reward": 1.0, "correct": True, "parts": {"answer": 1.0}, "end": "done",
-        "turns": [turn],
-    }  # fmt: skip
+    return made
 
 
 def shown(packed):
@@ -135,34 +130,27 @@ def test_numbers_that_are_not_finite_are_unknown(texts):
 # Texts of tokens, with real tokenizers
 
 
-@pytest.mark.parametrize("text", ["4+7=11 [ANSWER] 11", "schön: 10 €, 🙂!", "\x00\n\t"])
-def test_pieces_add_up_to_the_text(text, texts, tmp_path):
-    build_byte_tokenizer(tmp_path)
-    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    pieces = texts.pieces(ids)
-    assert len(pieces) == len(ids)
-    assert "".join(pieces) == text
-
-
-def test_character_of_several_tokens_belongs_to_the_last(texts):
-    assert texts.pieces([*"a€b".encode()]) == ["a", "", "", "€", "b"]
-
-
 @pytest.mark.parametrize(
     ("ids", "pieces"),
     [
+        ([*b"4+7"], ["4", "+", "7"]),
+        ([*"a€b".encode()], ["a", "", "", "€", "b"]),
         ([0xE2, 0x82], ["", "\ufffd"]),
         ([0xE2, ord("a")], ["", "\ufffda"]),
         ([0xFF, 0xFF, ord("a")], ["", "", "\ufffd\ufffda"]),
+        ([ord("a"), 258], ["a", "<|im_end|>"]),
     ],
-    ids=["cut at the end", "broken off", "no character at all"],
+    ids=[
+        "bytes",
+        "character of several tokens",
+        "cut at the end",
+        "broken off",
+        "no character",
+        "special token",
+    ],
 )
-def test_bytes_without_a_character_are_shown_with_the_next(ids, pieces, texts):
+def test_each_token_has_the_text_that_it_adds(ids, pieces, texts):
     assert texts.pieces(ids) == pieces
-
-
-def test_special_tokens_are_shown(texts):
-    assert texts.pieces([ord("a"), 258]) == ["a", "<|im_end|>"]
 
 
 def test_space_that_the_decoder_drops_is_kept():
