@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(health.text, flush=True)
-    if not options.brief:
-        print(asyncio.run(_stacks(health, Path(options.folder).expanduser() / "logs")))
+    print(asyncio.run(_stacks(health, Path(options.folder).expanduser() / "logs")))
     return 1 if health.problems else 0
 
 
@@ -155,7 +154,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rl.doctor", description="What a run is doing, and whether it makes progress."
     )
     parser.add_argument("folder", help="folder of the run, such as outputs/x")
-    parser.add_argument("--brief", action="store_true", help="without the stacks")
     parser.add_argument(
         "--expected_s",
         type=float,

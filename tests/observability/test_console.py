@@ -91,7 +91,7 @@ def shown(stream, folder, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", stream)
     console = make_console(ConsoleConfig(num_rows=4), num_steps=20, logs=folder, title="try-1")
-    with console.shown([{**STEP, "step": step} for step in range(1, 4)]):
+    with console.shown([{"step": step, "reward/mean": 0.5} for step in range(1, 4)]):
         for step in range(4, 11):
             console.write({**STEP, "step": step})
         console.write({"step": 10, "eval/correct": 0.5, "eval/num_problems": 64})

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from rl.config.json import leaves, to_dict
 from rl.config.registry import resolve
 from rl.config.tree import ConfigError
+from rl.observability.bottleneck import typical
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.rollouts import short
@@ -42,6 +42,7 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
     """
     values = run.config.get("values") or {}
     last = run.steps[-1] if run.steps else {}
+    usual = typical(run.steps)
     names = [event["event"] for event in run.events]
     return {
         "description": values.get("description"),
@@ -54,11 +55,11 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "reward": _first_and_last(run.steps, "reward/mean"),
         "evaluation": _first_and_last(run.evaluations, "eval/correct"),
         "num_problems": next(reversed(_finite(run.evaluations, "eval/num_problems")), None),
-        "step_s": _median(run.steps, "time/step_s"),
+        "step_s": usual.get("time/step_s"),
         "training_s": sum(_finite(run.steps, "time/step_s")),
-        "samples_per_s": _median(run.steps, "perf/samples_per_s"),
-        "generated_tokens_per_s": _median(run.steps, "perf/generated_tokens_per_s"),
-        "trained_tokens_per_s": _median(run.steps, "perf/trained_tokens_per_s"),
+        "samples_per_s": usual.get("perf/samples_per_s"),
+        "generated_tokens_per_s": usual.get("perf/generated_tokens_per_s"),
+        "trained_tokens_per_s": usual.get("perf/trained_tokens_per_s"),
         "logprob_diff_max": max(_finite(run.steps, "logprob_diff/max"), default=None),
         "num_lost": names.count("lost"),
         "num_recovered": names.count("recovered"),
@@ -111,11 +112,6 @@ def _means(records: Records, prefix: str, suffix: str) -> dict[str, float]:
 
 def _finite(records: Iterable[Mapping[str, float]], name: str) -> list[float]:
     return [record[name] for record in records if name in record and math.isfinite(record[name])]
-
-
-def _median(records: Records, name: str) -> float | None:
-    values = _finite(records, name)
-    return median(values) if values else None
 
 
 def _first_and_last(records: Records, name: str) -> list[float] | None:
