@@ -13,7 +13,7 @@ from actors.plan import make_plan
 from configs.sum_digits import tiny
 from rl.config.tree import rebuild
 from rl.loop.stop_request import StopRequestedError
-from rl.observability.loggers import MetricsLogger, TensorBoardConfig, TensorBoardLogger
+from rl.observability.loggers import MetricsLogger, TensorBoardConfig
 from rl.observability.metrics import Mean, MetricsWriter
 from rl.observability.recorder import RecorderConfig
 from rl.observability.run_folder import METRICS
@@ -133,43 +133,6 @@ def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
     assert first.startswith("fake hangs or is too slow; training goes on")
     assert last == "fake was not done when the run ended: it lacks 8 records, which are in metrics.jsonl"
     release.set()
-
-
-# TensorBoard
-
-
-RECORDS = [
-    (0, {"eval/correct": 0.25}),
-    (1, {"reward/mean": 0.5, "loss/mean": -1e-3}),
-    (2, {"reward/mean": 0.75, "loss/mean": float("inf")}),
-    (2, {"eval/correct": 0.75}),
-]
-
-
-def write_points(made, records, *, add=0.0):
-    for step, values in records:
-        shifted = {name: value + add for name, value in values.items()}
-        made.write(step, shifted, row=2 * step)
-
-
-@pytest.mark.parametrize(("num_kept", "same_process"), [(0, True), (2, True), (2, False), (4, False)])
-def test_run_resumed_from_an_earlier_step_has_the_points_of_the_second_attempt(
-    tmp_path, num_kept, same_process
-):
-    folder = tmp_path / "tensorboard"
-    made = TensorBoardLogger(folder)
-    made.open(None)
-    write_points(made, RECORDS)
-    (file,) = folder.iterdir()
-    file.rename(folder / f"events.out.tfevents.0.{file.name}")  # readers sort files by the seconds in names
-    if not same_process:
-        made.close(failed=True)
-        made = TensorBoardLogger(folder)
-    made.open(RECORDS[num_kept - 1][0] if num_kept else None)
-    write_points(made, RECORDS[num_kept:], add=0.125)
-    made.close(failed=False)
-    shown = points(folder)["eval/correct"]
-    assert shown == [(0, 0.25 + 0.125 * (num_kept == 0)), (2, 0.75 + 0.125 * (num_kept < 4))]
 
 
 # All sinks of a run
