@@ -7,7 +7,6 @@ import pytest
 from examples.custom_environment import GuessNumber, tiny
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
-from rl.rollouts.group import ScoredRollout, token_rewards
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.samples import demonstrated
 from rl.types import Problem
@@ -34,15 +33,6 @@ def test_guesses_are_answered_and_rewarded(guesses, asked, reward, is_correct):
     score = TASK.rubric(seed=0).score(rollout)
     assert score.reward == pytest.approx(reward)
     assert score.correct == is_correct
-
-
-def test_wrong_guess_is_penalized_at_its_tokens():
-    rollout = played(TASK, PROBLEM, "13", "11", "12")
-    score = TASK.rubric(seed=0).score(rollout)
-    rewards = token_rewards(ScoredRollout(rollout=rollout, score=score), by_turn=True)
-    assert rewards.tolist() == pytest.approx(
-        [0, 0, -0.1, 0, 0, -0.1, 0, 0, 1.0]
-    )  # a token a character and the end
 
 
 def test_demonstrations_fit_the_environment_and_mostly_begin_at_the_lowest(tmp_path):

@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from examples.rl_loop import main, parse_args, reward
-from tests.support.scored import replied
+from examples.rl_loop import main, parse_args
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
 SHORT = ["--warmup_steps", "3", "--groups_per_batch", "2", "--group_size", "2", "--num_eval", "4"]
-
-
-def test_reward_is_for_the_answer_and_less_for_the_form():
-    texts = ("19+2=21 [ANSWER] 21", "17+2=19 [ANSWER] 19", "21")
-    assert [reward(replied(text)) for text in texts] == [1.0, 0.1, 0.0]
 
 
 @pytest.mark.medium

@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 from examples.sft_loop import (
-    batch_of_step,
     conversation_sample,
-    lr_at,
     main,
     parse_args,
     read_conversations,
@@ -58,19 +56,6 @@ def test_held_out_loss_falls_and_a_resumed_run_has_the_same_losses(tmp_path):
     assert [step for step, _ in rest] == [4, 6]
     assert [loss for _, loss in rest] == [loss for _, loss in whole[-2:]]
     assert (tmp_path / "rest" / "hf" / "config.json").exists()
-
-
-def test_every_epoch_has_each_sample_once_in_a_new_order():
-    places = [p for step in range(6) for p in batch_of_step(step, num_samples=9, batch_size=3, seed=1)]
-    first, second = places[:9], places[9:]
-    assert sorted(first) == sorted(second) == list(range(9))
-    assert first != second
-    assert batch_of_step(1, num_samples=9, batch_size=5, seed=1) == places[5:10]
-
-
-def test_learning_rate_rises_and_decays_to_a_tenth():
-    args = parse_args(["--lr", "1.0", "--steps", "100", "--warmup_steps", "4"])
-    assert [round(lr_at(step, args), 2) for step in (0, 1, 3, 50, 100)] == [0.25, 0.5, 1.0, 0.55, 0.1]
 
 
 USER = {"role": "user", "content": "3"}

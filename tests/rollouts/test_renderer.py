@@ -99,15 +99,6 @@ def test_every_turn_is_closed_by_the_end_of_turn_token(tokenizer, kind, produced
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_demonstration_ends_with_the_end_of_turn_token(tokenizer, kind):
-    renderer = renderer_of(tokenizer, kind=kind)
-    reply = renderer.reply("<think>\nSix.\n</think>\n\n46")
-    assert reply[-1] == IM_END
-    assert reply.dtype == np.int32
-    assert renderer.text(reply) == "<think>\nSix.\n</think>\n\n46"
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_system_message_is_added_to_an_opening_without_one(tokenizer, kind):
     plain = renderer_of(tokenizer, kind=kind)
     renderer = renderer_of(tokenizer, kind=kind, system="Be brief.")

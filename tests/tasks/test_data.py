@@ -10,10 +10,8 @@ import pytest
 from rl.rollouts.producer import NumberedProblems
 from rl.tasks.data import (
     DifficultyFilter,
-    choose,
     content_key,
     import_for_tasks,
-    is_held_out,
     read_pass_rates,
     read_rows,
     shuffled_problems,
@@ -79,27 +77,9 @@ def test_unreadable_source_is_refused(tmp_path, name, text, message):
     assert message in said
 
 
-KEYS = [content_key(f"question {i}") for i in range(4000)]
-
-
 def test_key_is_the_same_in_every_run_and_ignores_repeated_white_space():
     assert content_key(" 2 +  2 = ?\n") == content_key("2 + 2 = ?") == 8487084148984385335
     assert content_key("two words") != content_key("twowords")
-
-
-def test_larger_share_contains_the_smaller_one():
-    small = {key for key in KEYS if is_held_out(key, share=0.1)}
-    assert small < {key for key in KEYS if is_held_out(key, share=0.2)}
-    assert abs(len(small) / len(KEYS) - 0.1) < 3 * (0.1 * 0.9 / len(KEYS)) ** 0.5
-
-
-def test_choice_is_in_order_and_depends_on_content():
-    chosen = choose(KEYS, 40)
-    assert chosen == sorted(chosen)
-    assert len(set(chosen)) == 40
-    turned = KEYS[::-1]
-    assert {turned[i] for i in choose(turned, 40)} == {KEYS[i] for i in chosen}
-    assert choose([5, 3], 2) == choose([5, 3], None) == [0, 1]
 
 
 def problem_at(place):

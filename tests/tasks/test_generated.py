@@ -34,13 +34,6 @@ class Doubled(GeneratedTask):
         return 1.0 if rollout.text == rollout.prompt.problem.answer else 0.25 * rollout.text.isdigit()
 
 
-class Paired(Doubled):
-    """Task whose split keeps each number with its neighbour."""
-
-    def split_key(self, problem: Problem) -> str:
-        return str(int(problem.question) // 2)
-
-
 def problem(number):
     twice = str(2 * number)
     return Problem(id=f"doubled/{number}", question=str(number), answer=twice, demonstration=twice)
@@ -104,13 +97,6 @@ def test_training_and_warm_up_see_all_other_problems():
     assert not held_out(task) & kept
     # 150 are expected, with a standard deviation of 11.
     assert 1 - len(kept) / 1000 == pytest.approx(HELD_OUT_SHARE, abs=0.05)
-
-
-def test_problems_with_one_key_are_on_the_same_side():
-    task = Paired.Config(num_eval=60).build()
-    trained = {int(p.question) for p in islice(task.train_problems(seed=0), 10_000)}
-    assert not {int(q) ^ 1 for q in held_out(task)} & trained
-    assert {n ^ 1 for n in trained} == trained
 
 
 @pytest.mark.parametrize(

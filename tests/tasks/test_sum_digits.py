@@ -19,26 +19,15 @@ def test_demonstration_adds_up_all_digits():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("x [ANSWER]21", "21"),
-        ("[ANSWER] 3 [ANSWER] 21", "21"),
-        ("[ANSWER] 21 or 22", None),
-        ("[ANSWER] twenty", None),
-        ("21", None),
-        ("<think>[ANSWER] 3</think>\n\n[ANSWER] 21\n", "21"),
-        ("<think>perhaps [ANSWER] 21", None),
-        ("<think>[ANSWER] 21</think>", None),
-    ],
-)
-def test_parser_takes_the_digits_that_end_the_reply(text, answer):
-    assert parse_answer(text) == answer
-
-
-@pytest.mark.parametrize(
     ("text", "finish_reason", "reward"),
     [
         ("[ANSWER] 21", "stop", 1.0),
+        ("x [ANSWER]21", "stop", 1.0),
+        ("[ANSWER] 3 [ANSWER] 21", "stop", 1.0),
+        ("<think>[ANSWER] 3</think>\n\n[ANSWER] 21\n", "stop", 1.0),
+        ("[ANSWER] 21 or 22", "stop", 0.0),
+        ("[ANSWER] twenty", "stop", 0.0),
+        ("<think>[ANSWER] 21</think>", "stop", 0.0),
         ("[ANSWER] 22", "stop", 0.1),
         ("21", "stop", 0.0),
         ("[ANSWER] 2", "length", 0.0),
