@@ -5,131 +5,57 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorCallError, ActorGroup, ActorLostError, CallGroup, all_or_cancel
+from actors.calls import ActorGroup, ActorLostError, CallGroup, all_or_cancel
 from actors.recovery import Role
-from losses.types import Loss
-from rl.models.converter import ModelConverter
-from rl.training.checkpoint_files import DamagedCheckpointError
-from rl.training.config import Dtype
-from rl.types import (
-    RUN,
-    Completion,
-    ForwardBackwardResult,
-    LoopPosition,
-    OptimParams,
-    OptimStepResult,
-    Rollout,
-    SamplingParams,
-    Score,
-    TrainingSample,
-)
+from rl.training.engine import TrainingEngine
+from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+def _on_engine(
+    method: Callable[Concatenate[TrainingEngine, P], ResultT],
+) -> Callable[Concatenate[TrainerClient, P], Coroutine[Any, Any, ResultT]]:
+    """Return the call of a method of the engine on all ranks, of which rank 0 answers."""
+
+    @wraps(method)
+    async def on_engine(self: TrainerClient, /, *args: P.args, **options: P.kwargs) -> ResultT:
+        call: Callable[..., Coroutine[Any, Any, list[ResultT]]] = self.trainer.call
+        return (await call(method.__name__, *args, **options))[0]
+
+    return on_engine
+
 
 class TrainerClient:
-    """A `Trainer` over the ranks of a `PolicyTrainer`."""
+    """A `Trainer` over the ranks of a `PolicyTrainer`, with the methods of its engine."""
 
     def __init__(self, trainer: CallGroup) -> None:
         self.trainer = trainer
 
-    async def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        *,
-        loss: Loss | None = None,
-        return_logprobs: bool | Sequence[int] = False,
-        model_id: str = RUN,
-    ) -> ForwardBackwardResult:
-        return await self._call("forward_backward", samples, loss, return_logprobs, model_id=model_id)
-
-    async def forward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
-    ) -> ForwardBackwardResult:
-        """Return what `forward_backward` with logprobs would; the gradient stays as it is."""
-        return await self._call("forward", samples, loss, model_id=model_id)
-
-    async def drop_gradient(self, *, model_id: str = RUN) -> None:
-        """Discard the gradient accumulated since the last step."""
-        await self._call("drop_gradient", model_id=model_id)
-
-    async def optim_step(
-        self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
-    ) -> OptimStepResult:
-        """See `Trainer.optim_step`; with `allow_empty` the gradient is zero if nothing was accumulated."""
-        return await self._call("optim_step", params, allow_empty, model_id=model_id)
-
-    async def compute_logprobs(
-        self, samples: Sequence[TrainingSample], *, model_id: str = RUN
-    ) -> list[np.ndarray]:
-        return await self._call("compute_logprobs", samples, model_id=model_id)
-
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._call("compute_reference_logprobs", samples)
-
-    async def save_checkpoint(
-        self,
-        folder: str,
-        *,
-        position: LoopPosition | None = None,
-        model_only: bool = False,
-        wait: bool = True,
-    ) -> None:
-        await self._call("save_checkpoint", folder, position, model_only, wait)
+    forward_backward = _on_engine(TrainingEngine.forward_backward)
+    forward = _on_engine(TrainingEngine.forward)
+    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
+    optim_step = _on_engine(TrainingEngine.optim_step)
+    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
+    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
+    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint)
+    load_checkpoint = _on_engine(TrainingEngine.load_checkpoint)
+    export_hf = _on_engine(TrainingEngine.export_hf)
+    save_adapter = _on_engine(TrainingEngine.save_adapter)
 
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
-        await self._call("finish_saving")
-
-    async def load_checkpoint(
-        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
-    ) -> int:
-        """See `Trainer.load_checkpoint`; `exclude` None takes `checkpoint.exclude_from_loading`.
-
-        Raises:
-            DamagedCheckpointError: names the file; the trainer is as it was.
-        """
-        try:
-            version: int = await self._call("load_checkpoint", folder, model_only, exclude)
-        except ActorCallError as error:
-            remote = getattr(error.__cause__, "exception", None)
-            if isinstance(remote, DamagedCheckpointError):
-                raise remote from error
-            raise
-        return version
-
-    async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
-        """Write the weights as a Hugging Face folder; `dtype` None takes `checkpoint.export_dtype`."""
-        await self._call("export_hf", folder, dtype)
-
-    async def save_adapter(self, folder: str) -> None:
-        """Write LoRA's adapters as a folder that PEFT opens."""
-        await self._call("save_adapter", folder)
-
-    # Models by id
-
-    async def create_model(self, model_id: str, lora: ModelConverter.Config | None) -> None:
-        await self.trainer.call("create_model", model_id, lora)
-
-    async def delete_model(self, model_id: str) -> None:
-        await self._call("delete_model", model_id)
-
-    async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._call("save_model", model_id, folder, optimizer)
-
-    async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._call("load_model", model_id, folder, optimizer)
-
-    async def _call(self, endpoint: str, *args: Any, model_id: str = RUN) -> Any:
-        # A run's trainer may be a class without models by id.
-        named: dict[str, Any] = {} if model_id == RUN else {"model_id": model_id}
-        return (await self.trainer.call(endpoint, *args, **named))[0]
+        await self.trainer.call("finish_saving")
 
 
 class GeneratorClient:
@@ -152,7 +78,9 @@ class GeneratorClient:
         call_id = uuid.uuid4().hex
         self._running.add(call_id)
         try:
-            answers = await self.generator.call("generate", list(prompts), sampling, call_id, begun)
+            answers = await self.generator.call(
+                "generate", list(prompts), sampling=sampling, call_id=call_id, begun=begun
+            )
         except asyncio.CancelledError:
             # In the background: requests that cannot be aborted run to their end unobserved.
             ending = asyncio.create_task(self._end(call_id))

@@ -15,7 +15,6 @@ from typing import TypeAlias
 from actors.checks import Machine
 from actors.cluster import num_gpus
 from actors.config import RunConfig
-from actors.hosts import describe
 from actors.placement import place_actors
 from actors.plan import make_plan
 from actors.run import CheckedRun, checked_run, started_run
@@ -54,7 +53,8 @@ class Controller(Configurable):
         config = self.config
         if config.launch.dry_run:
             make_plan(config)
-            print(describe(config.launch, place_actors(config, num_gpus=num_gpus())), flush=True)
+            for placement in place_actors(config, num_gpus=num_gpus()).all:
+                print(placement.describe(), flush=True)
             return Path(config.dump_folder)
         with checked_run(config, source=self.source) as checked:
             started = time.monotonic()
@@ -83,7 +83,7 @@ class Controller(Configurable):
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
             if saved_steps(folder.checkpoints):
                 print_line(f"continue with --resume {folder.path}", stream=sys.stderr)
-            if not isinstance(error, ValueError) or isinstance(error, RunError):
+            if not isinstance(error, ValueError):
                 raise
             # After the start, a ValueError no longer means a config that cannot run.
             stopped = RunError(str(error))

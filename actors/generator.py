@@ -6,11 +6,11 @@ Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
@@ -24,8 +24,19 @@ from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
 from rl.observability.machine_limits import MachineLimits, machine_limits
 from rl.observability.spans import span
-from rl.types import BoxSum, Completion, SamplingParams
+from rl.types import BoxSum
 from rl.weights.store import Snapshot, WeightStore
+
+
+def _on_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    """Return the endpoint of an engine's method, with the same arguments."""
+
+    @concurrent_endpoint
+    @span(method.__name__)
+    async def on_engine(self: VLLMGenerator, *args: Any, **options: Any) -> Any:
+        return await method(self._running(), *args, **options)
+
+    return on_engine
 
 
 class VLLMGenerator(Actor, Configurable):
@@ -69,35 +80,12 @@ class VLLMGenerator(Actor, Configurable):
         await engine.start()
         self.engine = engine
 
-    @concurrent_endpoint
-    @span("generate")
-    async def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        call_id: str = "",
-        begun: Sequence[Sequence[Completion]] | None = None,
-    ) -> list[list[Completion]]:
-        """Return completions of each prompt, in order; calls overlap.
-
-        A call whose caller has gone goes on until `abort` of its `call_id` ends it.
-        """
-        return await self._running().generate(prompts, sampling=sampling, call_id=call_id, begun=begun)
-
-    @concurrent_endpoint
-    @span("abort")
-    async def abort(self, call_ids: Sequence[str] | None = None) -> int:
-        """End the completions of these calls (None: all calls) as they are, so that `generate` returns.
-
-        Return the number of ended completions on rank 0, elsewhere 0.
-        """
-        return await self._running().abort(call_ids)
-
-    @concurrent_endpoint
-    @span("compute_logprobs")
-    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return [T] float32 nats for each sequence, entry 0 is 0; running requests go on."""
-        return await self._running().compute_logprobs(sequences)
+    # Calls overlap. A call of `generate` whose caller has gone goes on until `abort` of its `call_id` ends it.
+    generate = _on_engine(GeneratorEngine.generate)
+    abort = _on_engine(GeneratorEngine.abort)
+    compute_logprobs = _on_engine(GeneratorEngine.compute_logprobs)
+    sleep = _on_engine(GeneratorEngine.sleep)
+    wake = _on_engine(GeneratorEngine.wake)
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
@@ -119,18 +107,6 @@ class VLLMGenerator(Actor, Configurable):
         if pulling:
             await asyncio.wait(pulling)
         before.forget()
-
-    @concurrent_endpoint
-    @span("sleep")
-    async def sleep(self) -> None:
-        """Give back the memory of weights and cache after running requests have ended, until `wake`."""
-        await self._running().sleep()
-
-    @concurrent_endpoint
-    @span("wake")
-    async def wake(self) -> None:
-        """Take the memory again; a version must be pulled before anything is generated."""
-        await self._running().wake()
 
     @concurrent_endpoint
     @span("measure")

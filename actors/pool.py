@@ -31,7 +31,7 @@ from actors.calls import (
 )
 from actors.parity import ParityText
 from actors.recovery import PARITY_ERRORS, Role
-from rl.types import RUN, ServeResult
+from rl.types import ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
@@ -107,12 +107,13 @@ class GeneratorPool:
             restarts = [member.restarting for member in self.members if member.restarting is not None]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
+    async def push(self, *, model_id: str | None = None, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given."""
         # Both calls are sent here and now, before anything else that the trainer is asked for. The logprobs are
         # awaited while the generators pull.
-        named: dict[str, Any] = {} if model_id == RUN else {"model_id": model_id, "version": version}
-        push = asyncio.ensure_future(self.trainer.call("push_model_state_dict", **named))
+        push = asyncio.ensure_future(
+            self.trainer.call("push_model_state_dict", model_id=model_id, version=version)
+        )
         expected = None
         if self.parity is not None:
             expected = asyncio.ensure_future(self.trainer.call("compute_logprobs", [self.parity.sample]))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from monarch.actor import ActorError
+from monarch.actor import ActorError, concurrent_endpoint
 
-from actors.backend import TrainerClient
 from actors.calls import ActorCallError, ActorLostError
 from actors.checks import named_as_options
 from actors.cluster import Cluster, num_gpus, trains_on_gpu
@@ -31,14 +32,55 @@ from actors.run import make_router
 from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
+from rl.models.lora import LoRA
 from rl.models.parallelize import check_decoder_layout
+from rl.observability.spans import span
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import trainer_checks
+from rl.training.engine import TrainingEngine
 from rl.training.models import ModelError, TrainedModels, check_config
 from rl.types import Completion, SamplingParams, ServeResult
 from rl.weights.store import WeightStore
 from rl.weights.types import SharedMemoryError, WeightStoreError
+
+
+class TinkerTrainer(PolicyTrainer):
+    """A trainer of models by id, none at the start, instead of the one model of a run."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyTrainer.Config):
+        pass
+
+    def engine_of(self, model_id: str | None) -> TrainingEngine:
+        assert model_id is not None
+        return self._models[model_id]
+
+    @concurrent_endpoint
+    @span("create_model")
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        await self._compute(self._models.create, model_id, lora)
+
+    @concurrent_endpoint
+    @span("delete_model")
+    async def delete_model(self, model_id: str) -> None:
+        await self._change_weights(self._models.delete, model_id)
+
+    @concurrent_endpoint
+    @span("save")
+    async def save_model(self, model_id: str, folder: str, optimizer: bool) -> None:
+        await self._compute(partial(self._models.save, optimizer=optimizer), model_id, folder)
+
+    @concurrent_endpoint
+    @span("load")
+    async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
+        await self._change_weights(partial(self._models.load, optimizer=optimizer), model_id, folder)
+
+    def _open(self, hf_assets_path: str) -> None:
+        self._models = TrainedModels(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
+
+    def _close(self) -> None:
+        self._models.close()
 
 
 class ActorBackend(TinkerBackend):
@@ -46,7 +88,7 @@ class ActorBackend(TinkerBackend):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
-        trainer: PolicyTrainer.Config = field(default_factory=PolicyTrainer.Config)
+        trainer: TinkerTrainer.Config = field(default_factory=TinkerTrainer.Config)
         """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to the client."""
         generator: VLLMGenerator.Config = field(
             default_factory=lambda: VLLMGenerator.Config(dtype="float32", max_model_len=1024)
@@ -118,7 +160,7 @@ class ActorBackend(TinkerBackend):
                 hf_assets_path=str(base.folder),
                 store=store,
                 logs=LogSettings(folder=logs, console_level="WARNING"),
-                trainer_arguments={"model_spec": base.spec, "models": TrainedModels},
+                trainer_arguments={"model_spec": base.spec},
             )
             await cluster.start()
         except BaseException:
@@ -129,12 +171,30 @@ class ActorBackend(TinkerBackend):
         return ActorWorkers(cluster, left=left)
 
 
-class ActorWorkers(TrainerClient):
+def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return the call of an endpoint of the trainer, which rank 0 answers."""
+
+    async def of_model(self: ActorWorkers, /, *args: Any, **options: Any) -> Any:
+        return (await self._cluster.trainer.call(endpoint, *args, **options))[0]
+
+    return of_model
+
+
+class ActorWorkers:
     """`Workers` that are the actors of a cluster."""
+
+    create_model = _of_model("create_model")
+    delete_model = _of_model("delete_model")
+    save_model = _of_model("save_model")
+    load_model = _of_model("load_model")
+    forward_backward = _of_model("forward_backward")
+    forward = _of_model("forward")
+    drop_gradient = _of_model("drop_gradient")
+    optim_step = _of_model("optim_step")
+    compute_logprobs = _of_model("compute_logprobs")
 
     def __init__(self, cluster: Cluster, *, left: ExitStack) -> None:
         """`left` is closed after the actors."""
-        super().__init__(cluster.trainer)
         self._cluster = cluster
         self._left = left
         self._pool = cluster.pool

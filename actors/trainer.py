@@ -13,36 +13,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
-from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
-from rl.models.converter import ModelConverter
 from rl.models.spec import ModelSpec
 from rl.observability.machine_limits import MachineLimits, machine_limits
 from rl.observability.spans import span
-from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep
-from rl.types import (
-    RUN,
-    ForwardBackwardResult,
-    LoopPosition,
-    OptimParams,
-    OptimStepResult,
-    TrainingSample,
-)
 from rl.utils.threads import WorkerThread
 from rl.weights.store import Shard, WeightStore
 from rl.weights.types import WeightTimeoutError
@@ -56,8 +44,24 @@ PUSH_MARGIN_S = 10.0
 """Time for a push that has reached its deadline to end."""
 
 
+def _on_engine(
+    method: Callable[..., Any], *, span_name: str | None = None, changes_weights: bool = False
+) -> Any:
+    """Return the endpoint of an engine's method, with the same arguments; rank 0 answers, other ranks return None."""
+    name = method.__name__
+
+    @concurrent_endpoint
+    @span(span_name or name)
+    async def on_engine(self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any) -> Any:
+        call = partial(getattr(self.engine_of(model_id), name), *args, **options)
+        answer = await (self._change_weights(call) if changes_weights else self._compute(call))
+        return answer if self._rank == 0 else None
+
+    return on_engine
+
+
 class PolicyTrainer(Actor, Configurable):
-    """Every endpoint is called on all ranks with the same arguments; results are the same too."""
+    """Every endpoint is called on all ranks with the same arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TrainingEngine.Config):
@@ -76,19 +80,13 @@ class PolicyTrainer(Actor, Configurable):
         model_spec: ModelSpec,
         store: WeightStore,
         failure_folder: str | None = None,
-        models: Callable[..., Any] | None = None,
     ) -> None:
-        """
-        Args:
-            failure_folder: receives the batch on which a loss was not finite.
-            models: `rl.training.models.TrainedModels`, for models by id; None for the one model of a run.
-        """
+        """`failure_folder` receives the batch on which a loss was not finite."""
         use_threads(1)  # This is not the thread that computes.
         self.config = config
         self.model_spec = model_spec
         self.store = store
         self.failure_folder = failure_folder
-        self._make_models = models
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
@@ -109,8 +107,10 @@ class PolicyTrainer(Actor, Configurable):
             raise RuntimeError("the trainer is asleep: call wake first")
         return self._turns.engine
 
-    def _engine(self, model_id: str) -> TrainingEngine:
-        return self.engine if model_id == RUN else self._models[model_id]
+    def engine_of(self, model_id: str | None) -> TrainingEngine:
+        """Return the engine that a call is for; a run has one."""
+        assert model_id is None, "a run's trainer has no models by id"
+        return self.engine
 
     @property
     def policy_version(self) -> int | None:
@@ -124,75 +124,16 @@ class PolicyTrainer(Actor, Configurable):
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
-    @concurrent_endpoint
-    @span("forward_backward")
-    async def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        loss: Loss | None = None,
-        return_logprobs: bool | Sequence[int] = False,
-        model_id: str = RUN,
-    ) -> ForwardBackwardResult:
-        """Logprobs are in the answer of rank 0."""
-        add = partial(self._engine(model_id).forward_backward, loss=loss, return_logprobs=return_logprobs)
-        result = await self._compute(add, samples)
-        return result if self._rank == 0 else replace(result, logprobs=None)
-
-    @concurrent_endpoint
-    @span("forward")
-    async def forward(
-        self, samples: Sequence[TrainingSample], loss: Loss | None = None, model_id: str = RUN
-    ) -> ForwardBackwardResult:
-        """Return what `forward_backward` with logprobs would return, without changing the gradient."""
-        result = await self._compute(partial(self._engine(model_id).forward, loss=loss), samples)
-        return result if self._rank == 0 else replace(result, logprobs=None)
-
-    @concurrent_endpoint
-    @span("drop_gradient")
-    async def drop_gradient(self, model_id: str = RUN) -> None:
-        """Forget what was accumulated since the last step."""
-        await self._compute(self._engine(model_id).drop_gradient)
-
-    @concurrent_endpoint
-    @span("optim_step")
-    async def optim_step(
-        self, params: OptimParams | None = None, allow_empty: bool = False, model_id: str = RUN
-    ) -> OptimStepResult:
-        step = partial(self._engine(model_id).optim_step, allow_empty=allow_empty)
-        return await self._change_weights(step, params)
-
-    @concurrent_endpoint
-    @span("compute_logprobs")
-    async def compute_logprobs(
-        self, samples: Sequence[TrainingSample], model_id: str = RUN
-    ) -> list[np.ndarray]:
-        """Rank 0 answers; the others take part and answer nothing."""
-        logprobs = await self._compute(self._engine(model_id).compute_logprobs, samples)
-        return logprobs if self._rank == 0 else []
-
-    @concurrent_endpoint
-    @span("compute_reference_logprobs")
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return logprobs as `compute_logprobs` does, under the frozen reference policy."""
-        logprobs = await self._compute(self.engine.compute_reference_logprobs, samples)
-        return logprobs if self._rank == 0 else []
-
-    @concurrent_endpoint
-    @span("save")
-    async def save_checkpoint(
-        self,
-        folder: str,
-        position: LoopPosition | None = None,
-        model_only: bool = False,
-        wait: bool = True,
-    ) -> None:
-        save = partial(
-            self.engine.save_checkpoint,
-            position=position,
-            model_only=model_only,
-            wait=wait,
-        )
-        await self._compute(save, folder)
+    forward_backward = _on_engine(TrainingEngine.forward_backward)
+    forward = _on_engine(TrainingEngine.forward)
+    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
+    optim_step = _on_engine(TrainingEngine.optim_step, changes_weights=True)
+    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
+    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
+    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint, span_name="save")
+    load_checkpoint = _on_engine(TrainingEngine.load_checkpoint, span_name="load", changes_weights=True)
+    export_hf = _on_engine(TrainingEngine.export_hf, span_name="export")
+    save_adapter = _on_engine(TrainingEngine.save_adapter, span_name="export")
 
     @concurrent_endpoint
     @span("finish_saving")
@@ -201,31 +142,13 @@ class PolicyTrainer(Actor, Configurable):
         await self._compute(self.engine.checkpointer.wait)
 
     @concurrent_endpoint
-    @span("load")
-    async def load_checkpoint(
-        self, folder: str, model_only: bool = False, exclude: Sequence[str] | None = None
-    ) -> int:
-        load = partial(self.engine.load_checkpoint, model_only=model_only, exclude=exclude)
-        return await self._change_weights(load, folder)
-
-    @concurrent_endpoint
-    @span("export")
-    async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
-        await self._compute(partial(self.engine.export_hf, dtype=dtype), folder)
-
-    @concurrent_endpoint
-    @span("export")
-    async def save_adapter(self, folder: str) -> None:
-        await self._compute(self.engine.save_adapter, folder)
-
-    @concurrent_endpoint
     @span("push")
-    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
+    async def push_model_state_dict(self, model_id: str | None = None, version: int | None = None) -> Shard:
         """Put this rank's shards into the store under the current or the given version; not yet announced.
 
         The engine computes on meanwhile. Calls that change weights, made later, wait.
         """
-        engine = self._engine(model_id)
+        engine = self.engine_of(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def begin() -> tuple[int, dict[str, Tensor]]:
@@ -242,28 +165,6 @@ class PolicyTrainer(Actor, Configurable):
         finally:
             self._pushes.discard(pushed)
             pushed.set_result(None)
-
-    # Models by id
-
-    @concurrent_endpoint
-    @span("create_model")
-    async def create_model(self, model_id: str, lora: ModelConverter.Config | None) -> None:
-        await self._compute(self._models.create, model_id, lora)
-
-    @concurrent_endpoint
-    @span("delete_model")
-    async def delete_model(self, model_id: str) -> None:
-        await self._change_weights(self._models.delete, model_id)
-
-    @concurrent_endpoint
-    @span("save")
-    async def save_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._compute(partial(self._models.save, optimizer=optimizer), model_id, folder)
-
-    @concurrent_endpoint
-    @span("load")
-    async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._change_weights(partial(self._models.load, optimizer=optimizer), model_id, folder)
 
     @concurrent_endpoint
     @span("measure")
@@ -299,7 +200,7 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("close")
     async def close(self) -> None:
-        await self._compute(self._models.close if self._make_models else self._turns.engine.close)
+        await self._compute(self._close)
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         # A thread that is still computing when the interpreter ends would abort the process.
@@ -331,12 +232,15 @@ class PolicyTrainer(Actor, Configurable):
             from actors.vllm.compat import use_vllms_kernels
 
             use_vllms_kernels()
-        if self._make_models is not None:
-            self._models = self._make_models(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
-            return
+        self._open(hf_assets_path)
+
+    def _open(self, hf_assets_path: str) -> None:
         self._turns = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
         logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
+
+    def _close(self) -> None:
+        self._turns.engine.close()
 
 
 def wait_for_pushes(pushes: Collection[concurrent.futures.Future[None]], *, limit_s: float) -> None:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from rl.models.tokenizer import TokenizerFingerprint
 from rl.types import LoopPosition
+from rl.utils.errors import RunError
 from rl.utils.files import remove
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-class DamagedCheckpointError(ValueError):
+class DamagedCheckpointError(RunError, ValueError):
     """A file of a checkpoint is missing or differs from what was written."""
 
 

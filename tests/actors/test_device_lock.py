@@ -31,7 +31,7 @@ class Group:
     weights: int | None = None
     num_pulls: int = 0
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0) -> list[Any]:
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **options: Any) -> list[Any]:
         self.log.append(f"{self.name}.{endpoint}")
         if endpoint in ("sleep", "wake"):
             assert self.awake == (endpoint == "sleep")

@@ -65,7 +65,8 @@ class Served:
         self.run(self.generator.pull_model_state_dict.call(snapshot))
 
     async def generate(self, prompts, *, call_id="", begun=None, **settings):
-        answers = await self.generator.generate.call(prompts, SamplingParams(**settings), call_id, begun)
+        sampling = SamplingParams(**settings)
+        answers = await self.generator.generate.call(prompts, sampling=sampling, call_id=call_id, begun=begun)
         first, second = (answer for _, answer in answers.items())
         assert second == []
         return first

@@ -9,7 +9,7 @@ import pytest
 from actors.config import LaunchConfig
 from actors.generator import VLLMGenerator
 from actors.launch import Launcher
-from actors.trainer import PolicyTrainer
+from actors.tinker import TinkerTrainer
 from rl.distributed.mesh import ParallelismConfig
 from tests.support.tinker_backends import actor_config
 from tests.tinker.parts import TRAINING
@@ -21,7 +21,7 @@ def config(tmp_path_factory):
 
 
 def trainer(**fields):
-    return PolicyTrainer.Config(**({"training": TRAINING} | fields))
+    return TinkerTrainer.Config(**({"training": TRAINING} | fields))
 
 
 def generator(**fields):

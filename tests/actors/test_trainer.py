@@ -70,7 +70,7 @@ def are_old(meshes, store, before, shards):
 
 async def push_while_the_store_is_stopped(trainer, store_pid):
     push = asyncio.ensure_future(_call(trainer.push_model_state_dict.call_one()))
-    gradient = await _call(trainer.forward_backward.call_one([SAMPLE], CrossEntropyLoss()))
+    gradient = await _call(trainer.forward_backward.call_one([SAMPLE], loss=CrossEntropyLoss()))
     assert gradient.num_samples == 1
     logprobs = await _call(trainer.compute_logprobs.call_one([SAMPLE]))
     assert logprobs[0].shape == (12,)
@@ -120,8 +120,8 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
     meshes.run(store.start(mesh))
     trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder, num_procs=2)
 
-    def all_ranks(endpoint, *args):
-        return [result for _, result in meshes.run(endpoint.call(*args)).items()]
+    def all_ranks(endpoint, *args, **options):
+        return [result for _, result in meshes.run(endpoint.call(*args, **options)).items()]
 
     assert all(are_old(meshes, store, before, all_ranks(trainer.push_model_state_dict)))
     limits, nothing = all_ranks(trainer.measure_machine, "float32", 1 << 20)
@@ -131,15 +131,16 @@ def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
 
     samples = [replace(SAMPLE, token_ids=np.roll(SAMPLE.token_ids, n)) for n in range(3)]
     expected = all_ranks(trainer.compute_logprobs, samples)[0]
-    results = all_ranks(trainer.forward_backward, samples, CrossEntropyLoss(), True)
-    measured = all_ranks(trainer.forward, samples, CrossEntropyLoss())
-    assert [r.loss_sum for r in (*results, *measured)] == [results[0].loss_sum] * 4
-    for first, other in (results, measured):
-        assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, expected, strict=True))
-        assert other.logprobs is None
+    loss = CrossEntropyLoss()
+    result, nothing = all_ranks(trainer.forward_backward, samples, loss=loss, return_logprobs=True)
+    measured, _ = all_ranks(trainer.forward, samples, loss=loss)
+    assert nothing is None
+    assert measured.loss_sum == result.loss_sum
+    for found in (result, measured):
+        assert all(np.array_equal(a, b) for a, b in zip(found.logprobs, expected, strict=True))
     all_ranks(trainer.drop_gradient)
-    steps = all_ranks(trainer.optim_step, None, True)
-    assert [(step.grad_norm, step.policy_version) for step in steps] == [(0.0, 1)] * 2
+    step, _ = all_ranks(trainer.optim_step, allow_empty=True)
+    assert (step.grad_norm, step.policy_version) == (0.0, 1)
     meshes.run(trainer.close.call())
     meshes.run(store.stop())
 

@@ -48,7 +48,7 @@ class FakeTrainer:
             self.is_dead = True
         if self.is_dead:
             raise ActorCallError(f"trainer.{endpoint} failed: rank 0 of 1 is dead: its process ended")
-        return [await getattr(self, f"_{endpoint}")(*args)]
+        return [await getattr(self, f"_{endpoint}")(*args, **kwargs)]
 
     def dead(self) -> list[int]:
         return [0] if self.is_dead else []
@@ -56,26 +56,28 @@ class FakeTrainer:
     async def while_alive(self, answer: Awaitable[Any], what: str) -> Any:
         return await answer
 
-    async def _forward_backward(self, samples: Sequence[Any], *settings: Any) -> Any:
+    async def _forward_backward(self, samples: Sequence[Any], **settings: Any) -> Any:
         return await self.policy.forward_backward(samples)
 
-    async def _optim_step(self, *settings: Any) -> Any:
+    async def _optim_step(self, *settings: Any, **options: Any) -> Any:
         return await self.policy.optim_step()
 
     async def _drop_gradient(self) -> None:
         """There is none."""
 
-    async def _push_model_state_dict(self) -> Shard:
+    async def _push_model_state_dict(self, **model: Any) -> Shard:
         return shard_of(self.policy.version)
 
-    async def _save_checkpoint(self, folder: str, position: Any, model_only: bool, wait: bool) -> None:
+    async def _save_checkpoint(
+        self, folder: str, *, position: Any, model_only: bool = False, wait: bool = True
+    ) -> None:
         path = Path(folder)
         path.mkdir(parents=True)
         (path / "__0_0.distcp").write_bytes(b"tensors")
         state = SavedState(policy_version=self.policy.version, model_only=model_only, position=position)
         write_description(path, state, {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")})
 
-    async def _load_checkpoint(self, folder: str, model_only: bool, exclude: Any) -> int:
+    async def _load_checkpoint(self, folder: str, **options: Any) -> int:
         self.loaded.append(Path(folder).name)
         self.policy.version = read_state(folder).policy_version
         return self.policy.version
@@ -89,7 +91,7 @@ class FakeGenerator:
 
     async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         if endpoint == "generate":
-            return [await self.policy.generate(args[0], sampling=args[1])]
+            return [await self.policy.generate(args[0], sampling=kwargs["sampling"])]
         if endpoint == "pull_model_state_dict":
             self.policy.served_version = args[0].version
             return [()]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from actors.config import Timeouts
 from actors.generator import VLLMGenerator
-from actors.tinker import ActorBackend
-from actors.trainer import PolicyTrainer
+from actors.tinker import ActorBackend, TinkerTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.weights.store import WeightStore
 from tests.tinker.parts import CONTEXT, TRAINING, base_config
@@ -18,7 +17,7 @@ def actor_config(
 ) -> ActorBackend.Config:
     return ActorBackend.Config(
         base=base_config(assets),
-        trainer=PolicyTrainer.Config(
+        trainer=TinkerTrainer.Config(
             num_procs=num_procs, parallelism=parallelism or ParallelismConfig(), training=TRAINING
         ),
         generator=VLLMGenerator.Config(dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.05),
