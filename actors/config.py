@@ -209,7 +209,7 @@ class LaunchConfig:
     start_timeout_s: float = field(default=86400.0, metadata=unless("hosts", "this"))
     """Longest wait in seconds for slurm or kubernetes to provide the hosts."""
     dry_run: bool = False
-    """Check the config, show the placement of the processes and what would be submitted, and stop."""
+    """Check the config, show the placement of the processes, and stop."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig, metadata=only_if("hosts", "slurm"))
     kubernetes: KubernetesConfig = field(
         default_factory=KubernetesConfig, metadata=only_if("hosts", "kubernetes")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from monarch.actor import HostMesh
-from monarch.config import configure, configured
+from monarch.config import configure
 from monarch.job import ProcessJob
 
 from actors.calls import ActorCallError
@@ -177,18 +177,6 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     if launch.hosts == "process":
         return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
     return _jobs(launch).make_job(launch, groups, gpus_of=gpus_of_groups(launch, placements))
-
-
-def describe(launch: LaunchConfig, placements: Placements) -> str:
-    """Return the placement of the processes, as comments, and what would be submitted."""
-    roles = "\n".join(f"# {placement.describe()}" for placement in placements.all)
-    if not launch.on_cluster:
-        return roles
-    with configured():  # making a job changes the process's transport
-        gpus_of = gpus_of_groups(launch, placements)
-        submitted: str = _jobs(launch).submitted(launch, placements.host_groups(), gpus_of=gpus_of)
-    shebang = "#!/bin/bash\n" if submitted.startswith("#!") else ""
-    return f"{shebang}{roles}\n{submitted.removeprefix(shebang)}"
 
 
 def gpus_of_groups(launch: LaunchConfig, placements: Placements) -> dict[str, int]:

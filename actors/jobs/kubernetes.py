@@ -6,16 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from kubernetes import client
-from monarch._src.job.kubernetes import (
-    _MONARCHMESH_GROUP,
-    _MONARCHMESH_VERSION,
-    ImageSpec,
-    KubeConfig,
-    KubernetesJob,
-)
-from monarch._src.job.service_identity import allocate_service_proc_ids
+from monarch._src.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 
 from actors.compat import quiet_jobs
 from actors.config import KubernetesConfig, LaunchConfig
@@ -68,24 +60,3 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mappin
         image = ImageSpec(config.image, resources=resources or None, shared_memory_size=config.shared_memory)
         job.add_mesh(mesh_name(launch, group), num_hosts, image_spec=image, port=config.port)
     return job
-
-
-def submitted(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> str:
-    """The resources that a run would create, as YAML documents; the hosts' identities are made up anew."""
-    job = make_job(launch, groups, gpus_of=gpus_of)
-    return yaml.safe_dump_all([_resource(job, name, mesh) for name, mesh in job._meshes.items()])
-
-
-def _resource(job: PodsOfRun, name: str, mesh: Mapping[str, Any]) -> dict[str, Any]:
-    identities = allocate_service_proc_ids(mesh["num_replicas"])
-    template = job._build_worker_pod_template(mesh["image_spec"], mesh["port"], identities)
-    return {
-        "apiVersion": f"{_MONARCHMESH_GROUP}/{_MONARCHMESH_VERSION}",
-        "kind": "MonarchMesh",
-        "metadata": {"name": name, "namespace": job._namespace},
-        "spec": {
-            "replicas": mesh["num_replicas"],
-            "port": mesh["port"],
-            "podTemplate": client.ApiClient().sanitize_for_serialization(template),
-        },
-    }

@@ -22,10 +22,10 @@ def test_dry_run_shows_the_placement_and_neither_starts_nor_writes_anything(tmp_
     )
     run.config.build(run=run).run()
     assert capsys.readouterr().out.splitlines() == [
-        "# trainer: hosts 'trainer', 2 x 1 processes of 1 threads, no device of its own",
-        "# generator_0: hosts 'generator0', 1 x 1 processes of 2 threads, no device of its own",
-        "# generator_1: hosts 'generator1', 1 x 1 processes of 2 threads, no device of its own",
-        "# reward: where the controller runs, 1 x 1 processes of 1 threads, no device of its own",
+        "trainer: hosts 'trainer', 2 x 1 processes of 1 threads, no device of its own",
+        "generator_0: hosts 'generator0', 1 x 1 processes of 2 threads, no device of its own",
+        "generator_1: hosts 'generator1', 1 x 1 processes of 2 threads, no device of its own",
+        "reward: where the controller runs, 1 x 1 processes of 1 threads, no device of its own",
     ]
     assert list(tmp_path.iterdir()) == []
 
