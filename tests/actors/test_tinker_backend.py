@@ -101,7 +101,8 @@ async def compare(folder):
     actors = actor_config(folder / "base", num_procs=2, parallelism=shards).build()
     local = local_backend(folder / "base")
     try:
-        await asyncio.gather(actors.start(), local.start())
+        await actors.start()
+        await local.start()
         outputs, answers, base = await life(actors, folder / "actors")
         expected, local_answers, _ = await life(local, folder / "local")
         assert_same_outputs(outputs, expected)

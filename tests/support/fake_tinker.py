@@ -69,8 +69,6 @@ class FakeBackend:
         self.max_published = 1000
         self.num_sampling: Counter[int] = Counter()
         self._versions = itertools.count(1)
-        self.most_at_once = 0
-        """Largest number of models that had a call at the same time."""
         self.is_open = False
         self.violations: list[str] = []
         """Violations of the protocol, kept because errors in the background are only logged."""
@@ -182,7 +180,6 @@ class FakeBackend:
         self._at_once[about] += 1
         if self._at_once[about] > 1:
             self.violations.append(f"{method} overlaps another call about {about}")
-        self.most_at_once = max(self.most_at_once, len(+self._at_once))
         try:
             await self._wait_or_fail(method)
             yield

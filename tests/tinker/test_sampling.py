@@ -168,6 +168,8 @@ def test_call_is_translated_with_its_defaults():
     assert checked_request(prompt(1, stop=[]), base, Limits()).sampling.stop_token_ids == ()
     full = checked_request(prompt(*range(100), prompt_logprobs=True), base, Limits())
     assert full.sampling.max_tokens == 0
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        checked_request(prompt(1, temperature=0.001), replace(BASE, min_temperature=0.01), Limits())
 
 
 @pytest.mark.parametrize(
@@ -192,9 +194,3 @@ def test_invalid_field_of_a_sample_is_named(tokens, fields, said):
     with pytest.raises(InvalidRequestError) as error:
         checked_request(prompt(*tokens, **fields), BASE, Limits())
     assert said in str(error.value)
-
-
-def test_backend_can_refuse_what_its_sampler_does_not_support():
-    base = replace(BASE, min_temperature=0.01)
-    with pytest.raises(InvalidRequestError, match="temperature"):
-        checked_request(prompt(1, temperature=0.001), base, Limits())
