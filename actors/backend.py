@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorGroup, ActorLostError, CallGroup, all_or_cancel
+from actors.calls import ActorLostError, CallGroup, all_or_cancel
 from actors.recovery import Role
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Rollout, SamplingParams, Score
@@ -63,7 +63,6 @@ class GeneratorClient:
 
     def __init__(self, generator: CallGroup) -> None:
         self.generator = generator
-        self._running: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -76,7 +75,6 @@ class GeneratorClient:
     ) -> list[list[Completion]]:
         """See `ResumableGenerator.generate`; `session` makes no difference to a single generator."""
         call_id = uuid.uuid4().hex
-        self._running.add(call_id)
         try:
             answers = await self.generator.call(
                 "generate", list(prompts), sampling=sampling, call_id=call_id, begun=begun
@@ -87,15 +85,11 @@ class GeneratorClient:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             raise
-        finally:
-            self._running.discard(call_id)
         return answers[0]
 
     async def abort(self) -> int:
         """See `ResumableGenerator.abort`; a call that still waits for a shared device is not aborted."""
-        if not self._running:
-            return 0
-        num_ended, *_ = await self.generator.call("abort", sorted(self._running))
+        num_ended, *_ = await self.generator.call("abort", None)
         return int(num_ended)
 
     async def _end(self, call_id: str) -> None:
@@ -114,18 +108,14 @@ class RewardClient:
     Args:
         num_procs: processes of the actor's mesh.
         longest_s: longest time that the reward functions of a number of rollouts may take in one process
-            (`rl.rollouts.rewards.longest_s`). None: `timeouts.score_s` includes them.
+            (`rl.rollouts.rewards.longest_s`).
     """
 
     def __init__(
-        self,
-        reward: ActorGroup | Role,
-        *,
-        num_procs: int,
-        longest_s: Callable[[int], float] | None = None,
+        self, reward: Role, *, num_procs: int, longest_s: Callable[[int], float] = lambda num_rollouts: 0.0
     ) -> None:
+        self._reward = reward
         self._longest_s = longest_s
-        self._reward = reward if isinstance(reward, Role) else Role(reward)
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
 
@@ -138,9 +128,9 @@ class RewardClient:
         self._num_asked[rank] += len(group)
         try:
             while True:
-                actors = await self._current(group)
+                actors = await self._reward.current()
                 # The process first scores what it was sent before, so all of its rollouts count.
-                work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
+                work_s = self._longest_s(self._num_asked[rank])
                 try:
                     ((scores,),) = await actors.at_rank(rank).call("score", [group], alone, extra_s=work_s)
                     return list(scores)
@@ -148,12 +138,3 @@ class RewardClient:
                     self._reward.lose(actors, error)
         finally:
             self._num_asked[rank] -= len(group)
-
-    async def _current(self, group: Sequence[Rollout]) -> ActorGroup:
-        try:
-            return await self._reward.current()
-        except ActorLostError:
-            raise
-        except RunError as error:
-            ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
-            raise RunError(f"{error}; rollouts of {ids} were being scored") from error

@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from actors.backend import GeneratorClient, RewardClient, TrainerClient
@@ -88,15 +88,12 @@ class Run(CheckedRun):
 
 
 @asynccontextmanager
-async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIterator[Run]:
+async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """Check a config, start its actors, load the starting weights, and end everything with the block.
 
     It works in a script and in a notebook. Nothing is published yet: the first call is a push. A process that
     dies is replaced as in a controller run; only the loss of the trainer is an error, after which
     `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
-
-    Args:
-        reward_actors: False scores in a process of this one, as `reward.num_procs=0` does.
 
     Raises:
         ValueError: the config cannot run; nothing was started, and nothing written but the lock of a checkpoint folder.
@@ -104,8 +101,6 @@ async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIte
     """
     if Launcher.current is not None:
         raise RuntimeError("this process runs actors already: leave the block of the other run first")
-    if not reward_actors:
-        config = replace(config, reward=replace(config.reward, num_procs=0))
     source = ResolvedRun(module="script", function="open_run", config=config)
     with checked_run(config, source=source) as checked:
         async with started_run(checked) as run:
