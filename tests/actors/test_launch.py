@@ -172,21 +172,3 @@ def test_first_signal_lets_the_loop_save_and_a_second_ends_everything_at_once(ho
         read_until(controller, "saves\n")
         os.killpg(controller.pid, second)
     assert end(controller, run)[:2] == (said, code)
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(120)
-def test_actor_processes_die_with_a_killed_controller():
-    controller, run = read_run("wait")
-    actors, children = run["pids"][::2], run["pids"][1::2]
-    try:
-        controller.kill()
-        controller.wait(timeout=60)
-        assert wait_until_gone(actors) == []
-    finally:
-        # Children and files of actors do outlive a killed controller.
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for file in run["files"]:
-            Path(file).unlink()
-        controller.communicate(timeout=60)

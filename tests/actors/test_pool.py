@@ -113,22 +113,6 @@ def run_pool(steps, **settings):
     return run_in_virtual_time(main())[0]
 
 
-def test_prompts_of_a_lost_generator_are_answered_by_another_in_order():
-    async def steps(room):
-        await room.serve(0)
-        asking = asyncio.create_task(room.ask(1, 2, 3, 4))
-        await asyncio.sleep(1)
-        room[0].die()
-        answers = await asking
-        return answers, now_s(), room.pool.up(), room.router.num_running
-
-    answers, ended_at, up, running = run_pool(steps)
-    assert answers == [1, 2, 3, 4]
-    assert ended_at == 1 + 1 + 2  # pulled, lost halfway, asked again: no call waits for the restart
-    assert up == [1]
-    assert running == [0, 0]
-
-
 def test_restarted_generator_serves_only_after_pulling_the_current_version():
     async def steps(room):
         await room.serve(0)

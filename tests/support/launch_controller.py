@@ -73,8 +73,6 @@ async def main(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
         raise RuntimeError("as asked")
     if how == "stuck":
         await meshes[0].spawn("stuck", Holder).block.call()
-    if how == "wait":
-        await asyncio.sleep(600)
     if how in ("hear", "hear and save"):
         await train(stop, save_s=600 if how == "hear" else 0)
 
