@@ -15,7 +15,7 @@ from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.types import Rollout, Score
 
-MAX_TIME_LIMIT_S = 86_400.0
+DAY_S = 86_400.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,7 @@ class RewardActor(Actor, Configurable):
         its own; the wait for one to finish is not part of the time limit."""
 
         def __post_init__(self) -> None:
-            if not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
-                raise ValueError(
-                    f"time_limit_s={self.time_limit_s}: must be above 0 and at most {MAX_TIME_LIMIT_S:g} "
-                    "(a day): a reward function that never returns must end"
-                )
+            check_bounds(self, "time_limit_s", above=0, at_most=DAY_S)
             check_bounds(self, "num_procs", at_least=0)
             check_bounds(self, "max_concurrency", at_least=1)
 

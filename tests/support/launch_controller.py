@@ -1,7 +1,7 @@
 """Controller that ends in a given way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `wait` for a signal, `hear` a first one and save for ever, `hear and save` (the same, and be done with
+does HOW: `hear` a first signal and save for ever, `hear and save` (the same, and be done with
 it), `stuck` (waiting, with an actor that blocks), or `break`: an actor process is killed, so that its child has
 no parent, a third role does not come up, and the run raises an error.
 """
