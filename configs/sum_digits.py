@@ -14,8 +14,8 @@ from rl.config.configurable import Configurable
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
-from rl.models import qwen3_moe
 from rl.models.qwen3 import model_registry
+from rl.models.spec import model_spec
 from rl.rollouts.episode import Sampling
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 from rl.training.config import TrainingConfig
@@ -93,7 +93,7 @@ def tiny_moe() -> Controller.Config:
     """A mixture-of-experts model of 2.1M parameters: eight experts, two for each token."""
     config = tiny()
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
-    config.model = qwen3_moe.model_registry("tiny")
+    config.model = model_spec("qwen3_moe", "tiny")
     config.batch_invariant = False
     # If two experts score almost the same, trainer and generator may choose differently. That is rare, but
     # the logprobs then differ by the difference between two experts.
@@ -177,10 +177,9 @@ def _qwen3(
     max_tokens: int = 4096,
 ) -> Controller.Config:
     """Return a config for a Qwen3 checkpoint on GPUs of 80 GB, with `max_tokens` in a micro-batch."""
-    registry = qwen3_moe.model_registry if "-A" in flavor else model_registry
     return Controller.Config(
         description=f"Qwen3-{flavor} on sum-digits, on GPUs",
-        model=registry(flavor),
+        model=model_spec("qwen3_moe" if "-A" in flavor else "qwen3", flavor),
         hf_assets_path=f"assets/Qwen3-{flavor}",
         task=SumDigits.Config(num_integers=4, num_eval=256, instruction=INSTRUCTION),
         trainer=PolicyTrainer.Config(

@@ -178,7 +178,12 @@ class Decoder(Configurable, nn.Module):
         @property
         def has_experts(self) -> bool:
             """True if the feed-forward layers are mixtures of experts."""
-            return not isinstance(self.block.feed_forward, FeedForward.Config)
+            return self.num_experts > 0
+
+        @property
+        def num_experts(self) -> int:
+            """Number of experts of each feed-forward layer; 0 for a dense model."""
+            return getattr(self.block.feed_forward, "num_experts", 0)
 
     def __init__(
         self, *, config: Config, core_attention: Callable[[int], nn.Module] = lambda layer: PackedAttention()

@@ -10,12 +10,12 @@ counted: Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B, with attention
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from rl.models.decoder import Decoder
-from rl.models.moe import MoE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +68,9 @@ def model_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> 
             converted = model.build()
     assert isinstance(converted, Decoder)
     module = converted
-    attention, feed_forward = model.block.attention, model.block.feed_forward
-    chosen = 0.0
-    if isinstance(feed_forward, MoE.Config):
-        chosen = feed_forward.num_experts_per_token / feed_forward.num_experts
+    attention = model.block.attention
+    feed_forward: Any = model.block.feed_forward
+    chosen = feed_forward.num_experts_per_token / model.num_experts if model.has_experts else 0.0
     shares = {p: _share_of_a_token(p, module, chosen=chosen) for p in module.parameters()}
     experts = sum(p.numel() for p in shares if p.ndim == 3)
     table = 0 if module.lm_head is None else module.embed_tokens.weight.numel()

@@ -8,6 +8,15 @@ rows of a batch sorted by expert, so that one grouped product serves all experts
 The rows of an expert's fused gate and up projection are ordered by key-value head, as in the dense layer
 (`rl.models.decoder`), so tensor parallelism splits an expert at the same places.
 
+Experts of a mixture can be split in three ways, alone or together:
+
+- FSDP, like every parameter of a block.
+- Expert parallelism: groups of neighbours among the ranks that shard parameters hold different experts and send
+  each other tokens. FSDP then shards a rank's experts over the ranks that hold the same ones.
+- Tensor parallelism. A rank either keeps its T / tp tokens and all experts, or the layer gathers the tokens, each
+  rank computes its part of every expert, and the sums are scattered again. Either way the router's gradient is a
+  sum over the ranks.
+
 Shape legend: T tokens, E model width, N experts, K chosen for each token, S = T * K rows in the order of their
 experts, F width of one expert.
 """
@@ -15,18 +24,27 @@ experts, F width of one expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rl.config.configurable import Configurable
 from rl.distributed.expert_parallel import ExpertExchange, inverse_permutation, select_rows
-from rl.distributed.sharding import own_part
+from rl.distributed.mesh import EXPERT, TP
+from rl.distributed.sharding import ShardingOptions, distributed, own_part
 
+TOKENS = 0
+EXPERTS = 0
+ROWS_OF_EXPERT = 1
+COLUMNS_OF_EXPERT = 2
 _ALIGNMENT = 16
 """Bytes; rows of the grouped kernel have to start at a multiple."""
 
@@ -140,6 +158,56 @@ class MoE(Configurable, nn.Module):
         weights_TK, chosen_TK = self.router(x_TE)
         out_TE: Tensor = self.experts(x_TE, weights_TK, chosen_TK)
         return out_TE
+
+    def shard(self, mesh: DeviceMesh, *, config: ShardingOptions) -> None:
+        """Make router and experts DTensors on the axes over which their gradients are summed or kept apart."""
+        tp, expert_mesh, experts = mesh[TP], config.expert_mesh, self.experts
+        split = config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1
+        if tp.size() > 1:
+            self.router.weight = distributed(self.router.weight, tp, [Replicate()])
+        if split:
+            self.register_forward_pre_hook(partial(_gather_tokens, tp))
+            self.register_forward_hook(partial(_scatter_sums, tp))
+        rows, columns = (
+            (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT)) if split else (Replicate(), Replicate())
+        )
+        if expert_mesh is not None:
+            experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
+        elif tp.size() == 1:
+            return
+        for name, split_by in (("gate_up_proj", rows), ("down_proj", columns)):
+            axes, placements = tp, [split_by]
+            if expert_mesh is not None:
+                axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]
+                placements = [Shard(EXPERTS), split_by][: axes.ndim]
+            setattr(experts, name, distributed(getattr(experts, name), axes, placements))
+
+    def shard_for_generation(self, mesh: DeviceMesh) -> None:
+        """Split each expert over a mesh of one axis; every rank routes alike, and one sum combines the parts."""
+        experts = self.experts
+        experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
+        experts.down_proj = distributed(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
+        self.register_forward_hook(partial(_sum_over_ranks, mesh.get_group()))
+
+
+def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are summed."""
+    split = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
+    return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
+
+
+def _scatter_sums(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
+    """Sum partial results for all T tokens, and return those of this rank's T / tp."""
+    parts = DTensor.from_local(out_TE, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Shard(TOKENS)]).to_local()
+
+
+def _sum_over_ranks(
+    group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor
+) -> Tensor:
+    """Sum the ranks' outputs in place."""
+    dist.all_reduce(out_TE, group=group)
+    return out_TE
 
 
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:

@@ -7,25 +7,14 @@ FSDP2 all of them live on one two-dimensional mesh and each gradient is right.
 
 Context parallelism only changes the axis that FSDP2 shards over: the batch tells attention which tokens belong
 to this rank (`rl.models.attention`).
-
-Experts of a mixture can be split in three ways, alone or together:
-
-- FSDP, like every parameter of a block.
-- Expert parallelism: groups of neighbours among the ranks that shard parameters hold different experts and send
-  each other tokens. FSDP then shards a rank's experts over the ranks that hold the same ones.
-- Tensor parallelism. A rank either keeps its T / tp tokens and all experts, or the layer gathers the tokens, each
-  rank computes its part of every expert, and the sums are scattered again. Either way the router's gradient is a
-  sum over the ranks.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,18 +23,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rl.distributed.expert_parallel import ExpertExchange
-from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP, ParallelismConfig
-from rl.distributed.sharding import ShardingOptions, distributed, prepare_blocks, shard_data_parallel
+from rl.distributed.mesh import DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
+from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
 from rl.models.decoder import Decoder, FeedForward, TransformerBlock
 from rl.models.low_rank import follow_base_layers
-from rl.models.moe import MoE
 
 TOKENS = 0
 HEADS = 1
-EXPERTS = 0
-ROWS_OF_EXPERT = 1
-COLUMNS_OF_EXPERT = 2
 
 
 def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: ShardingOptions) -> Decoder:
@@ -58,10 +42,10 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
     if mesh is not None and mesh[TP].size() > 1:
         _shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
-    mixtures = [block.feed_forward for block in model.layers if isinstance(block.feed_forward, MoE)]
+    mixtures: list[Any] = [block.feed_forward for block in model.layers] if model.config.has_experts else []
     if mesh is not None:
         for layer in mixtures:
-            _place_experts(layer, mesh=mesh, config=config)
+            layer.shard(mesh, config=config)
     prepare_blocks(model.layers, mesh=mesh, options=config)
     if mesh is not None:
         apart = []
@@ -75,10 +59,12 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
 def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """Raise ValueError for degrees that cannot split a model of these sizes."""
     check_tensor_parallel(config, parallelism.tensor_parallel_degree)
-    if isinstance(config.block.feed_forward, MoE.Config):
-        num_experts, degree = config.block.feed_forward.num_experts, parallelism.expert_parallel_degree
-        if num_experts % degree:
-            raise ValueError(f"expert_parallel_degree={degree} does not divide num_experts={num_experts}")
+    if config.has_experts:
+        degree = parallelism.expert_parallel_degree
+        if config.num_experts % degree:
+            raise ValueError(
+                f"expert_parallel_degree={degree} does not divide num_experts={config.num_experts}"
+            )
         return
     for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
         if getattr(parallelism, name) > 1:
@@ -132,37 +118,3 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
             "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
         }
     return plan
-
-
-def _place_experts(layer: MoE, *, mesh: DeviceMesh, config: ShardingOptions) -> None:
-    """Make router and experts DTensors on the axes over which their gradients are summed or kept apart."""
-    tp, expert_mesh, experts = mesh[TP], config.expert_mesh, layer.experts
-    split = config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1
-    if tp.size() > 1:
-        layer.router.weight = distributed(layer.router.weight, tp, [Replicate()])
-    if split:
-        layer.register_forward_pre_hook(partial(_gather_tokens, tp))
-        layer.register_forward_hook(partial(_scatter_sums, tp))
-    rows, columns = (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT)) if split else (Replicate(), Replicate())
-    if expert_mesh is not None:
-        experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
-    elif tp.size() == 1:
-        return
-    for name, split_by in (("gate_up_proj", rows), ("down_proj", columns)):
-        axes, placements = tp, [split_by]
-        if expert_mesh is not None:
-            axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]
-            placements = [Shard(EXPERTS), split_by][: axes.ndim]
-        setattr(experts, name, distributed(getattr(experts, name), axes, placements))
-
-
-def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are summed."""
-    split = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
-    return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
-
-
-def _scatter_sums(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
-    """Sum partial results for all T tokens, and return those of this rank's T / tp."""
-    parts = DTensor.from_local(out_TE, mesh, [Partial()], run_check=False)
-    return parts.redistribute(placements=[Shard(TOKENS)]).to_local()

@@ -12,7 +12,6 @@ arithmetic. There is no backward.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl.distributed.sharding import distributed, local_tensor
 from rl.models.decoder import Decoder, linear_head
-from rl.models.moe import MoE
-from rl.models.parallelize import COLUMNS_OF_EXPERT, ROWS_OF_EXPERT
 
 ROWS = 0
 COLUMNS = 1
@@ -52,11 +49,10 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
                 setattr(parent, name, ShardedLinear(layer, mesh, dim=_DIMS[name]))
             elif name in _DIMS and isinstance(layer, nn.Embedding):
                 setattr(parent, name, VocabShardedEmbedding(layer, mesh))
-            elif isinstance(layer, MoE):
-                experts = layer.experts
-                experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
-                experts.down_proj = distributed(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
-                layer.register_forward_hook(partial(_sum_over_ranks, mesh.get_group()))
+    if model.config.has_experts:
+        mixtures: list[Any] = [block.feed_forward for block in model.layers]
+        for mixture in mixtures:
+            mixture.shard_for_generation(mesh)
     return model
 
 
@@ -109,11 +105,3 @@ class VocabShardedEmbedding(nn.Module):
         out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0)
         dist.all_reduce(out_TE, group=self.group)
         return out_TE
-
-
-def _sum_over_ranks(
-    group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor
-) -> Tensor:
-    """Sum the ranks' outputs in place."""
-    dist.all_reduce(out_TE, group=group)
-    return out_TE

@@ -12,8 +12,7 @@ from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
 from rl.models.decoder import Decoder
 from rl.models.spec import ModelSpec
-from rl.training.config import ReferenceConfig
-from rl.training.experts import ExpertBalance
+from rl.training.config import ExpertBalanceConfig, ReferenceConfig
 from rl.training.policy import num_positions
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
         raise ValueError(f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True")
 
 
-def check_experts(model: Decoder.Config, *, balance: ExpertBalance.Config) -> None:
+def check_experts(model: Decoder.Config, *, balance: ExpertBalanceConfig) -> None:
     """Raise ValueError for expert options of a dense model."""
     if model.has_experts:
         return

@@ -77,3 +77,23 @@ class ReferenceConfig:
     enable: bool = False
     """Keep a frozen copy of the weights that training starts from, for a KL term; costs one more forward a step
     and, on each rank, the parameters' size in param_dtype."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ExpertBalanceConfig:
+    """Settings of the load balance of a mixture of experts."""
+
+    load_balance_rate: float = 0.0
+    """Change of an expert's bias after each optimizer step, against its load; 0 keeps the bias. 0.001 is
+    usual for scores that sum to 1."""
+    force_load_balance: bool = False
+    """Send tokens to the experts in turn, ignoring the router; only for measurements, because the model's
+    output is wrong and differs between layouts."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "load_balance_rate", at_least=0, below=float("inf"))
+        if self.load_balance_rate and self.force_load_balance:
+            raise ValueError(
+                f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, which ignores "
+                "scores and biases"
+            )

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +39,7 @@ from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.checks import trainer_checks
-from rl.training.config import Dtype, ReferenceConfig, TrainingConfig
-from rl.training.experts import ExpertBalance
+from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig
 from rl.training.export import export_hf, load_hf, save_adapter
 from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator
@@ -57,7 +58,6 @@ class TrainingEngine(Configurable):
     gradient.
     """
 
-    experts: ExpertBalance
     optimizer: Optimizer
     schedule: LRSchedule
     checkpointer: Checkpointer
@@ -79,7 +79,7 @@ class TrainingEngine(Configurable):
         """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
         print_after_conversion: bool = False
         """Log the model's modules after the converters, on the first rank at level INFO."""
-        experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
+        experts: ExpertBalanceConfig = field(default_factory=ExpertBalanceConfig)
 
         def check(self, spec: ModelSpec, *, world_size: int, device: torch.device) -> Degrees:
             """Return the degrees of a trainer of this model with `world_size` processes.
@@ -151,7 +151,13 @@ class TrainingEngine(Configurable):
         self.mesh = self._rank.mesh
         make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
-        self.experts = config.experts.build(model=self.policy.model, mesh=self.mesh, device=self.device)
+        self.experts: Any = None
+        """`rl.training.experts.ExpertBalance` of a mixture; None for a dense model."""
+        if model_spec.model.has_experts:
+            balance = import_module("rl.training.experts").ExpertBalance
+            self.experts = balance(
+                config=config.experts, model=self.policy.model, mesh=self.mesh, device=self.device
+            )
         _set_weights(self.policy, folder)
         has_reference = config.reference.enable
         self.reference = ReferencePolicy(self.policy, build=make_policy) if has_reference else None
@@ -232,7 +238,8 @@ class TrainingEngine(Configurable):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
             self.optimizer.step(settings)
             self.policy.converters.post_optimizer_hook(self.policy.model)
-            self.experts.step()
+            if self.experts is not None:
+                self.experts.step()
         self.drop_gradient()
         self.policy_version += 1
         self._collect_garbage()

@@ -6,52 +6,29 @@ N experts, L layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.config.configurable import Configurable
-from rl.config.tree import check_bounds
 from rl.distributed.mesh import TP
 from rl.models.moe import ExpertRouter
+from rl.training.config import ExpertBalanceConfig
 from rl.types import ExpertLoad
 
 
-class ExpertBalance(Configurable):
-    """Counts the experts that routers choose, without padding, from one optimizer step to the next.
-
-    For a model without experts it does nothing.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        load_balance_rate: float = 0.0
-        """Change of an expert's bias after each optimizer step, against its load; 0 keeps the bias. 0.001 is
-        usual for scores that sum to 1."""
-        force_load_balance: bool = False
-        """Send tokens to the experts in turn, ignoring the router; only for measurements, because the model's
-        output is wrong and differs between layouts."""
-
-        def __post_init__(self) -> None:
-            check_bounds(self, "load_balance_rate", at_least=0, below=float("inf"))
-            if self.load_balance_rate and self.force_load_balance:
-                raise ValueError(
-                    f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, which ignores "
-                    "scores and biases"
-                )
+class ExpertBalance:
+    """Counts the experts that routers choose, without padding, from one optimizer step to the next."""
 
     def __init__(
-        self, *, config: Config, model: nn.Module, mesh: DeviceMesh | None, device: torch.device
+        self, *, config: ExpertBalanceConfig, model: nn.Module, mesh: DeviceMesh | None, device: torch.device
     ) -> None:
         self.config = config
         self.mesh = mesh
         self.routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         for router in self.routers:
             router.force_balance = config.force_load_balance
-        num_experts = self.routers[0].load_balance_bias.numel() if self.routers else 0
+        num_experts = self.routers[0].load_balance_bias.numel()
         self._of_call_LN = torch.zeros(len(self.routers), num_experts, dtype=torch.float64, device=device)
         self._of_step_LN = torch.zeros_like(self._of_call_LN)
 
@@ -62,8 +39,6 @@ class ExpertBalance(Configurable):
         Args:
             real_T: [T] bool, True for tokens that are no padding, before tensor parallelism splits them.
         """
-        if not self.routers:
-            return
         chosen = [router.last_chosen_TK for router in self.routers]
         for router in self.routers:
             router.last_chosen_TK = None
@@ -75,10 +50,8 @@ class ExpertBalance(Configurable):
         ones_LtK = counted_t.double().view(1, -1, 1).expand_as(slots_LtK)
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
-    def reduce(self) -> ExpertLoad | None:
-        """Return the load since the last `reduce` over all ranks; None for a model without experts."""
-        if not self.routers:
-            return None
+    def reduce(self) -> ExpertLoad:
+        """Return the load since the last `reduce` over all ranks."""
         counts_LN, self._of_call_LN = self._of_call_LN, torch.zeros_like(self._of_call_LN)
         if self.mesh is not None:
             dist.all_reduce(counts_LN)
@@ -91,7 +64,7 @@ class ExpertBalance(Configurable):
     @torch.no_grad()
     def step(self) -> None:
         """Move each expert's bias by the rate against its load; called after an optimizer step."""
-        if not self.routers or not self.config.load_balance_rate:
+        if not self.config.load_balance_rate:
             return
         below_mean_LN = self._of_step_LN.mean(1, keepdim=True) - self._of_step_LN
         moves_LN = self.config.load_balance_rate * below_mean_LN.sign().float()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from rl.distributed.collectives import reduce_sums_and_maxima, sum_over_world
 from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
-from rl.training.experts import ExpertBalance
 from rl.training.failures import non_finite
 from rl.training.policy import Policy, ReferencePolicy, TokenValues
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
@@ -45,11 +45,12 @@ class GradientAccumulator:
         *,
         policy: Policy,
         reference: ReferencePolicy | None,
-        experts: ExpertBalance,
+        experts: Any,
         failure_folder: str | None,
     ) -> None:
         """
         Args:
+            experts: `rl.training.experts.ExpertBalance`, or None for a dense model.
             failure_folder: receives the samples of a loss that is not finite.
         """
         self._policy = policy
@@ -76,7 +77,9 @@ class GradientAccumulator:
         call = CallSums(samples, policy=self._policy, wanted=wanted)
         with self.dropped_on_error(f"forward_backward of step {version}"):
             self._run(call, loss=loss, backward=True)
-            result = replace(call.result(), expert_load=self._experts.reduce())
+            result = call.result()
+            if self._experts is not None:
+                result = replace(result, expert_load=self._experts.reduce())
             self.num_calls += 1
             if self._failure_folder is not None:
                 self._samples.extend(samples)
@@ -141,7 +144,8 @@ class GradientAccumulator:
         for parameter in self._policy.parameters.values():
             parameter.grad = None
         self.num_calls, self.denominator, self._samples = 0, None, []
-        self._experts.forget()
+        if self._experts is not None:
+            self._experts.forget()
 
     @contextmanager
     def dropped_on_error(self, what: str) -> Iterator[None]:
@@ -168,7 +172,8 @@ class GradientAccumulator:
             call.add(batch, inputs, output, logprobs_T, entropy_T)
 
     def _backward(self, batch: PackedBatch, output: LossOutput, logprobs_T: Tensor) -> None:
-        self._experts.count(self._policy.real_tokens(batch))
+        if self._experts is not None:
+            self._experts.count(self._policy.real_tokens(batch))
         if self.num_calls and (output.denominator is None) != (self.denominator is None):
             raise ValueError(
                 "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ from torch import Tensor
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, FeedForward
+from rl.models.decoder import Decoder
 from rl.models.low_rank import adapted_layers
-from rl.models.moe import GroupedExperts, MoE
 from rl.models.spec import ModelSpec
 from rl.training.muon import is_hidden_matrix
 
@@ -141,9 +140,8 @@ class _OnRank:
     def __init__(self, module: Decoder, degrees: Degrees) -> None:
         self.degrees = degrees
         self.num_layers = len(module.layers)
-        self._experts = {
-            p for part in module.modules() if isinstance(part, GroupedExperts) for p in part.parameters()
-        }
+        self._experts = {p for p in module.parameters() if p.ndim == 3}
+        """The stacked matrices of experts."""
 
     def shards(self, part: Collection[Tensor]) -> int:
         """Return the elements of one rank's shards."""
@@ -199,17 +197,16 @@ def _activations_of_token(
     checkpoint: ActivationCheckpointConfig,
 ) -> float:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
-    tp, attention, feed_forward = degrees.tp, model.block.attention, model.block.feed_forward
-    width = model.dim
+    tp, width, attention = degrees.tp, model.dim, model.block.attention
+    feed_forward: Any = model.block.feed_forward
     queries = attention.num_heads * attention.head_dim / tp
     keys = attention.num_kv_heads * attention.head_dim / tp
-    if isinstance(feed_forward, MoE.Config):
+    if model.has_experts:
         # Whole experts see their rank's part of the tokens, split experts see all tokens.
         copies = feed_forward.num_experts_per_token / (1 if degrees.etp > 1 else tp)
         hidden = copies * feed_forward.hidden_dim / degrees.etp
         routed = copies * width
     else:
-        assert isinstance(feed_forward, FeedForward.Config)
         hidden, routed = feed_forward.hidden_dim / tp, 0.0
     # A norm keeps its input; on a CPU in float32, with the input divided by its root mean square.
     norm = itemsize if on_gpu else 2 * FLOAT32

@@ -30,7 +30,6 @@ from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
-from rl.models.moe import ExpertRouter
 from rl.models.parallelize import parallelize_decoder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
@@ -88,7 +87,7 @@ class Policy:
             training,
             compile=config.compile,
             has_context=self.context is not None,
-            has_experts=any(isinstance(module, ExpertRouter) for module in self.model.modules()),
+            has_experts=spec.model.has_experts,
         )
         if config.print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.model)

@@ -27,8 +27,8 @@ from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
+from rl.training.config import ExpertBalanceConfig
 from rl.training.engine import TrainingEngine
-from rl.training.experts import ExpertBalance
 from rl.training.failures import NonFiniteLossError
 from rl.training.gradients import sum_partial_gradients
 from tests.training.parts import (
@@ -88,7 +88,7 @@ def spec_of(kind: str) -> ModelSpec:
 def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:
     config = engine_config(parallelism=parallelism(layout), **training)
     if kind == "moe":
-        config.experts = ExpertBalance.Config(load_balance_rate=BIAS_RATE)
+        config.experts = ExpertBalanceConfig(load_balance_rate=BIAS_RATE)
     if "float8" in kind:
         # Scales by row do not depend on how context parallelism splits a tensor.
         config.converters = (Float8.Config(emulate=True, recipe="rowwise"),)

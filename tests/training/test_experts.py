@@ -13,6 +13,7 @@ from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
 from rl.models.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
+from rl.training.config import ExpertBalanceConfig
 from rl.training.experts import ExpertBalance
 from rl.types import ExpertLoad
 from tests.training.layouts import make
@@ -23,7 +24,9 @@ def balance(*, num_layers=1, **settings):
     """Return the balance of routers with four experts, whose choices the test writes in."""
     config = MoE.Config(num_experts=4, num_experts_per_token=2, hidden_dim=4)
     routers = nn.ModuleList(ExpertRouter(config=config, dim=2) for _ in range(num_layers))
-    made = ExpertBalance.Config(**settings).build(model=routers, mesh=None, device=torch.device("cpu"))
+    made = ExpertBalance(
+        config=ExpertBalanceConfig(**settings), model=routers, mesh=None, device=torch.device("cpu")
+    )
     return made, list(routers)
 
 
@@ -69,13 +72,6 @@ def test_bias_moves_against_the_load_of_all_calls_of_a_step():
     assert router.load_balance_bias.tolist() == [-0.5, -0.25, 0.25, 0.5]
 
 
-def test_dense_model_has_no_load():
-    made = ExpertBalance.Config().build(model=nn.Linear(1, 1), mesh=None, device=torch.device("cpu"))
-    made.count(tokens(real=3))
-    assert made.reduce() is None
-    made.step()
-
-
 def test_failed_step_leaves_no_count(moe_assets):
     engine = make("moe", "one", {"moe": moe_assets})
     broken = replace(make_sample(length=9, seed=0), advantages=np.full(9, np.nan, dtype=np.float32))
@@ -112,8 +108,8 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
 def test_settings_without_effect_are_refused():
     dense = small_spec().model
     for settings, named in (
-        (ExpertBalance.Config(load_balance_rate=0.1), "load_balance_rate=0.1: must be 0.0"),
-        (ExpertBalance.Config(force_load_balance=True), "force_load_balance=True: must be False"),
+        (ExpertBalanceConfig(load_balance_rate=0.1), "load_balance_rate=0.1: must be 0.0"),
+        (ExpertBalanceConfig(force_load_balance=True), "force_load_balance=True: must be False"),
     ):
         with pytest.raises(ValueError, match=f"experts.{named} for a model without experts"):
             check_experts(dense, balance=settings)
@@ -122,4 +118,4 @@ def test_settings_without_effect_are_refused():
             spec=moe_spec(), degrees=ParallelismConfig().degrees(1), device=torch.device("meta")
         )
     with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
-        ExpertBalance.Config(load_balance_rate=0.1, force_load_balance=True)
+        ExpertBalanceConfig(load_balance_rate=0.1, force_load_balance=True)
