@@ -151,13 +151,8 @@ class TrainingEngine(Configurable):
         self.mesh = self._rank.mesh
         make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
-        self.experts: Any = None
+        self.experts = _expert_balance(config.experts, self.policy)
         """`rl.training.experts.ExpertBalance` of a mixture; None for a dense model."""
-        if model_spec.model.has_experts:
-            balance = import_module("rl.training.experts").ExpertBalance
-            self.experts = balance(
-                config=config.experts, model=self.policy.model, mesh=self.mesh, device=self.device
-            )
         _set_weights(self.policy, folder)
         has_reference = config.reference.enable
         self.reference = ReferencePolicy(self.policy, build=make_policy) if has_reference else None
@@ -398,3 +393,11 @@ def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
         policy.init_weights()
     else:
         load_hf(policy, folder)
+
+
+def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
+    if not policy.spec.model.has_experts:
+        return None
+    # Imported by name, so that a run of a dense model does not depend on the code of mixtures.
+    balance = import_module("rl.training.experts").ExpertBalance
+    return balance(config=config, model=policy.model, mesh=policy.mesh, device=policy.device)
