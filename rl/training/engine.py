@@ -152,7 +152,6 @@ class TrainingEngine(Configurable):
         make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
         self.experts = _expert_balance(config.experts, self.policy)
-        """`rl.training.experts.ExpertBalance` of a mixture; None for a dense model."""
         _set_weights(self.policy, folder)
         has_reference = config.reference.enable
         self.reference = ReferencePolicy(self.policy, build=make_policy) if has_reference else None
@@ -396,6 +395,7 @@ def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
 
 
 def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
+    """Return the `rl.training.experts.ExpertBalance` of a mixture, or None for a dense model."""
     if not policy.spec.model.has_experts:
         return None
     # Imported by name, so that a run of a dense model does not depend on the code of mixtures.
