@@ -10,6 +10,7 @@ import pytest
 
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric, UnparsedAnswer, answer_part
 from tests.support.scored import replied
+from tests.support.virtual_time import run_in_virtual_time
 
 
 def number(rollout):
@@ -106,6 +107,26 @@ def test_async_functions_overlap_up_to_max_concurrency():
     scores = score_group(rubric_of(counting), [replied("1") for _ in range(8)])
     assert [s.reward for s in scores] == [1.0] * 8
     assert counting.most == 3
+
+
+def test_async_function_has_its_time_limit_from_the_end_of_its_wait_for_a_slot():
+    class Slow:
+        max_concurrency = 2
+
+        async def __call__(self, rollout):
+            await asyncio.sleep(number(rollout))
+            return 1.0
+
+    rubric = rubric_of(Slow())
+
+    async def results():
+        calls, slots = rubric.calls([replied(text) for text in ("0.4", "0.4", "0.6", "0.4")]), rubric.slots(9)
+        return await asyncio.gather(*(rubric.result(c, slots=slots, time_limit_s=0.5) for c in calls))
+
+    found, took_s = run_in_virtual_time(results())
+    late = "reward 'f' took longer than time_limit_s=0.5"
+    assert [result.failure for result in found] == [None, None, late, None]
+    assert took_s == pytest.approx(0.4 + 0.5)
 
 
 def test_rollout_whose_environment_failed_is_seen_by_no_function():

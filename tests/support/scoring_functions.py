@@ -74,8 +74,6 @@ async def later(rollout):
             await asyncio.sleep(0.001)
     elif what == "wait":
         await asyncio.sleep(LIMIT_S / 2)
-    elif what == "take long":
-        await asyncio.sleep(60)
     elif what == "block":
         time.sleep(60)
     elif what == "end":
@@ -95,18 +93,6 @@ MIXED = Rubric(
         GroupCriterion(name="together", function=together),
     )
 )
-
-
-_now = 0
-
-
-async def counted(rollout):
-    global _now
-    _now += 1
-    most = _now
-    await asyncio.sleep(0.2)
-    _now -= 1
-    return most
 
 
 def failure_of(score):
