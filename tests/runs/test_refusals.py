@@ -144,7 +144,7 @@ def test_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp_p
 
 def test_dump_folder_that_is_a_file_is_refused(refused, tmp_path):
     (tmp_path / "outputs").write_text("")
-    assert "cannot be a run's folder: Not a directory" in refused()
+    assert "cannot be a run's folder: File exists" in refused()
 
 
 @pytest.mark.parametrize(
