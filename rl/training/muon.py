@@ -33,6 +33,8 @@ from rl.models.adapter import DecoderAdapter
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
 EPS = 1e-7
+NUM_ITERATIONS = 5
+"""Iterations of the Newton-Schulz method, which brings singular values to about 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,22 +43,11 @@ class MuonConfig:
 
     momentum: float = 0.95
     """Decay of the running mean of the gradient."""
-    nesterov: bool = True
-    """Use Nesterov momentum: mix the gradient into its mean once more."""
-    num_iterations: int = 5
-    """Iterations of the Newton-Schulz method, which brings singular values to about 1."""
-    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of the update of a matrix with A rows and B columns: 0.2 sqrt(max(A, B)) matches AdamW's size, so
-    that one lr suits both; original is sqrt(max(1, A / B))."""
-    lr_ratio: float = 1.0
-    """Learning rate of the matrices as a multiple of the optimizer's; scale original needs a larger one."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the iteration's matrix products."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "momentum", at_least=0, below=1)
-        check_bounds(self, "num_iterations", at_least=1)
-        check_bounds(self, "lr_ratio", at_least=0, below=float("inf"))
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -96,7 +87,6 @@ class Muon:
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, momentum: float) -> None:
         """Update all parameters that have a gradient; collective."""
-        lr *= self.config.lr_ratio
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with_grad = [(name, p) for name, p in self.parameters.items() if p.grad is not None]
         for start in range(0, len(with_grad), num_ranks):
@@ -125,7 +115,7 @@ class Muon:
         assert parameter.grad is not None
         gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
         mean.lerp_(gradient, 1.0 - momentum)
-        update = gradient.lerp(mean, momentum) if self.config.nesterov else mean
+        update = gradient.lerp(mean, momentum)  # Nesterov's
         return wrapped_like(parameter.data, update.to(_device_of(parameter)))
 
     def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:
@@ -138,8 +128,8 @@ class Muon:
         dtype = getattr(torch, self.config.compute_dtype)
         updates = []
         for part_AB in parts.values():
-            update_AB = orthogonalize(part_AB.to(dtype), num_iterations=self.config.num_iterations)
-            updates.append(update_AB.to(whole.dtype) * _scale(part_AB, self.config.scale))
+            update_AB = orthogonalize(part_AB.to(dtype), num_iterations=NUM_ITERATIONS)
+            updates.append(update_AB.to(whole.dtype) * _scale(part_AB))
         if len(updates) == 1 and updates[0].shape == whole.shape:
             return updates[0].contiguous()
         assert self.adapter is not None
@@ -161,11 +151,9 @@ def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
     return x.T if tall else x
 
 
-def _scale(matrix_AB: Tensor, kind: str) -> float:
-    rows, columns = matrix_AB.shape
-    if kind == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+def _scale(matrix_AB: Tensor) -> float:
+    """Return the factor that gives an update the size of AdamW's, so that one lr suits both."""
+    return 0.2 * math.sqrt(max(matrix_AB.shape))
 
 
 def _device_of(parameter: nn.Parameter) -> torch.device:
