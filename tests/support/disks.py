@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.forked import run_in_fork
+from tests.support.forked import limit_files, run_in_fork
 
 FULL = "(No space left on device|File too large)"
 """Pattern of the error message on a full disk of `on_small_disk`."""
@@ -38,7 +37,7 @@ class SmallDisk:
     def fill(self) -> None:
         """Fill the disk; only the last, partly used pages of existing files have room left."""
         if not self.is_mounted:
-            _limit_files(0)
+            limit_files(0)
             return
         with suppress(OSError), (self.folder / FILLER).open("ab", buffering=0) as filler:
             while True:
@@ -48,7 +47,7 @@ class SmallDisk:
         if self.is_mounted:
             (self.folder / FILLER).unlink()
         else:
-            _limit_files(resource.RLIM_INFINITY)
+            limit_files(resource.RLIM_INFINITY)
 
     def entries(self) -> list[str]:
         """Return the paths of all files and folders except the filler."""
@@ -101,9 +100,3 @@ def _answer(function: Callable[[], str]) -> str:
     assert status == 0, status
     assert not answer.startswith("raised "), answer
     return answer
-
-
-def _limit_files(num_bytes: int) -> None:
-    """Limit the length of files like `forked.limit_files`, until the block ends."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

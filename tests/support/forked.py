@@ -45,6 +45,7 @@ def die_at_flush(number: int) -> None:
 
 
 def limit_files(num_bytes: int) -> None:
-    """Limit the length of the files that this process writes, which acts like a full disk."""
+    """Limit the length of the files that this process writes, which acts like a full disk; a later call may raise
+    it."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
