@@ -38,7 +38,6 @@ from rl.training.checkpoint_tensors import (
 from rl.training.checks import trainer_checks
 from rl.training.memory import too_large
 from rl.training.optimizer import Optimizer, check_total_steps
-from rl.weights.store import check_unused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +182,6 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
     faults = Faults()
     with faults.caught():
         check_installed(config.sinks)
-    with faults.caught():
-        check_unused(config.weights)
     if config.launch.on_cluster or machine.num_gpus:
         return faults
     with faults.caught():

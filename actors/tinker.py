@@ -111,11 +111,8 @@ class ActorBackend(TinkerBackend):
                 "launch.share_gpus=True: must be False, as models train while others are sampled from; give "
                 "trainer and generators devices of their own"
             )
-        if config.generator.initial_weights != "store" or config.generator.can_sleep:
-            raise ValueError(
-                f"generator.initial_weights={config.generator.initial_weights!r}, "
-                f"can_sleep={config.generator.can_sleep}: must be 'store' and False, the weights come from the store"
-            )
+        if config.generator.can_sleep:
+            raise ValueError("generator.can_sleep=True: must be False, as sessions sample at any time")
         self._cluster = ClusterConfig(
             trainer=config.trainer,
             generator=config.generator,
@@ -149,8 +146,9 @@ class ActorBackend(TinkerBackend):
         if not config.launch.on_cluster:
             left.enter_context(temporary_files())
         folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
-        store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=folder)
         logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
+        # Other hosts see the folder of the logs.
+        store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=logs)
         launcher = Launcher()
         try:
             cluster = Cluster(

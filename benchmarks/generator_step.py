@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from actors.vllm.engine import GeneratorEngine
 from benchmarks.processes import tiny_assets
@@ -117,17 +118,22 @@ async def measure(engine: GeneratorEngine, clock: PartClock, *, tokens: int, rep
     }
 
 
+async def write_random_weights(state_dict: dict[str, Tensor]) -> None:
+    for tensor in state_dict.values():
+        tensor.normal_(std=0.02)
+
+
 async def benchmark(assets: str, *, token_limits: list[int], repeats: int, threads: int) -> dict[str, Any]:
     config = GeneratorEngine.Config(
         dtype="float32",
         max_model_len=256,
         max_num_seqs=NUM_PROMPTS * NUM_SAMPLES,
         cpu_kv_cache_gib=0.25,
-        initial_weights="folder",
         num_threads=threads,
     )
     engine = GeneratorEngine(config=config, model_spec=model_registry("tiny"), hf_assets_path=assets)
     await engine.start()
+    await engine.update_weights(write_random_weights, version=1)
     clock = watch_engine(engine)
     figures = {
         str(tokens): await measure(engine, clock, tokens=tokens, repeats=repeats) for tokens in token_limits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,9 +11,7 @@ from rl.config.configurable import Configurable
 from rl.config.effect import unless
 from rl.config.tree import check_bounds
 from rl.distributed.runtime import check_seed
-from rl.models.hf import HFFolder, read_json_object
 from rl.models.parallelize import check_tensor_parallel
-from rl.models.spec import ModelSpec
 
 ENVIRONMENT = {
     # The engine runs in this process, which owns its weights.
@@ -73,8 +70,6 @@ class GeneratorConfig(Configurable.Config):
     whole sequence before it."""
     can_sleep: bool = False
     """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
-    initial_weights: Literal["store", "folder"] = "store"
-    """Source of the first weights: the first pull, or the Hugging Face folder."""
     seed: int = 0
     """Seed of calls whose sampling settings have none."""
     num_threads: int = 1
@@ -134,15 +129,3 @@ class GeneratorConfig(Configurable.Config):
     @property
     def cpu_block_tokens(self) -> int:
         return self.block_size or CPU_BLOCK
-
-
-def check_assets(config: GeneratorConfig, spec: ModelSpec, path: str) -> None:
-    """Raise ValueError unless the folder fits the settings and contains the weights it must have."""
-    folder = HFFolder(path) if config.initial_weights == "folder" else None
-    model: Any = spec.adapter.config_from_hf(
-        folder.config if folder else read_json_object(Path(path) / "config.json")
-    )
-    config.check_model(model)
-    if folder is not None:
-        with torch.device("meta"):
-            folder.check(model.build(), spec.adapter(model))

@@ -234,7 +234,7 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
     return EngineArgs(
         model=hf_assets_path,
         hf_overrides={"architectures": [architecture]},
-        load_format=f"relay_{config.initial_weights}",
+        load_format="relay_store",
         use_tqdm_on_load=False,
         # The request gives all sampling settings, and text is not made here.
         skip_tokenizer_init=True,

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.vllm.config import ENVIRONMENT, GeneratorConfig, check_assets
+from actors.vllm.config import ENVIRONMENT, GeneratorConfig
 from actors.vllm.lockstep import EngineTurn, Lockstep, Pause, PauseRequest
 from actors.vllm.requests import (
     Begun,
@@ -52,6 +52,7 @@ from actors.vllm.requests import (
 )
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
+from rl.models.hf import read_json_object
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
@@ -87,7 +88,7 @@ class GeneratorEngine(Configurable):
         """Check the number of processes; `start` starts the engine.
 
         Args:
-            hf_assets_path: folder with config.json, and with the weights if the first weights come from it.
+            hf_assets_path: folder with config.json and, for stop texts, the tokenizer.
             world: this tensor-parallel rank; None: a single rank.
 
         Raises:
@@ -123,17 +124,16 @@ class GeneratorEngine(Configurable):
         A process can have one engine: vllm keeps much of its state in globals.
 
         Raises:
-            ValueError: the settings do not fit the model or the memory, or the folder is incomplete.
+            ValueError: the settings do not fit the model or the memory.
         """
-        check_assets(self.config, self._model_spec, self._hf_assets_path)
+        config_file = Path(self._hf_assets_path) / "config.json"
+        self.config.check_model(self._model_spec.adapter.config_from_hf(read_json_object(config_file)))
         self._thread = WorkerThread("vllm-engine")
         try:
             self._core, self._lockstep = await self._thread.run(self._build)
         except BaseException:
             await self.close()
             raise
-        if self.config.initial_weights == "folder":
-            self.policy_version = 0
         self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
 
     def model_state_dict(self) -> dict[str, Tensor]:

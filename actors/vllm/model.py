@@ -23,13 +23,12 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
 
-from rl.distributed.sharding import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import persistent_buffers, reset_buffers
-from rl.models.hf import HFFolder, hf_buffers, read_json_object, read_parameters
+from rl.models.hf import read_json_object
 from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
@@ -50,7 +49,6 @@ class VLLMPolicy(nn.Module):
         super().__init__()
         folder = Path(vllm_config.model_config.model)
         config: Any = self.spec.adapter.config_from_hf(read_json_object(folder / "config.json"))
-        self.adapter = self.spec.adapter(config)
         tp_size = get_tensor_model_parallel_world_size()
         device = torch.get_default_device()
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
@@ -179,13 +177,7 @@ def _kernel_head_dim(head_dim: int) -> int:
     backend = get_attn_backend(head_dim, torch.get_default_dtype(), None)
     if backend.supports_head_size(head_dim):
         return head_dim
-    larger = [size for size in backend.get_supported_head_sizes() if size > head_dim]
-    if not larger:
-        raise ValueError(
-            f"head_dim={head_dim} is larger than {backend.get_name()} attention supports: "
-            f"at most {max(backend.get_supported_head_sizes())}"
-        )
-    return min(larger)
+    return min(size for size in backend.get_supported_head_sizes() if size > head_dim)
 
 
 @register_model_loader("relay_store")
@@ -200,19 +192,3 @@ class StoreLoader(BaseModelLoader):
         assert isinstance(model, VLLMPolicy)
         for tensor in (*model.model.parameters(), *map(model.model.get_buffer, model.buffer_names)):
             tensor.zero_()
-
-
-@register_model_loader("relay_folder")
-class FolderLoader(StoreLoader):
-    """Model loader for a Hugging Face folder; a buffer that the folder lacks is zero."""
-
-    @torch.no_grad()
-    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        super().load_weights(model, model_config)
-        assert isinstance(model, VLLMPolicy)
-        folder, tensors = HFFolder(model_config.model), dict(model.model.named_parameters())
-        buffers = hf_buffers(model.model, model.adapter)
-        names = [*tensors, *folder.present(buffers, model.adapter)]
-        tensors |= buffers
-        for name, whole in read_parameters(folder, model.adapter, names):
-            local_tensor(tensors[name]).copy_(local_shard_of(whole, tensors[name]))

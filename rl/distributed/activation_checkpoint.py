@@ -9,17 +9,22 @@ When a block is recomputed, FSDP has gathered its parameters again in the dtype 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from rl.config.effect import only_if
+from rl.distributed.compat import replaced_parameters
 
 KEPT_OPS = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm",
@@ -65,42 +70,21 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        contexts = context_fn
         # A compiled block takes its parameters as inputs of its graph, and so keeps them itself.
         if torch.compiler.is_compiling():
-            contexts = context_fn or _keep_random
-        elif cast := _cast_parameters(block):
-            contexts = partial(_recompute_with, block, cast, context_fn)
-        settings: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-        return checkpoint(inner, *args, use_reentrant=False, **settings, **kwargs)
+            return checkpoint(
+                inner, *args, use_reentrant=False, context_fn=context_fn or _keep_random, **kwargs
+            )
+        cast = {name: p for name, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
+
+        def with_cast(*args: Any, **kwargs: Any) -> Any:
+            with replaced_parameters(block, cast):
+                return inner(*args, **kwargs)
+
+        run = with_cast if cast else inner
+        return checkpoint(run, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs)
 
     block.forward = forward
-
-
-def _cast_parameters(block: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that replace parameters during this forward, by name."""
-    return {name: p for name, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
-
-
-def _recompute_with(
-    block: nn.Module, cast: Mapping[str, Tensor], context_fn: Callable[[], Any] | None
-) -> tuple[Any, Any]:
-    """Return the contexts of the forward and of its recomputation, for `checkpoint`."""
-    first, again = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
-    return first, _with_parameters(block, cast, again)
-
-
-@contextmanager
-def _with_parameters(block: nn.Module, cast: Mapping[str, Tensor], inside: Any) -> Iterator[None]:
-    """Enter the context `inside` with the cast tensors in place of the parameters."""
-    with ExitStack() as stack:
-        for name, tensor in cast.items():
-            owner, _, leaf = name.rpartition(".")
-            parameters: dict[str, Any] = block.get_submodule(owner)._parameters
-            stack.callback(parameters.__setitem__, leaf, parameters[leaf])
-            parameters[leaf] = tensor
-        stack.enter_context(inside)
-        yield
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 @cache
@@ -65,6 +68,11 @@ def recorded_collectives() -> list[dict[str, Any]]:
     name = "_dump_nccl_trace" if "nccl" in dist.get_backend_config() else "_dump_fr_trace"
     dump = getattr(bindings, name, None)
     return [] if dump is None else pickle.loads(dump()).get("entries", [])
+
+
+def replaced_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Put tensors in place of parameters; the public `functional_call` would call the module's hooks too."""
+    return _reparametrize_module(module, tensors)
 
 
 def enable_micro_pipeline(group: dist.ProcessGroup) -> None:

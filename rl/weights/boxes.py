@@ -192,19 +192,6 @@ def batches(reads: Sequence[Read], *, max_bytes: int) -> Iterator[list[Read]]:
         yield batch
 
 
-def check_complete(version: int, shards: Sequence[Sequence[PackedPart]]) -> None:
-    """Raise WeightMismatchError if ranks have pushed fewer elements of a tensor than it has."""
-    num_left: dict[str, int] = {}
-    for part in itertools.chain.from_iterable(shards):
-        left = num_left.get(part.name, math.prod(part.box.global_shape))
-        num_left[part.name] = left - num_elements(part.box)
-    for name, left in num_left.items():
-        if left > 0:
-            raise WeightMismatchError(
-                f"version {version} is incomplete: {left} elements of {name!r} were not pushed by any rank"
-            )
-
-
 def plan_reads(
     version: int, parts: Sequence[Part], shards: Sequence[Sequence[PackedPart]]
 ) -> dict[int, list[Read]]:

@@ -31,9 +31,6 @@ from rl.weights.types import WeightParityError
 _SLAB_ELEMENTS = 2**24
 """Elements that `sum_by_torch` widens to 8 bytes at a time."""
 
-Totals = dict[str, tuple[str, tuple[int, ...], int]]
-"""(dtype, shape, checksum) of whole tensors, by name."""
-
 
 def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Return the checksum of `tensor`, the box at `offsets` of a tensor of `global_shape`."""
@@ -165,7 +162,8 @@ def check_sums(*, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, S
                 )
 
 
-def _totals(boxes: Sequence[BoxSum], who: str) -> Totals:
+def _totals(boxes: Sequence[BoxSum], who: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return the dtype, shape and checksum of each whole tensor."""
     by_name: dict[str, list[BoxSum]] = {}
     for box in set(boxes):  # equal copies count once
         by_name.setdefault(box.name, []).append(box)

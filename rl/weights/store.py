@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,7 +45,7 @@ from torchstore.transport.buffers import rdma_available
 from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
-from rl.config.effect import only_if, unless
+from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.spans import span
 from rl.types import BoxSum
@@ -57,13 +58,12 @@ from rl.weights.boxes import (
     Part,
     Read,
     batches,
-    check_complete,
     lay_out,
     outgoing_parts,
     parts_of,
     plan_reads,
 )
-from rl.weights.files import VersionFolder, check_folder, read_file, write_file
+from rl.weights.files import read_file, write_file
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, key_of, this_host
 from rl.weights.types import (
     VersionExistsError,
@@ -114,27 +114,17 @@ class WeightStore(Configurable):
         keep_versions: int = 2
         """Number of the newest versions that `prune` keeps."""
         state_dict_key: str = field(default="policy", metadata=only_if("transport", "files"))
-        """Name of the versions' folder in `folder`."""
+        """Name of the versions' folder in `weights` of the run's folder."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
         """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
-        torchstore: messages or RDMA everywhere; files: a folder that all machines share, for machines that
-        cannot reach each other's memory."""
-        rdma: bool = field(default=True, metadata=unless("transport", "files"))
-        """Let torchstore use RDMA between hosts that have the hardware."""
+        torchstore: messages or RDMA everywhere; files: the run's folder, which all machines must share, for
+        machines that cannot reach each other's memory."""
         num_threads: int = 2
         """CPU threads of each rank that copy weights, besides the threads that compute."""
-        folder: str | None = field(default=None, metadata=only_if("transport", "files"))
-        """Absolute path of the folder for transport="files"; None: `weights` in the run's folder."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "timeout_s", above=0)
             check_bounds(self, "keep_versions", "num_threads", at_least=1)
-            if self.folder is not None and self.transport != "files":
-                raise ValueError(f"folder={self.folder!r} has no effect without transport='files'")
-            if self.folder is not None and not Path(self.folder).expanduser().is_absolute():
-                raise ValueError(
-                    f"folder={self.folder!r} must be an absolute path: every machine of the run opens it"
-                )
             if Path(self.state_dict_key).name != self.state_dict_key or self.state_dict_key.startswith("."):
                 raise ValueError(f"state_dict_key={self.state_dict_key!r} must be the plain name of a folder")
 
@@ -147,7 +137,11 @@ class WeightStore(Configurable):
         self._volumes: Any = None
         self._coordinates: list[dict[str, int]] = []
         """Place of each volume in the mesh."""
-        self._folder = VersionFolder(_folder(config, run_folder)) if config.transport == "files" else None
+        self._folder: Path | None = None
+        """Folder of the versions' files; None for the other transports."""
+        if config.transport == "files":
+            assert run_folder is not None, "files need the folder of a run"
+            self._folder = run_folder / "weights" / config.state_dict_key
         self._copier = Copier(num_threads=config.num_threads)
         self._maps = SegmentMaps(max_age=4 * (config.keep_versions + 1))
 
@@ -160,14 +154,10 @@ class WeightStore(Configurable):
         }
 
     async def start(self, mesh: ProcMesh) -> None:
-        """Prepare the trainer's mesh, or the folder for files, for pushes.
-
-        Raises:
-            WeightStoreError: the folder for files belongs to another run, or is no store's.
-        """
+        """Prepare the trainer's mesh for pushes, or remove the files of a run that was killed."""
         async with self._operation("start"):
             if self._folder is not None:
-                await run_aside(self._folder.start, name="weight-files")
+                await run_aside(self.discard, name="weight-files")
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
             started = await self._volumes.reset.call()
@@ -194,7 +184,7 @@ class WeightStore(Configurable):
     def discard(self) -> None:
         """Remove the files, which would outlive the processes of a run. Idempotent."""
         if self._folder is not None:
-            self._folder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
@@ -227,7 +217,7 @@ class WeightStore(Configurable):
         sums: list[BoxSum] = []
         async with self._operation("push", version, len(state_dict)):
             if self._folder is not None:
-                place = self._folder.file(version, rank)
+                place = self._folder / f"v{version}" / f"rank{rank}.bin"
                 data = np.empty(num_bytes, dtype=np.uint8)
                 sums = await copy_to(torch.from_numpy(data))
                 await write_file(place, data)
@@ -246,12 +236,10 @@ class WeightStore(Configurable):
 
         Raises:
             VersionExistsError: the version is already announced.
-            WeightMismatchError: a rank's part of a tensor is missing; names the tensor.
         """
         (version,) = {shard.version for shard in shards}
         if version in self._snapshots:
             raise VersionExistsError(f"version {version} is already announced")
-        check_complete(version, [shard.parts for shard in shards])
         snapshot = self._snapshots[version] = Snapshot(version=version, shards=tuple(shards))
         return snapshot
 
@@ -277,7 +265,7 @@ class WeightStore(Configurable):
 
         Raises:
             VersionNotFoundError: the version was deleted, and its memory is used again.
-            WeightMismatchError: a name is missing on one side, or a shape differs; names both.
+            WeightMismatchError: a name is missing on one side, a shape differs, or a trainer rank has not pushed.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
         version, shards = snapshot.version, snapshot.shards
@@ -297,7 +285,7 @@ class WeightStore(Configurable):
         if self.config.transport == "auto" and place.host == this_host():
             with self._maps.holding(place, pinned=reads[0].part.local.is_cuda) as memory:
                 return await self._receive(reads, [read.within(read.stored.view(memory)) for read in reads])
-        if self.config.rdma and _has_rdma():
+        if _has_rdma():
             return await self._fetch_by_rdma(shard, reads)
         sums: list[BoxSum] = []
         for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
@@ -332,7 +320,8 @@ class WeightStore(Configurable):
         self._snapshots.pop(version, None)
         async with self._operation("delete", version):
             if self._folder is not None:
-                await self._folder.remove(version)
+                files = self._folder / f"v{version}"
+                await run_aside(partial(shutil.rmtree, files, ignore_errors=True), name="weight-files")
             elif self._volumes is not None:
                 await self._volumes.drop.call(version)
 
@@ -358,7 +347,7 @@ class WeightStore(Configurable):
             WeightTimeoutError: names operation, version, number of tensors, rank and what was awaited.
             WeightStoreError: an actor raised it, or an actor was lost.
         """
-        awaited = "the trainer's processes" if self._folder is None else f"files in {self._folder.path}"
+        awaited = "the trainer's processes" if self._folder is None else f"files in {self._folder}"
         of_version = "" if version is None else f" of version {version}"
         of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
         what = f"weight store: {name}{of_version}{of_tensors} on rank {current_torch_rank()}"
@@ -398,17 +387,3 @@ def _has_rdma() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torchstore calls a renamed function of Monarch
         return rdma_available()
-
-
-def check_unused(config: WeightStore.Config) -> None:
-    """Raise ValueError if the configured folder belongs to a running run, or is no store's."""
-    if config.folder is not None:
-        check_folder(_folder(config, None))
-
-
-def _folder(config: WeightStore.Config, run_folder: Path | None) -> Path:
-    """Return the folder of the versions' files."""
-    if config.folder is not None:
-        return Path(config.folder).expanduser() / config.state_dict_key
-    assert run_folder is not None, "files need weights.folder or the folder of a run"
-    return run_folder / "weights" / config.state_dict_key

@@ -33,7 +33,7 @@ def generator(**fields):
     ("fields", "says"),
     [
         ({"launch": LaunchConfig(share_gpus=True)}, r"launch\.share_gpus=True: must be False"),
-        ({"generator": generator(can_sleep=True)}, r"can_sleep=True: must be 'store' and False"),
+        ({"generator": generator(can_sleep=True)}, r"generator\.can_sleep=True: must be False"),
         (
             {"trainer": trainer(training=replace(TRAINING, cpu_offload=True))},
             r"training\.cpu_offload=True: must be False",

@@ -34,15 +34,13 @@ def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_engine_starts_from_a_folder_sleeps_and_ends_when_closed(tmp_path):
+def test_engine_starts_sleeps_and_ends_when_closed(tmp_path):
     spec = replace(small_spec(tie=False, head_dim=32), batch_invariant=True)
     model = random_model(spec, seed=0)
     # 300 MiB of cache, of which only the used part becomes resident: 64 MiB are written.
     engine = make_engine(
         tmp_path,
         spec,
-        model=model,
-        initial_weights="folder",
         can_sleep=True,
         cpu_kv_cache_gib=0.3,
         max_num_seqs=300,
@@ -52,7 +50,9 @@ def test_engine_starts_from_a_folder_sleeps_and_ends_when_closed(tmp_path):
 
     async def life():
         await engine.start()
-        assert engine.policy_version == 0
+        with pytest.raises(GeneratorError, match="no weights"):
+            await engine.generate(PROMPTS, sampling=sampling)
+        await engine.update_weights(writer(model), version=1)
         await engine.generate(many, sampling=SamplingParams(max_tokens=1))
         running = asyncio.create_task(engine.generate(PROMPTS, sampling=sampling))
         await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=2))
@@ -66,8 +66,6 @@ def test_engine_starts_from_a_folder_sleeps_and_ends_when_closed(tmp_path):
             await engine.update_weights(writer(model), version=2)
         await engine.sleep()
         await engine.wake()
-        with pytest.raises(GeneratorError, match="no weights"):
-            await engine.generate(PROMPTS, sampling=sampling)
         await engine.update_weights(writer(model), version=2)
         again = await engine.generate(PROMPTS, sampling=sampling)
         waiting = asyncio.create_task(engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=200)))
@@ -141,11 +139,7 @@ def test_engine_that_cannot_start_leaves_nothing(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-def test_folder_without_weights_and_a_sleep_that_is_not_allowed_are_refused(tmp_path):
-    spec = small_spec()
-    engine = make_engine(tmp_path, spec, initial_weights="folder")
-    with pytest.raises(ValueError, match=r"weights file .*/assets-0/model.safetensors is missing"):
-        asyncio.run(engine.start())
-    assert engine_threads() == []
+def test_sleep_that_is_not_allowed_is_refused(tmp_path):
+    engine = make_engine(tmp_path, small_spec())
     with pytest.raises(ValueError, match=r"generator\.can_sleep=False: must be True"):
         asyncio.run(engine.sleep())

@@ -115,11 +115,12 @@ async def update_in_flight(engine: GeneratorEngine) -> dict[str, Any]:
 
 
 def live_with_experts(folder: str) -> list[Any]:
-    """Return completions with the weights of the folder, and with weights written later (also the router's bias)."""
+    """Return completions with two versions of the weights, the router's bias included."""
 
     async def life() -> list[Any]:
-        engine = make_engine(Path(folder), EXPERTS, model=OLD_EXPERTS, initial_weights="folder", **SETTINGS)
+        engine = make_engine(Path(folder), EXPERTS, **SETTINGS)
         await engine.start()
+        await engine.update_weights(writer(OLD_EXPERTS), version=1)
         first = await engine.generate(PROMPTS, sampling=SAMPLING)
         await engine.update_weights(writer(NEW_EXPERTS), version=2)
         second = await engine.generate(PROMPTS, sampling=SAMPLING)

@@ -15,7 +15,7 @@ from rl.distributed.process_group import World
 from rl.models.decoder import Decoder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
-from tests.support.policies import config_folder, model_folder, writer
+from tests.support.policies import config_folder, writer
 
 CALL_TIMEOUT_S = 60
 T = TypeVar("T")
@@ -46,13 +46,10 @@ class Served:
         return self._version
 
 
-def make_engine(
-    folder: Path, spec: ModelSpec, *, model: Decoder | None = None, **settings: Any
-) -> GeneratorEngine:
-    """Return a float32 engine of this rank that is not started; given a model, it can load the weights."""
+def make_engine(folder: Path, spec: ModelSpec, **settings: Any) -> GeneratorEngine:
+    """Return a float32 engine of this rank that is not started."""
     world = World.from_env()
-    assets = folder / f"assets-{world.rank}"
-    path = config_folder(assets, spec) if model is None else model_folder(assets, spec, model)
+    path = config_folder(folder / f"assets-{world.rank}", spec)
     defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
     config = GeneratorEngine.Config(**defaults | settings)
     return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=path, world=world)

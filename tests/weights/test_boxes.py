@@ -24,6 +24,7 @@ from rl.weights.boxes import (
     plan_reads,
 )
 from rl.weights.checksum import checksum
+from rl.weights.store import WeightStore
 
 WORLD_SIZE = 4
 
@@ -225,3 +226,16 @@ def test_copies_from_and_to_a_gpu():
     copier.close()
     assert torch.equal(received, source.bfloat16())
     assert pushed.value == pulled.value == checksum(sent, global_shape=(300, 500), offsets=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"state_dict_key": "a/b"}, "state_dict_key='a/b' must be the plain name of a folder"),
+        ({"num_threads": 0}, "num_threads=0: must be at least 1"),
+        ({"keep_versions": 0}, "keep_versions=0: must be at least 1"),
+    ],
+)
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WeightStore.Config(**settings)

@@ -156,10 +156,8 @@ def test_version_that_a_rank_has_not_pushed_is_refused_and_may_be_pushed_again(c
     run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
     run(cluster.trainer.build.call("fsdp", version, torch.float32))
     shard = run(cluster.trainer.slice(procs=0).push.call_one(store, version))
-    with pytest.raises(
-        WeightMismatchError, match=rf"version {version} is incomplete: \d+ elements of '.*' were not pushed"
-    ):
-        store.announce([shard])
+    with pytest.raises(WeightMismatchError, match=r"'embed.weight': the store covers .* of the 66 elements"):
+        run(store.pull(store.announce([shard]), state_dict=UnevenNet(seed=0).state_dict()))
     run(store.delete(version))
     shards = run(cluster.trainer_ranks("fsdp").push.call(store, version))
     snapshot = store.announce([shard for _, shard in shards.items()])
@@ -177,13 +175,40 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
         WeightMismatchError, match=r"'embed.weight' has shape \(11, 6\) in the store and \(12, 6\)"
     ):
         run(store.pull(snapshot, state_dict=net | {"embed.weight": torch.zeros(12, 6)}))
-    half = dataclasses.replace(snapshot, shards=snapshot.shards[:2])
-    with pytest.raises(WeightMismatchError, match=r"'embed.weight': the store covers .* of the 66 elements"):
-        run(store.pull(half, state_dict=net))
     del net["gate"]
     with pytest.raises(WeightMismatchError, match="missing 'extra', not asked for 'gate'"):
         run(store.pull(snapshot, state_dict=net | {"extra": torch.zeros(1)}))
     run(store.delete(snapshot.version))
+
+
+def test_restarted_store_has_no_files_of_lost_trainers(cluster, tmp_path):
+    run, weights = cluster.meshes.run, {"w": torch.ones(3)}
+    store = cluster.start(cluster.volume_mesh, tmp_path, transport="files")
+    store.announce([run(store.push(version=4, state_dict=weights))])
+    store.forget()
+    run(store.start(cluster.volume_mesh))
+    assert store.versions() == []
+    shard = run(store.push(version=4, state_dict={"w": torch.full((3,), 7.0)}))
+    run(store.pull(store.announce([shard]), state_dict=weights))
+    assert weights["w"].tolist() == [7, 7, 7]
+    run(store.stop())
+
+
+def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_named(cluster, tmp_path):
+    run, weights = cluster.meshes.run, {"w": torch.ones(1000)}
+    store = cluster.start(cluster.volume_mesh, tmp_path, transport="files", timeout_s=0.5)
+    folder = tmp_path / "weights" / "policy"
+    snapshot = store.announce([run(store.push(version=3, state_dict=weights))])
+    pipe = folder / "v3" / "rank0.bin"
+    pipe.unlink()
+    os.mkfifo(pipe)  # opening it waits, as there is no writer
+    with pytest.raises(WeightTimeoutError, match=rf"pull of version 3 .* waited for files in {folder}"):
+        run(store.pull(snapshot, state_dict=weights))
+    os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
+    (folder / "v4").touch()
+    with pytest.raises(WeightStoreError, match=f"were not written to {folder}/v4/rank0.bin: "):
+        run(store.push(version=4, state_dict=weights))
+    run(store.stop())
 
 
 def test_hanging_volume_meets_the_deadline_and_a_dead_one_is_named(cluster, tmp_path):
