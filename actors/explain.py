@@ -317,6 +317,5 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         ),
         "trainer.loss.clip_low": ratios_are_1,
         "trainer.loss.clip_high": ratios_are_1,
-        "weights.rdma": config.weights.transport == "auto" and launch.hosts in ("this", "process"),
     }
     return {path for path, is_idle in rules.items() if is_idle}

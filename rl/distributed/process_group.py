@@ -7,11 +7,10 @@ environment, once in the life of a process.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.tree import check_bounds
 from rl.distributed.compat import recorded_collectives, set_group_timeout, use_one_gloo_worker
 from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, fsdp_axis
-from rl.utils.errors import RunError
-
-logger = logging.getLogger(__name__)
+from rl.utils.errors import RunError, optional_write
+from rl.utils.files import atomic_write
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 WATCHDOG_FILE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -103,9 +101,9 @@ class RankInfo:
 
     def leave(self) -> None:
         """Leave the process group if it was created here."""
-        if self.joined:
-            disconnect()
-            self.joined = False
+        if self.joined and dist.is_initialized():
+            dist.destroy_process_group()
+        self.joined = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,23 +117,12 @@ class World:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank={self.rank}: must be between 0 and world size - 1 = {self.size - 1}")
-
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
-
-        Raises:
-            ValueError: if a number is malformed, or WORLD_SIZE is above 1 and another variable is missing.
-        """
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
         size = int(environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls(local_rank=int(environ.get("LOCAL_RANK", 0)))
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing:
-            raise ValueError(f"WORLD_SIZE={size} is set in the environment, but {', '.join(missing)} is not")
         rank = int(environ["RANK"])
         return cls(
             rank=rank,
@@ -153,24 +140,17 @@ class World:
 
 
 def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
-    """Join the other ranks and return whether this call created a group, to be left with `disconnect`.
+    """Join the other ranks and return whether this call created a group.
 
     An existing group is used as it is. A single process creates none unless `always` is set.
 
     Raises:
-        ValueError: if the existing group has another size.
         TimeoutError: if not all ranks appear within `init_timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     use_one_gloo_worker()
-    if dist.is_initialized():
-        if dist.get_world_size() != world.size:
-            raise ValueError(
-                f"world size {world.size} differs from the existing process group's {dist.get_world_size()}"
-            )
-        return False
-    if world.size == 1 and not always:
+    if dist.is_initialized() or (world.size == 1 and not always):
         return False
     os.environ[RECORDER_SIZE] = str(comm.trace_buffer_size)
     # NCCL's watchdog ends a process whose collective timed out before Python could write anything.
@@ -197,12 +177,6 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
             f"within {comm.init_timeout_s:g} s"
         ) from error
     return True
-
-
-def disconnect() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def barrier() -> None:
@@ -252,12 +226,9 @@ def write_collectives(folder: str | Path) -> Path | None:
     if not entries:
         return None
     file = Path(folder) / f"collectives_rank{dist.get_rank()}.json"
-    try:
+    with optional_write(file):  # An OSError must not hide the error of the collective.
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(entries, indent=1) + "\n")
-    except OSError as error:  # Must not hide the error of the collective.
-        logger.warning("%s was not written: %s", file, error.strerror or error)
-        with suppress(OSError):
-            file.unlink()
-        return None
-    return file
+        with atomic_write(file) as temporary:
+            temporary.write_text(json.dumps(entries, indent=1) + "\n")
+        return file
+    return None

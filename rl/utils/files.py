@@ -179,17 +179,6 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
         lock.release()
 
 
-def is_unlocked(file: Path) -> bool:
-    """Return True if no process holds the lock file, or if it does not exist."""
-    if not file.exists():
-        return True
-    try:
-        with FileLock(file, blocking=False):
-            return True
-    except Timeout:
-        return False
-
-
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield number and object of each line that is not blank, with None for a damaged line.
 

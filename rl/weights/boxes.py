@@ -316,18 +316,12 @@ class Copier:
 
 
 def pieces_of(tensor: Tensor) -> Iterator[Slices]:
-    """Yield non-empty slices of at most about `PIECE_BYTES` that together cover the tensor."""
-    if tensor.nbytes <= PIECE_BYTES:
-        if tensor.nbytes:
-            yield ()
-        return
-    row_bytes = tensor.nbytes // len(tensor)
-    if row_bytes > PIECE_BYTES and tensor.dim() > 1:
-        for i in range(len(tensor)):
-            yield from ((slice(i, i + 1), *inner) for inner in pieces_of(tensor[i]))
-        return
-    step = max(1, PIECE_BYTES // row_bytes)
-    yield from ((slice(start, start + step),) for start in range(0, len(tensor), step))
+    """Yield slices of rows, about `PIECE_BYTES` each, that together cover the tensor."""
+    if tensor.dim() == 0:
+        yield ()
+    elif tensor.nbytes:
+        step = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
+        yield from ((slice(start, start + step),) for start in range(0, len(tensor), step))
 
 
 def _copy_piece(copy: Copy, piece: Slices) -> int:

@@ -98,7 +98,7 @@ class Segment:
                 f"{size / 1e9:.3g} GB of shared memory could not be allocated "
                 f"({os.strerror(error.errno or 0)}); {free_memory() / 1e9:.3g} GB of memory are free here"
             ) from error
-        self._memory, self.data = _map(self._descriptor, num_bytes)
+        self.data = _map(self._descriptor, num_bytes)
         self._ref = SegmentRef(
             host=this_host(),
             pid=os.getpid(),
@@ -115,7 +115,7 @@ class Segment:
         except BlockingIOError:
             return None
         self._ref = replace(self._ref, generation=self._ref.generation + 1)
-        self._memory[: len(self._ref.header)] = self._ref.header
+        os.pwrite(self._descriptor, self._ref.header, 0)
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return self._ref
 
@@ -148,16 +148,16 @@ class SegmentPool:
                 f"{num_versions - 1}), or set weights.transport='files'"
             )
         self._is_checked = True
-        segment, ref = self._reuse(num_bytes) or _new_segment(num_bytes)
-        self._used.setdefault(version, []).append(segment)
-        return segment, ref
-
-    def _reuse(self, num_bytes: int) -> tuple[Segment, SegmentRef] | None:
         for segment in self._free:
             if segment.num_bytes == num_bytes and (ref := segment.take()) is not None:
                 self._free.remove(segment)
-                return segment, ref
-        return None
+                break
+        else:
+            segment = Segment(num_bytes)
+            ref = segment.take()
+            assert ref is not None, "a new segment has no readers"
+        self._used.setdefault(version, []).append(segment)
+        return segment, ref
 
     def drop(self, version: int) -> None:
         """Free the segments of a deleted version for the next one, and close older free ones."""
@@ -173,13 +173,6 @@ class SegmentPool:
     def _close(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             segment.close()
-
-
-def _new_segment(num_bytes: int) -> tuple[Segment, SegmentRef]:
-    segment = Segment(num_bytes)
-    ref = segment.take()
-    assert ref is not None, "a new segment has no readers"
-    return segment, ref
 
 
 class Volume(StorageVolume):
@@ -297,13 +290,12 @@ class SegmentMaps:
 
         Raises:
             VersionNotFoundError: the owner has closed the segment, or it holds another version.
-            SharedMemoryError: this process may not open the segment.
         """
         descriptor = _open_locked(ref)
         try:
             key = (ref.pid, ref.id)
             if key not in self._maps:
-                self._maps[key] = _Mapping(data=_map(descriptor, ref.num_bytes)[1])
+                self._maps[key] = _Mapping(data=_map(descriptor, ref.num_bytes))
             mapped = self._maps[key]
             mapped.last_used = self._num_operations
             if pinned:
@@ -323,11 +315,6 @@ def _open_locked(ref: SegmentRef) -> int:
     """Open a segment with a shared lock, which the kernel keeps for each opening separately."""
     try:
         descriptor = os.open(f"/proc/{ref.pid}/fd/{ref.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except PermissionError as error:
-        raise SharedMemoryError(
-            f"process {os.getpid()} may not open the shared memory of process {ref.pid}: "
-            "set weights.transport='torchstore'"
-        ) from error
     except OSError as error:
         raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
     with suppress(OSError):  # it is being reused, or another file or a pipe has the number by now
@@ -338,10 +325,8 @@ def _open_locked(ref: SegmentRef) -> int:
     raise VersionNotFoundError(f"process {ref.pid} has used the memory for another version")
 
 
-def _map(descriptor: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:
-    """Return a segment's memory with its header, and the data behind it, [num_bytes] uint8."""
+def _map(descriptor: int, num_bytes: int) -> Tensor:
+    """Return the data behind a segment's header, [num_bytes] uint8."""
     memory = mmap.mmap(descriptor, HEADER + num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    if num_bytes == 0:
-        return memory, torch.empty(0, dtype=torch.uint8)
     # The tensor keeps `memory` alive.
-    return memory, torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=num_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8)[HEADER:]

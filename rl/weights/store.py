@@ -371,7 +371,7 @@ class WeightStore(Configurable):
 
 def current_torch_rank() -> int:
     """Return this process's rank, 0 where there is no process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 async def _gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
 from actors.processes import SHARED_MEMORY, carrying_environment
-from rl.utils.files import is_unlocked
 from rl.utils.processes import ProcessId, kill
 from tests.support.leaks import drop_files_of_others
 
@@ -64,8 +64,12 @@ class Watch:
         shared = [path.name for path in files if path.parent == SHARED_MEMORY]
         left += drop_files_of_others(shared, own=[process.pid for process in processes])
         left += [str(path) for path in files if path.parent != SHARED_MEMORY]
-        if not is_unlocked(run_folder / ".lock"):
-            left.append(f"{run_folder}/.lock")
+        if (lock := run_folder / ".lock").exists():
+            try:
+                with FileLock(lock, blocking=False):
+                    pass
+            except Timeout:
+                left.append(str(lock))
         return left
 
     def processes(self) -> list[ProcessId]:

@@ -153,8 +153,7 @@ def test_any_sharding_of_the_same_bits_passes():
         (W_SUMS + boxes("b", torch.zeros(7)), r"\(7,\)\), and it was sent as \('float32', \(6,\)\)"),
         (W_SUMS, "generator 'generator_0' has no tensor 'b'"),
         (W_SUMS + B_SUMS + boxes("extra", B), "the trainer has no tensor 'extra'"),
-        (boxes("w", W, rows(0, 4)) + B_SUMS, "'generator_0', tensor 'w': the checksums cover 32 of 48"),
-        (boxes("w", W, rows(0, 4), rows(3, 6)) + B_SUMS, "the checksums cover 56 of 48 elements"),
+        (boxes("w", W, rows(0, 4)) + B_SUMS, "'generator_0' holds other bits in 'w' than the trainer"),
     ],
 )
 def test_differences_of_a_generator_are_named(pulled, message):
@@ -165,5 +164,3 @@ def test_differences_of_a_generator_are_named(pulled, message):
 def test_differences_between_trainer_ranks_are_named():
     with pytest.raises(WeightParityError, match="the trainer, tensor 'b': ranks hold different bits"):
         check([], pushed=[*PUSHED, *boxes("b", changed(B, 0))])
-    with pytest.raises(WeightParityError, match=r"the trainer, tensor 'w': the checksums cover 32 of 48"):
-        check(W_SUMS + B_SUMS, pushed=[*boxes("w", W, rows(0, 4)), *B_SUMS])
