@@ -39,7 +39,7 @@ def tiny() -> Controller.Config:
             training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
         ),
         # Short prompts share cache blocks only if the blocks are short.
-        generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, block_size=32, num_threads=2),
+        generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, num_threads=2),
         loop=Loop.Config(
             num_steps=80,
             groups_per_batch=32,

@@ -50,9 +50,6 @@ class GeneratorConfig(Configurable.Config):
     """Share of a GPU's memory for weights, activations and cache. Not used on a CPU."""
     cpu_kv_cache_gib: float = 1.0
     """GiB of each rank's key-value cache on a CPU. Not used on a GPU."""
-    block_size: int | None = None
-    """Tokens of a cache block, on a CPU a multiple of 32; prompts share whole blocks.
-    None: 32 on a CPU, vLLM's choice on a GPU."""
     enable_prefix_caching: bool = True
     """Let the samples of a prompt share its cache blocks."""
     enforce_eager: bool = True
@@ -102,10 +99,6 @@ class GeneratorConfig(Configurable.Config):
             )
         if torch.cuda.is_available() if on_gpu is None else on_gpu:
             return
-        if self.block_size is not None and self.block_size % CPU_BLOCK:
-            raise ValueError(
-                f"generator.block_size={self.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
-            )
         if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
             raise ValueError(
                 f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
@@ -119,13 +112,9 @@ class GeneratorConfig(Configurable.Config):
         itemsize: int = getattr(torch, self.dtype).itemsize
         token_bytes = num_rows * max(attention.head_dim, SMALLEST_CPU_HEAD_DIM) * itemsize
         # vLLM keeps one block empty and points unused entries at it.
-        num_blocks = self.cpu_cache_bytes // (token_bytes * self.cpu_block_tokens) - 1
-        return max(0, num_blocks) * self.cpu_block_tokens
+        num_blocks = self.cpu_cache_bytes // (token_bytes * CPU_BLOCK) - 1
+        return max(0, num_blocks) * CPU_BLOCK
 
     @property
     def cpu_cache_bytes(self) -> int:
         return int(self.cpu_kv_cache_gib * 2**30)
-
-    @property
-    def cpu_block_tokens(self) -> int:
-        return self.block_size or CPU_BLOCK

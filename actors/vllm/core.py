@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 
 from actors.vllm.compat import adapt_vllm, make_client, model_runner, set_rank_timeout
-from actors.vllm.config import GeneratorConfig
+from actors.vllm.config import CPU_BLOCK, GeneratorConfig
 from actors.vllm.model import register_policy
 from actors.vllm.requests import Drawn, Request
 from actors.vllm.sampler import PolicySampler
@@ -223,13 +223,12 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
     """Translate the config into vLLM's settings."""
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "block_size": config.block_size,
         "enable_sleep_mode": config.can_sleep,
     }
     if current_platform.is_cpu():
         platform = {
             "kv_cache_memory_bytes": config.cpu_cache_bytes,
-            "block_size": config.cpu_block_tokens,
+            "block_size": CPU_BLOCK,
         }
     return EngineArgs(
         model=hf_assets_path,

@@ -93,11 +93,6 @@ class Sample:
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the last token ends the completion, which the engine itself does not see."""
-        return self.end is not None and self.end(self.token_ids)
-
     def finish(self, reason: FinishReason) -> None:
         """Give the answer, unless the sample has one, failed or was cancelled."""
         if self.answer.done():
@@ -175,7 +170,8 @@ class Queue:
         for request_id, token_id, logprob in drawn.tokens:
             if (sample := samples.get(request_id)) is not None:
                 sample.add(token_id, logprob, policy_version)
-                if sample.has_ended:
+                # The engine itself does not see this end.
+                if sample.end is not None and sample.end(sample.token_ids):
                     sample.finish("stop")
                     unwanted.add(request_id)
         for request_id, logprobs in drawn.prompt_logprobs.items():

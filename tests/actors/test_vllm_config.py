@@ -44,7 +44,6 @@ def test_setting_out_of_range_is_refused_by_name(settings, message):
     [
         ({"tensor_parallel_degree": 4}, "tensor_parallel_degree=4 does not divide num_kv_heads=2"),
         ({"max_model_len": 257}, "generator.max_model_len=257 is more than the model's max_positions=256"),
-        ({"block_size": 48}, "generator.block_size=48: must be a multiple of 32 on a CPU"),
         # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32 KiB.
         ({"cpu_kv_cache_gib": 8 / 2**15}, "generator.cpu_kv_cache_gib=0.0002.* of 224 tokens, fewer than"),
     ],
@@ -61,7 +60,6 @@ def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
     [
         ({"dtype": "float32"}, 8 * 32),
         ({"dtype": "bfloat16", "tensor_parallel_degree": 2}, 35 * 32),
-        ({"dtype": "float32", "block_size": 64}, 3 * 64),
     ],
 )
 def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):

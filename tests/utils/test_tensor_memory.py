@@ -1,6 +1,5 @@
 import gc
 
-import pytest
 import torch
 
 from rl.utils.tensor_memory import memory_of
@@ -26,12 +25,3 @@ def test_the_array_keeps_its_tensor_alive():
     arrays = [memory_of(torch.full((1000,), float(i)), dtype="f4") for i in range(50)]
     gc.collect()
     assert all((array == i).all() for i, array in enumerate(arrays))
-
-
-def test_the_storage_can_still_be_resized():
-    seen, shared = torch.zeros(8), torch.zeros(8)
-    arrays = memory_of(seen, dtype="f4"), shared.numpy()
-    seen.untyped_storage().resize_(0)
-    assert (seen.untyped_storage().nbytes(), len(arrays[0])) == (0, 8)
-    with pytest.raises(RuntimeError, match="not resizable"):
-        shared.untyped_storage().resize_(0)
