@@ -15,7 +15,7 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -75,7 +75,8 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
             return checkpoint(
                 inner, *args, use_reentrant=False, context_fn=context_fn or _keep_random, **kwargs
             )
-        cast = {name: p for name, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
+        named: Iterable[tuple[str, Tensor]] = block.named_parameters()
+        cast = {name: p for name, p in named if not isinstance(p, nn.Parameter)}
 
         def with_cast(*args: Any, **kwargs: Any) -> Any:
             with replaced_parameters(block, cast):
