@@ -32,6 +32,7 @@ from actors.run import make_router
 from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
+from rl.models.generate import PromptLogprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import check_decoder_layout
 from rl.observability.spans import span
@@ -136,7 +137,7 @@ class ActorBackend(TinkerBackend):
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
                 check()
         config.generator.check_model(spec.model)
-        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE)
+        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
         return base
 
     async def _start_workers(self, base: Base) -> Workers:
@@ -239,11 +240,13 @@ class ActorWorkers:
                 raise RuntimeError(str(error)) from error
             raise
 
-    async def prompt_logprobs(self, prompt: np.ndarray) -> np.ndarray:
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
+        assert top_k == 0, "the base model says that there are none"
         generator = next(self._generators)
         logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt]))[0][0].copy()
         logprobs[0] = np.nan
-        return logprobs
+        none = np.empty((len(prompt), 0))
+        return PromptLogprobs(logprobs=logprobs, top_ids=none.astype(np.int32), top_logprobs=none)
 
     async def aclose(self) -> None:
         """End the actors, then kill processes that are left."""

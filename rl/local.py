@@ -37,6 +37,7 @@ from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
 from rl.models.generate import (
     CompletionRequest,
+    PromptLogprobs,
     by_prompt,
     complete,
     completion_requests,
@@ -296,11 +297,11 @@ class LocalBackend:
                 group.append(other)
         return group
 
-    async def prompt_logprobs(self, prompt: np.ndarray) -> np.ndarray:
-        """Return the logprobs of a prompt's tokens."""
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
+        """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""
 
-        def compute() -> np.ndarray:
-            return prompt_logprobs(self._model, prompt)
+        def compute() -> PromptLogprobs:
+            return prompt_logprobs(self._model, prompt, top_k=top_k)
 
         return await self._run_in("generator", "prompt_logprobs", compute)
 

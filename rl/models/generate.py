@@ -4,7 +4,8 @@ It serves the in-process backends and is the reference for the engine's logprobs
 core attention is replaced. Forwards of a batch-invariant model are padded to whole tiles of rows.
 
 Shape legend: T packed tokens of a forward, P prompts, N requests, B of them still running, C tokens of one chunk,
-E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens of one prompt.
+E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens of one prompt, k most likely
+tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -240,11 +242,23 @@ def cached_attention(model: Decoder) -> Iterator[None]:
             attention.core = core
 
 
-@torch.no_grad()
-def prompt_logprobs(model: Decoder, prompt: np.ndarray) -> np.ndarray:
-    """Return the logprobs of a prompt's tokens at temperature 1, as [M] float32 nats; NaN for the first token.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Predictions of one prompt; entry m is about token m given the tokens before it."""
 
-    With a batch-invariant model they equal those of the trainer and of `generate` bit for bit.
+    logprobs: np.ndarray
+    """[M] float32, nats, at temperature 1; NaN for the first token."""
+    top_ids: np.ndarray
+    """[M, k] int32, most likely first; -1 for the first token."""
+    top_logprobs: np.ndarray
+    """[M, k] float32, nats; NaN for the first token."""
+
+
+@torch.no_grad()
+def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
+    """Return the predictions of a prompt ([M] int token ids), with its `top_k` most likely tokens.
+
+    With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for bit.
     """
     tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(model.embed_tokens.weight.device)
     pad = partial(pad_rows, multiple=model.row_multiple)
@@ -253,17 +267,18 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray) -> np.ndarray:
     lengths = [len(prompt), len(inputs_T) - len(prompt)]
     layout = SequenceLayout.from_lengths([n for n in lengths if n], device=tokens_M.device)
 
-    def head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+    def head(hidden_TE: Tensor, weight_VE: Tensor) -> Any:
         chunks = []
         for hidden_CE, targets_C in zip(
             *(x.split(CHUNK_TOKENS) for x in (hidden_TE, targets_T)), strict=True
         ):
             logprobs_CV = F.linear(hidden_CE, weight_VE).float().log_softmax(-1)
-            chunks.append(logprobs_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1))
-        return torch.cat(chunks)
+            own_C = logprobs_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+            chunks.append((own_C, *logprobs_CV.topk(top_k, dim=-1)))
+        return [torch.cat(values) for values in zip(*chunks, strict=True)]
 
-    logprobs_T = model(inputs_T, positions=positions_T, sequences=layout, head=head)
+    values = model(inputs_T, positions=positions_T, sequences=layout, head=head)
     # Entry m of the results is about token m + 1.
-    logprobs_M: np.ndarray = logprobs_T[: len(prompt)].roll(1, 0).cpu().numpy()
-    logprobs_M[0] = np.nan
-    return logprobs_M
+    own_M, top_Mk, ids_Mk = (x[: len(prompt)].roll(1, 0).cpu().numpy() for x in values)
+    own_M[0], top_Mk[0], ids_Mk[0] = np.nan, np.nan, -1
+    return PromptLogprobs(logprobs=own_M, top_ids=ids_Mk.astype(np.int32), top_logprobs=top_Mk)

@@ -21,6 +21,7 @@ from tinker import types as wire
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
+from rl.models.generate import PromptLogprobs
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec, model_spec, spec_from_hf
@@ -190,7 +191,7 @@ class Workers(Protocol):
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
     ) -> list[list[Completion]]: ...
 
-    async def prompt_logprobs(self, prompt: np.ndarray) -> np.ndarray: ...
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs: ...
 
     async def aclose(self) -> None: ...
 
@@ -341,7 +342,9 @@ class TinkerBackend(Configurable):
             completions = [_EMPTY] * request.sampling.num_samples
             if request.sampling.max_tokens:
                 (completions,) = await workers.generate([request.prompt], sampling=request.sampling)
-            of_prompt = await workers.prompt_logprobs(request.prompt) if request.prompt_logprobs else None
+            of_prompt = None
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                of_prompt = await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
     # Within the trainer's turns

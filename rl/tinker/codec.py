@@ -36,10 +36,11 @@ from rl.types import SamplingParams
 PROTOBUF = "application/x-protobuf"
 """Content type of bodies and results that have tensors."""
 DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+MAX_TOP_VALUES = 8_000_000
+"""Most values of a prompt's top-k table."""
 UNSUPPORTED = (
     "base_model",
     "model_path",
-    "topk_prompt_logprobs",
     "topk_sample_logprobs",
     "target_prompt_logprobs",
     "prompt_alt_tokens_k",
@@ -47,6 +48,8 @@ UNSUPPORTED = (
     "record_stability_info",
 )
 """Fields of a sample that must be off."""
+MASKED_LOGPROB = -99999.0
+"""Value of an empty cell of a top-k table, whose token id is 0."""
 
 
 async def read_forward_backward(request: Request) -> pb.ForwardBackwardRequest:
@@ -172,8 +175,8 @@ def encode_forward_backward(
     return message
 
 
-def encode_sample(output: SampleOutput) -> pb.SampleResponse:
-    """Encode the completions, and the logprobs of the prompt if they were requested."""
+def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResponse:
+    """Encode the completions, and those logprobs of the prompt that were requested."""
     sequences = [
         pb.SampledSequence(
             stop_reason=pb.STOP_REASON_STOP if one.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
@@ -183,8 +186,15 @@ def encode_sample(output: SampleOutput) -> pb.SampleResponse:
         for one in output.completions
     ]
     message = pb.SampleResponse(sequences=sequences)
-    if output.of_prompt is not None:
-        message.prompt_logprobs = _bytes(output.of_prompt, "<f4")
+    if (found := output.of_prompt) is not None:
+        if request.prompt_logprobs:
+            message.prompt_logprobs = _bytes(found.logprobs, "<f4")
+        if k := request.topk_prompt_logprobs:
+            empty_NK = (found.top_ids < 0) | np.isnan(found.top_logprobs)
+            top = message.topk_prompt_logprobs
+            top.token_ids = _bytes(np.where(empty_NK, 0, found.top_ids), "<i4")
+            top.logprobs = _bytes(np.where(empty_NK, MASKED_LOGPROB, found.top_logprobs), "<f4")
+            top.k, top.length = k, len(found.top_ids)
     return message
 
 
@@ -206,7 +216,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
     params = body.sampling_params
     prompt = _prompt(body, base)
-    _check_ranges(body, base, limits)
+    _check_ranges(body, prompt.size, base, limits)
     stop: Sequence[str | int] = base.stop_token_ids
     if params.stop is not None:
         stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
@@ -228,6 +238,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -
             seed=secrets.randbits(62) if params.seed is None else params.seed,
         ),
         prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
     )
 
 
@@ -237,7 +248,8 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
         if chunk.type != "encoded_text":
             raise InvalidRequestError(f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'")
         tokens += chunk.tokens
-    longest = base.max_context_length if body.prompt_logprobs else base.max_context_length - 1
+    asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
+    longest = base.max_context_length if asks_prompt else base.max_context_length - 1
     if not 1 <= len(tokens) <= longest:
         raise InvalidRequestError(
             f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
@@ -247,10 +259,12 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def _check_ranges(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> None:
+def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits) -> None:
     params, coldest = body.sampling_params, base.min_temperature
+    most_top = min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
     for name, value, lowest, highest in (
         ("num_samples", body.num_samples, 1, limits.samples_per_request),
+        ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
         ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
         ("sampling_params.temperature, unless it is 0", params.temperature or coldest, coldest, 1e30),
         ("sampling_params.top_p", params.top_p, 1e-30, 1),

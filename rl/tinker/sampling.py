@@ -192,7 +192,7 @@ class SamplingSessions:
 
             async def sampled() -> Result:
                 version = await asyncio.shield(weights.version)
-                return encode_sample(await self._parts.backend.sample(version, asked))
+                return encode_sample(await self._parts.backend.sample(version, asked), asked)
 
             self._weights.acquire(weights)
             request.task = self._parts.background.start(futures.run(request, sampled), f"sample {request_id}")

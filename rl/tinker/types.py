@@ -25,6 +25,7 @@ from fastapi import Depends, Path, Query, Request
 from tinker import types as wire
 
 from rl.config.tree import check_bounds
+from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
@@ -101,6 +102,8 @@ class BaseModel:
     max_lora_rank: int = 128
     min_temperature: float = 1e-30
     """Lowest temperature above 0 that the sampler can divide logits by."""
+    topk_prompt_logprobs: bool = True
+    """True if the sampler can return the most likely tokens at each position of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,13 +125,14 @@ class SampleRequest:
     sampling: SamplingParams
     """`max_tokens` fits the context and is 0 where the prompt fills it; `seed` is never None."""
     prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleOutput:
     completions: Sequence[Completion]
-    of_prompt: np.ndarray | None
-    """[N] float32 logprobs of the prompt; None unless requested."""
+    of_prompt: PromptLogprobs | None
+    """Logprobs of the prompt; None unless requested."""
 
 
 def check_base(base: BaseModel, name: str | None) -> None:

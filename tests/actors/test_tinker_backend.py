@@ -62,7 +62,7 @@ async def life(backend, folder):
 async def refusals(backend, folder, base_version):
     """A refused call changes nothing, and a cancelled one lets others in."""
     base = backend.base_model
-    assert base.min_temperature == 0.01
+    assert (base.min_temperature, base.topk_prompt_logprobs) == (0.01, False)
     with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
         await open_saved(backend, settings(2), folder / "sampler")
     with pytest.raises(InvalidRequestError, match=r"no optimizer\.safetensors"):
@@ -111,7 +111,8 @@ async def compare(folder):
             for mine, theirs in zip(one.completions, other.completions, strict=True):
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4, rtol=0)
             if other.of_prompt is not None:
-                np.testing.assert_allclose(one.of_prompt, other.of_prompt, atol=1e-4, rtol=0)
+                found, expected_logprobs = one.of_prompt.logprobs, other.of_prompt.logprobs
+                np.testing.assert_allclose(found, expected_logprobs, atol=1e-4, rtol=0)
         # Each loads the files of the other.
         await load(local, "loaded", folder / "actors" / "state", optimizer=True)
         await load(actors, "loaded", folder / "local" / "state", optimizer=True)

@@ -121,12 +121,17 @@ def test_stop_texts_are_rejected_without_a_tokenizer(model):
         generate(model, PROMPTS, sampling=SamplingParams(max_tokens=4, stop_texts=("a",)))
 
 
-def test_prompt_logprobs_equal_a_plain_forward(model, monkeypatch):
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_prompt_logprobs_equal_a_plain_forward(model, top_k, monkeypatch):
     monkeypatch.setattr("rl.models.generate.CHUNK_TOKENS", 32)
     for prompt in (*PROMPTS, np.arange(128) % 64):
-        answer = prompt_logprobs(model, prompt)
-        assert np.isnan(answer[0])
+        answer = prompt_logprobs(model, prompt, top_k=top_k)
+        assert np.isnan(answer.logprobs[0])
+        assert answer.top_ids[0].tolist() == [-1] * top_k
         expected = full_logits(model, prompt)[:-1].detach().log_softmax(-1)
         own = expected.gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))
-        np.testing.assert_allclose(answer[1:], own.squeeze(1).numpy(), atol=1e-5)
-        assert answer.dtype.name == "float32"
+        np.testing.assert_allclose(answer.logprobs[1:], own.squeeze(1).numpy(), atol=1e-5)
+        top = expected.topk(top_k)
+        np.testing.assert_array_equal(answer.top_ids[1:], top.indices.numpy())
+        np.testing.assert_allclose(answer.top_logprobs[1:], top.values.numpy(), atol=1e-5)
+        assert [answer.logprobs.dtype.name, answer.top_ids.dtype.name] == ["float32", "int32"]

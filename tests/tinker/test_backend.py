@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,7 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
     scored = await backend.sample(version, request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
     assert scored.of_prompt is not None
-    assert np.array_equal(scored.of_prompt[1:], found.logprobs[0])
+    assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
     await backend.close()
 
 
@@ -298,6 +299,24 @@ async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
     assert await ends([ord("d")]) == "naïve: end stop"
     assert await ends(None) == "naïve: end.Q and on stop"  # the tokenizer's end of text
     assert await ends([]) == "naïve: end.Q and on length"
+
+
+async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
+    await created(backend, "m")
+    version = await backend.publish("m")
+    base = backend.base_model
+    asked = request(base, [5, 6, 7, 300], prompt_logprobs=True, topk_prompt_logprobs=2)
+    found = await backend.sample(version, asked)
+    every = datum([5, 6, 7], [list(range(320))] * 3)
+    (logprobs,) = (await add_gradient(backend, "m", [every], backward=False)).logprobs
+    assert math.isnan(found.of_prompt.logprobs[0])
+    np.testing.assert_allclose(found.of_prompt.logprobs[1:], logprobs[range(3), [6, 7, 300]], atol=1e-5)
+    top = found.of_prompt
+    assert top.top_ids[0].tolist() == [-1, -1]
+    assert top.top_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
+    np.testing.assert_allclose(top.top_logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
+    full = await backend.sample(version, request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
+    assert tokens_of(full) == [[], []]
 
 
 # Life and config

@@ -10,13 +10,14 @@ from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
+from rl.models.generate import PromptLogprobs
 from rl.tinker.codec import (
     decode_data,
     encode_sample,
     loss_settings,
 )
-from rl.tinker.types import InvalidRequestError, SampleOutput
-from rl.types import Completion
+from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
+from rl.types import Completion, SamplingParams
 from tests.support.tinker_data import floats, ints
 
 
@@ -125,6 +126,10 @@ def test_images_are_refused():
     assert refusal(message).startswith("data[0].model_input[1]: is a chunk of type image")
 
 
+def asked(**how):
+    return SampleRequest(prompt=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=2), **how)
+
+
 def test_client_reads_samples_with_prompt_logprobs():
     def completion(tokens, logprobs, reason):
         return Completion(
@@ -134,16 +139,23 @@ def test_client_reads_samples_with_prompt_logprobs():
             finish_reason=reason,
         )
 
-    drawn = (completion([4, 5], [-0.5, -0.25], "length"), completion([6], [0.0], "stop"))
+    of_prompt = PromptLogprobs(
+        logprobs=np.array([np.nan, -1.5], np.float32),
+        top_ids=np.array([[-1, -1], [7, 8]], np.int32),
+        top_logprobs=np.array([[np.nan, np.nan], [-1.0, -2.0]], np.float32),
+    )
+    sampled = SampleOutput(
+        completions=(completion([4, 5], [-0.5, -0.25], "length"), completion([6], [0.0], "stop")),
+        of_prompt=of_prompt,
+    )
     output, plain = (
-        deserialize_sample_response(
-            encode_sample(SampleOutput(completions=drawn, of_prompt=of_prompt)).SerializeToString()
-        )
-        for of_prompt in (np.array([np.nan, -1.5], np.float32), None)
+        deserialize_sample_response(encode_sample(sampled, asked(**how)).SerializeToString())
+        for how in ({"prompt_logprobs": True, "topk_prompt_logprobs": 2}, {})
     )
 
     assert [list(sequence.tokens) for sequence in output.sequences] == [[4, 5], [6]]
     assert [list(sequence.logprobs) for sequence in output.sequences] == [[-0.5, -0.25], [0.0]]
     assert [sequence.stop_reason for sequence in output.sequences] == ["length", "stop"]
     assert output.prompt_logprobs == [None, -1.5]
-    assert plain.prompt_logprobs is None
+    assert output.topk_prompt_logprobs == [None, [(7, -1.0), (8, -2.0)]]
+    assert (plain.prompt_logprobs, plain.topk_prompt_logprobs) == (None, None)

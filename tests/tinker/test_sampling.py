@@ -180,7 +180,7 @@ def test_call_is_translated_with_its_defaults():
         ([1, 1000], {}, "prompt: has token id 1000: must be 0 to 999"),
         ([-1], {}, "prompt: has token id -1: must be 0 to 999"),
         ([1], {"num_samples": 0}, "num_samples=0: must be 1 to 1024"),
-        ([1], {"topk_prompt_logprobs": 2}, "topk_prompt_logprobs: 2 is not supported; leave it out"),
+        ([1], {"topk_prompt_logprobs": 1001}, "topk_prompt_logprobs=1001: must be 0 to 1000"),
         ([1], {"max_tokens": 0}, "sampling_params.max_tokens=0: must be a finite number of at least 1"),
         ([1], {"temperature": -0.1}, "sampling_params.temperature, unless it is 0=-0.1: must be 1e-30 to"),
         ([1], {"top_p": 0.0}, "sampling_params.top_p=0.0: must be 1e-30 to 1"),
