@@ -115,7 +115,7 @@ def nan_on_wrong(rollout: Rollout) -> float:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"), [(raises_on_wrong, "raised KeyError"), (nan_on_wrong, "is nan")]
+    ("function", "says"), [(raises_on_wrong, "raised KeyError"), (nan_on_wrong, "gave nan")]
 )
 def test_a_failing_reward_stops_the_run_and_names_function_and_problem(function, says):
     rubric = Rubric(criteria=(Criterion(name="answer", function=function),), correct=is_correct)
