@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from rl.distributed.context_parallel import ContextParallel
 from rl.models.attention import SequenceLayout
@@ -7,23 +6,6 @@ from rl.models.attention import SequenceLayout
 
 def ranks(count):
     return [ContextParallel(rank=rank, num_ranks=count, group="none") for rank in range(count)]
-
-
-def test_rank_takes_an_early_and_a_late_piece():
-    assert [context.pieces(24) for context in ranks(3)] == [
-        [(0, 4), (20, 24)],
-        [(4, 8), (16, 20)],
-        [(8, 16)],  # adjacent pieces
-    ]
-    assert ranks(2)[0].token_indices(8).tolist() == [0, 1, 6, 7]
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_gathered_tokens_are_in_order(count):
-    num_tokens = 4 * count
-    one_after_another = torch.cat([context.token_indices(num_tokens) for context in ranks(count)])
-    for context in ranks(count):
-        assert one_after_another[context.places(num_tokens)].tolist() == list(range(num_tokens))
 
 
 @pytest.mark.parametrize(("tensor_parallel", "multiple"), [(1, 4), (2, 4), (3, 12), (4, 8)])

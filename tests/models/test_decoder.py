@@ -34,17 +34,6 @@ def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
         torch.testing.assert_close(of_packed, of_alone, atol=1e-4, rtol=1e-4)
 
 
-def test_random_weights_depend_only_on_the_seed(make_config):
-    def weights(seed):
-        model = make_config(qkv_bias=True).build()
-        model.init_weights(seed=seed)
-        assert not model.layers[0].attention.qkv_proj.bias.any()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    assert torch.equal(weights(0), weights(0))
-    assert not torch.equal(weights(0), weights(1))
-
-
 def test_persistent_buffers_exclude_parameters_and_tables():
     assert persistent_buffers(small_spec().model.build()) == {}
     buffers = persistent_buffers(small_spec(experts=True).model.build())

@@ -1,7 +1,12 @@
-"""Contents of a checkpoint, and the state that loading it restores, in one process."""
+"""Contents of a checkpoint, and the state that loading it restores, in one process.
+
+tests/actors/test_load_source.py refuses further checkpoints, before a run starts.
+"""
 
 import json
 import logging
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +22,15 @@ from rl.training.checkpoint_tensors import saved_shapes
 from rl.training.config import ReferenceConfig
 from rl.training.optimizer import LRSchedule
 from rl.types import LoopPosition
-from tests.training.parts import assert_near, make_engine, make_samples, small_spec, step, weights
+from tests.training.parts import (
+    assert_near,
+    make_engine,
+    make_samples,
+    small_spec,
+    step,
+    weights,
+    write_assets,
+)
 
 SAMPLES = make_samples()
 
@@ -156,6 +169,46 @@ def test_hugging_face_folder_is_loaded_as_a_new_start(assets, tmp_path):
 
 def with_lora(assets, **settings):
     return make_engine(assets, converters=(LoRA.Config(rank=2, **settings),))
+
+
+def test_checkpoint_that_does_not_match_is_refused_and_nothing_is_loaded(trained, assets, tmp_path):
+    _, folder = trained
+    plain = make_engine(assets)
+    untied = make_engine(write_assets(tmp_path / "untied", tie=False))
+    untied.save_checkpoint(str(tmp_path / "own"))
+    shutil.copytree(assets, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace("[ANSWER]", "[RESULT]"))
+    other = make_engine(str(tmp_path / "other"))
+    of_tokenizer = f"made with the tokenizer of {assets}, this run has {file.parent} (tokenizer.json"
+    for engine, source, options, says in (
+        (untied, folder, {}, "model.lm_head.weight is missing"),
+        (untied, assets, {}, "another architecture or size"),
+        (plain, str(tmp_path / "own"), {}, "model.lm_head.weight of shape [320, 36] has no place"),
+        (plain, folder, {"exclude": ["model.nrm"]}, "'model.nrm' names nothing that would be loaded"),
+        (plain, folder, {"exclude": ["optimizer"], "model_only": True}, "'optimizer' names nothing"),
+        (other, folder, {}, of_tokenizer),
+        (other, folder, {"model_only": True}, of_tokenizer),
+        (with_lora(assets), folder, {"model_only": True}, "made with no converter"),
+    ):
+        before = {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
+        with pytest.raises(ValueError, match=re.escape(says)):
+            engine.load_checkpoint(source, **options)
+        assert_same(dict(engine.policy.parameters), before)
+    assert other.load_checkpoint(folder, exclude=("tokenizer",)) == 2
+
+
+def test_adapters_can_be_excluded_on_either_side(trained, assets, tmp_path):
+    saved, folder = trained
+    lora = with_lora(assets)
+    step(lora)
+    lora.save_checkpoint(str(tmp_path / "lora"))
+    plain, lora = make_engine(None), with_lora(None)
+    lora.load_checkpoint(folder, model_only=True, exclude=["model.*_lora.*"])
+    # The product of a fresh adapter is zero.
+    assert_same(lora.model_state_dict(), weights(saved))
+    plain.load_checkpoint(str(tmp_path / "lora"), model_only=True, exclude=["model.*_lora.*"])
+    assert_same(weights(plain), weights(make_engine(assets)))
 
 
 # A saved adapter records the Hugging Face folder of its base weights.

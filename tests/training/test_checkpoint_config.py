@@ -1,14 +1,26 @@
-"""The checkpoint that a run loads before its first step."""
+"""The checkpoint that a run loads before its first step, and the detection of damage."""
 
+import json
+import random
 from dataclasses import replace
 
 import pytest
 
 from rl.training.checkpoint_config import CheckpointConfig, LoadSource, find_load_source, own_checkpoint
-from rl.training.checkpoint_files import saved_steps
+from rl.training.checkpoint_files import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    check_files,
+    newest_usable,
+    read_state,
+    saved_steps,
+)
 from rl.training.checkpoint_tensors import excluded
 from rl.types import LoopPosition
 from tests.support.checkpoints import save, truncate
+
+TENSORS = "__0_0.distcp"
 
 
 def continuing(path, step, *, whole=False):
@@ -154,9 +166,9 @@ def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):
     assert own_checkpoint(tmp_path, num_steps=9) == continuing(latest, 4, whole=True)
     with pytest.raises(ValueError, match=r"loop.num_steps=3: must be at least 4, the steps that"):
         own_checkpoint(tmp_path, num_steps=3)
-    truncate(latest / "__0_0.distcp")
+    truncate(latest / TENSORS)
     assert own_checkpoint(tmp_path, num_steps=9) == continuing(before, 2, whole=True)
-    truncate(before / "__0_0.distcp")
+    truncate(before / TENSORS)
     assert own_checkpoint(tmp_path, num_steps=9) is None
     assert saved_steps(tmp_path) == {}
 
@@ -175,7 +187,7 @@ def test_own_checkpoint_that_cannot_be_continued_is_refused(tmp_path):
 
 def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved, tmp_path):
     config = CheckpointConfig(folder=str(tmp_path / "saved"), last_save_in_hf=False)
-    truncate(saved[10] / "__0_0.distcp")
+    truncate(saved[10] / TENSORS)
     says = rf"{saved[10]}/__0_0.distcp is truncated: it has 14 bytes, 17 were written"
     for asked in (config, replace(config, load_step=10)):
         with pytest.raises(ValueError, match=says):
@@ -183,3 +195,81 @@ def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved,
     assert list(saved_steps(tmp_path / "saved")) == [2, 4, 10]
     assert find_load_source(config, repairs=True) == continuing(saved[4], 4)
     assert list(saved_steps(tmp_path / "saved")) == [2, 4]
+
+
+def checked(path):
+    check_files(path, tensors=True)
+    read_state(path)
+    return path
+
+
+def flip_a_bit(content, rng):
+    at = rng.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+
+
+def cut_short(content, rng):
+    return content[: rng.randrange(len(content))]
+
+
+def grow(content, rng):
+    return content + rng.randbytes(rng.randrange(1, 100))
+
+
+@pytest.mark.parametrize("fault", [flip_a_bit, cut_short, grow, None])
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(tmp_path, caplog, fault):
+    rng = random.Random(0)
+    for number in range(20):
+        caplog.clear()
+        folder = tmp_path / str(number)
+        save(folder, 1)
+        newest = save(folder, 2)
+        name = sorted(path.name for path in newest.iterdir())[number % 3]
+        before = (newest / name).read_bytes()
+        after = None if fault is None else fault(before, rng)
+        if after is None:
+            (newest / name).unlink()
+        else:
+            (newest / name).write_bytes(after)
+        taken = newest_usable(folder, checked)
+        if taken == newest:  # Only whitespace of the manifest was lost.
+            assert name == MANIFEST
+            assert json.loads(after or b"") == json.loads(before)
+            continue
+        assert taken == folder / "step-1"
+        assert list(saved_steps(folder)) == [1]
+        (record,) = caplog.records
+        assert record.message.endswith("set aside as step-2.damaged, and an earlier one is taken")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says", "is_damage"),
+    [
+        (MANIFEST, "{", "is corrupted: JSONDecodeError", True),
+        (MANIFEST, {"format": 3, "files": {"a": 3}}, "is corrupted: TypeError", True),
+        (MANIFEST, [], "is corrupted: TypeError", True),
+        (MANIFEST, {"format": 3, "files": {}}, "is corrupted: it does not list __0_0", True),
+        (MANIFEST, None, "is missing: .* is not a complete checkpoint", True),
+        (MANIFEST, {"format": 1}, "has format 1; this version reads 3", False),
+        (STATE, None, "is missing", True),
+    ],
+)
+def test_malformed_description_is_damage_but_that_of_another_version_is_not(
+    tmp_path, name, content, says, is_damage
+):
+    checkpoint = save(tmp_path, 2)
+    (checkpoint / name).unlink()
+    if content is not None:
+        (checkpoint / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=f"{name} .*{says}") as caught:
+        check_files(checkpoint, tensors=True) if name == MANIFEST else read_state(checkpoint)
+    assert isinstance(caught.value, DamagedCheckpointError) == is_damage
+
+
+def test_small_files_are_checked_without_reading_tensors(tmp_path):
+    checkpoint = save(tmp_path, 2)
+    (checkpoint / TENSORS).write_bytes(b"tensors of a step"[::-1])
+    check_files(checkpoint, tensors=False)
+    (checkpoint / STATE).write_text((checkpoint / STATE).read_text().replace("2", "3"))
+    with pytest.raises(DamagedCheckpointError, match=r"state.json is corrupted: its checksum differs"):
+        check_files(checkpoint, tensors=False)

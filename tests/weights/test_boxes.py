@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -18,9 +18,7 @@ from rl.weights.boxes import (
     Copy,
     batches,
     lay_out,
-    outgoing_parts,
     parts_of,
-    pieces_of,
     plan_reads,
 )
 from rl.weights.checksum import checksum
@@ -36,65 +34,6 @@ def rank_of_four(rank):
         yield
     finally:
         dist.destroy_process_group()
-
-
-def only_part(value):
-    (part,) = parts_of({"w": value})
-    assert part.local.shape == part.box.local_shape
-    return part
-
-
-def boxes_of_all_ranks(make_tensor):
-    boxes = []
-    for rank in range(WORLD_SIZE):
-        with rank_of_four(rank):
-            boxes.append(only_part(make_tensor()).box)
-    return boxes
-
-
-def chunk(rows, index):
-    """Return the rows of chunk `index` of two, as `torch.chunk` cuts."""
-    size = -(-len(rows) // 2)
-    return rows[index * size : (index + 1) * size]
-
-
-def fsdp_over_tp_rows(num_rows):
-    """Return the rows of each rank of a (dp, tp) mesh: TP cuts first, then FSDP cuts the rest."""
-    ranks = [(dp, tp) for dp in range(2) for tp in range(2)]
-    return [chunk(chunk(list(range(num_rows)), tp), dp) for dp, tp in ranks]
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 7, 16])
-def test_strided_shards_of_any_size_lie_where_fsdp_over_tp_puts_them(num_rows):
-    rows_of_rank = fsdp_over_tp_rows(num_rows)
-
-    def make_tensor():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        local = torch.zeros(len(rows_of_rank[dist.get_rank()]), 5)
-        return sharded(local, mesh, [_StridedShard(0, split_factor=2), Shard(0)], (num_rows, 5))
-
-    boxes = boxes_of_all_ranks(make_tensor)
-    ranges = [range(box.offsets[0], box.offsets[0] + box.local_shape[0]) for box in boxes]
-    assert [list(rows) for rows in ranges] == rows_of_rank
-
-
-def sharded(local, mesh, placements, shape):
-    stride = (shape[1], 1)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
-def test_the_first_of_equal_replicas_sends_a_box():
-    sent = []
-    for rank in range(WORLD_SIZE):
-        with rank_of_four(rank):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Replicate(), Shard(0)], run_check=False)
-            state_dict = {"sharded": tensor, "whole": torch.zeros(2)}
-            parts = outgoing_parts(state_dict, dtype=torch.float32, buffer_names=(), rank=rank)
-            sent.append([(part.name, part.box.offsets) for part in parts])
-    assert sent == [[("sharded", (0, 0)), ("whole", (0,))], [("sharded", (3, 0))], [], []]
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])
@@ -113,13 +52,6 @@ def test_ranks_outside_the_mesh_have_no_part():
         mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(torch.zeros(2, 5), mesh, [Shard(0)], run_check=False)
         assert parts_of({"w": tensor}) == []
-
-
-def test_parameters_are_cast_and_buffers_and_integers_are_not():
-    state_dict = {"w": torch.ones(2), "scale": torch.ones(2), "steps": torch.ones(2, dtype=torch.int64)}
-    parts = outgoing_parts(state_dict, dtype=torch.bfloat16, buffer_names={"scale"})
-    sent = {part.name: part.dtype for part in parts}
-    assert sent == {"w": torch.bfloat16, "scale": torch.float32, "steps": torch.int64}
 
 
 def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
@@ -161,15 +93,6 @@ SHAPES = [(), (3,), (0, 5), (PIECE_BYTES + 3,), (700, 3000), (3, 900, 1000), (5,
 def copy_of(source, destination):
     (part,) = parts_of({"w": source})
     return Copy(part=part, source=source, destination=destination)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_are_small_and_hold_every_element_once(shape):
-    counts = torch.zeros(shape, dtype=torch.uint8)
-    for piece in pieces_of(counts):
-        counts[piece] += 1
-        assert 0 < counts[piece].numel() <= PIECE_BYTES
-    assert bool((counts == 1).all())
 
 
 def test_tensors_are_cast_and_their_sums_are_those_of_the_destinations():
