@@ -365,7 +365,11 @@ def test_sequences_are_scored_beside_running_requests(engine):
         for tokens, logprobs in zip(sequences, made, strict=True):
             assert logprobs.dtype == np.float32
             np.testing.assert_allclose(logprobs, sequence_logprobs(OLD, tokens), atol=1e-5, rtol=0)
-    assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS * 4, sampling=LONG))
+    # Not the tokens: two nearly equal logits may change places with the number of threads.
+    for prompt, group in zip(PROMPTS * 4, completions, strict=True):
+        for completion in group:
+            expected = sequence_logprobs(OLD, np.concatenate([prompt, completion.token_ids]))[len(prompt) :]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
 @in_flight
