@@ -131,18 +131,3 @@ def test_effective_sample_share_by_hand():
     assert effective_sample_share(mean_weight=2.0, mean_squared_weight=4.0) == 1.0  # all alike
     assert effective_sample_share(mean_weight=0.25, mean_squared_weight=0.25) == 0.25  # one of four has all
     assert effective_sample_share(mean_weight=0.0, mean_squared_weight=0.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"high": 0.9}, r"high=0\.9: must be at least 1"),
-        ({"high": NAN}, "high=nan: must be at least 1"),
-        ({"mode": "mask", "low": 1.1}, r"low=1\.1: must be between 0 and 1"),
-        ({"mode": "mask", "low": -0.1}, r"low=-0\.1: must be between 0 and 1"),
-        ({"low": 0.5}, r"low=0\.5 has no effect with mode='truncate': must be 0, or mode 'mask'"),
-    ],
-)
-def test_bound_out_of_range_is_rejected(settings, says):
-    with pytest.raises(ValueError, match=says):
-        ImportanceCorrection(**settings)

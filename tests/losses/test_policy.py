@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from losses.correction import ImportanceCorrection
-from losses.ops import NormalizedLoss
+from losses.ops import NormalizedLoss, kl_k1, kl_k2, kl_k3
 from losses.policy import DrGRPOLoss, DROLoss, GRPOLoss
 from losses.types import LossInputs, uses_proximal_logprobs
 from tests.losses.parts import (
@@ -145,7 +145,7 @@ def test_correction_multiplies_the_surrogate_against_the_proximal_policy(name, l
         torch.testing.assert_close(ours, theirs)
 
 
-REFUSED: list[tuple[type[NormalizedLoss], dict[str, Any], str]] = [
+REFUSED: list[tuple[type[NormalizedLoss | ImportanceCorrection], dict[str, Any], str]] = [
     (GRPOLoss, {"normalization": "constant"}, "tokens_per_sequence=None: must be a finite number above 0"),
     (DrGRPOLoss, {"tokens_per_sequence": 0.0}, r"tokens_per_sequence=0\.0: must be a finite number above 0"),
     (GRPOLoss, {"tokens_per_sequence": 8.0}, "has no effect with normalization='token_mean': must be None"),
@@ -153,6 +153,11 @@ REFUSED: list[tuple[type[NormalizedLoss], dict[str, Any], str]] = [
     (GRPOLoss, {"clip_high": -0.1}, r"clip_high=-0\.1: must be at least 0"),
     (GRPOLoss, {"kl_coef": -0.1}, r"kl_coef=-0\.1: must be a finite number"),
     (GRPOLoss, {"entropy_coef": -0.1}, r"entropy_coef=-0\.1: must be a finite number"),
+    (ImportanceCorrection, {"high": 0.9}, r"high=0\.9: must be at least 1"),
+    (ImportanceCorrection, {"high": NAN}, "high=nan: must be at least 1"),
+    (ImportanceCorrection, {"mode": "mask", "low": 1.1}, r"low=1\.1: must be between 0 and 1"),
+    (ImportanceCorrection, {"mode": "mask", "low": -0.1}, r"low=-0\.1: must be between 0 and 1"),
+    (ImportanceCorrection, {"low": 0.5}, r"low=0\.5 has no effect with mode='truncate': must be 0, or mode"),
     (DROLoss, {"beta": math.inf}, "beta=inf: must be a finite number"),
     (DROLoss, {"correction": ImportanceCorrection()}, "correction: must be None with DRO"),
 ]
@@ -221,3 +226,39 @@ def test_kl_is_added_with_its_weight_and_reported(estimator, values, slopes):
     assert not output.metric_sums["kl"].requires_grad
     assert output.num_tokens.item() == 2
     assert gradient == pytest.approx([-0.5 + 0.1 * slopes[0], 1.0 + 0.1 * slopes[1], 0.0])
+
+
+def test_k3_is_precise_for_small_differences_and_finite_for_large_ones():
+    p, reference = torch.tensor([-1.0, -100.0]), torch.tensor([-1.001, 0.0])
+    small, large = kl_k3(logprobs_T=p, reference_logprobs_T=reference).tolist()
+    assert small == pytest.approx(0.001**2 / 2, rel=1e-2)
+    assert large == pytest.approx(math.exp(20) - 1 - 20)
+
+
+def exact_kl(*, forward=False, estimate=None, weighted=False):
+    """Return KL(p || ref), its forward form or an estimate's mean over p, and the gradient in p's logits."""
+    logits = torch.tensor([0.3, -0.2, 1.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.9, 0.4, -0.5], dtype=torch.float64).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    if estimate is not None:
+        values = estimate(logprobs_T=p, reference_logprobs_T=reference)
+        weights = (p - p.detach()).exp() if weighted else 1.0
+        mean = (p.detach().exp() * weights * values).sum()
+    else:
+        mean = (reference.exp() * (reference - p)).sum() if forward else (p.exp() * (p - reference)).sum()
+    return mean.item(), torch.autograd.grad(mean, logits)[0]
+
+
+def test_means_of_k1_and_k3_are_the_kl_divergence():
+    kl, _ = exact_kl()
+    for estimate in (kl_k1, kl_k3):
+        assert exact_kl(estimate=estimate)[0] == pytest.approx(kl)
+
+
+def test_mean_gradients_are_those_in_the_docstrings():
+    reverse, forward = exact_kl()[1], exact_kl(forward=True)[1]
+    torch.testing.assert_close(exact_kl(estimate=kl_k1)[1], torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(exact_kl(estimate=kl_k2)[1], reverse)
+    torch.testing.assert_close(exact_kl(estimate=kl_k3)[1], forward)
+    for estimate in (kl_k1, kl_k3):
+        torch.testing.assert_close(exact_kl(estimate=estimate, weighted=True)[1], reverse)

@@ -3,7 +3,7 @@ import torch
 
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head, persistent_buffers, reset_buffers
-from tests.support.policies import full_logits, small_spec
+from tests.support.policies import full_logits
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -32,12 +32,6 @@ def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
     for of_packed, of_alone in zip(packed_gradients, alone_gradients, strict=True):
         torch.testing.assert_close(of_packed, of_alone, atol=1e-4, rtol=1e-4)
-
-
-def test_persistent_buffers_exclude_parameters_and_tables():
-    assert persistent_buffers(small_spec().model.build()) == {}
-    buffers = persistent_buffers(small_spec(experts=True).model.build())
-    assert [name.rpartition(".")[2] for name in buffers] == ["load_balance_bias"] * 2
 
 
 def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset(make_config):

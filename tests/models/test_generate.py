@@ -116,11 +116,6 @@ def test_prompt_that_is_empty_or_fills_the_context_is_rejected(model, length):
         generate(model, [PROMPTS[0], np.ones(length, np.int32)], sampling=SamplingParams(max_tokens=4))
 
 
-def test_stop_texts_are_rejected_without_a_tokenizer(model):
-    with pytest.raises(ValueError, match=r"stop_texts=\('a',\): must be empty here"):
-        generate(model, PROMPTS, sampling=SamplingParams(max_tokens=4, stop_texts=("a",)))
-
-
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_prompt_logprobs_equal_a_plain_forward(model, top_k, monkeypatch):
     monkeypatch.setattr("rl.models.generate.CHUNK_TOKENS", 32)

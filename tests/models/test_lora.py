@@ -1,13 +1,15 @@
-"""LoRA on one device. `tests/training/test_layouts.py` tests the layouts."""
+"""LoRA on one device, and refused folders of adapters. `tests/training/test_layouts.py` tests the layouts."""
 
+import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.lora import ALL_LINEAR, LoRA
+from rl.models.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
 from tests.training.parts import (
     RANK,
     assert_near,
@@ -125,17 +127,10 @@ def test_initial_factors_are_seeded_kaiming_uniform_and_zero(assets):
     assert not torch.equal(a, other.policy.parameters[f"{name}lora_a"])
 
 
-def test_adapter_is_written_with_peft_names_and_continues_from_there(assets, tmp_path):
+def test_written_adapter_continues_from_there(assets, tmp_path):
     engine = make(assets, target_modules=("q_proj", "down_proj"))
     train(engine, num_steps=2, loss=CrossEntropyLoss())
     engine.save_adapter(str(tmp_path / "adapter"))
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert sorted(tensors) == sorted(
-        f"base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight"
-        for layer in (0, 1)
-        for module in ("self_attn.q_proj", "mlp.down_proj")
-        for factor in "AB"
-    )
     trained = engine.compute_logprobs(SAMPLES)
 
     fresh = make(assets, target_modules=("q_proj", "down_proj"))
@@ -170,3 +165,58 @@ def test_two_adapters_on_one_model_are_rejected():
     two = LoRA.Config(target_modules=("q_proj",)), LoRA.Config(target_modules=("o_proj",))
     with pytest.raises(ValueError, match=r"converters\.1: the model has adapters of an earlier LoRA"):
         make_engine(None, converters=two)
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+A, B = torch.arange(6.0).reshape(2, 3), torch.arange(8.0).reshape(4, 2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_peft_folder(tmp_path / "adapter", [(NAME, A, B)], rank=2, alpha=4.0, base_model="some/base")
+    return tmp_path / "adapter"
+
+
+def read(folder, **widths):
+    return read_peft_folder(folder, rank=2, alpha=4.0, widths={NAME: (3, 4)} | widths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, "r=8 is not supported: must be rank=2 of the config"),
+        ({"lora_alpha": 16}, "lora_alpha=16 is not supported: must be alpha=4.0 of the config"),
+        ({"peft_type": "ADALORA"}, "peft_type='ADALORA' is not supported: must be 'LORA'"),
+        ({"use_dora": True}, "use_dora=True is not supported: must be False"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supported: must be {}"),
+    ],
+)
+def test_unsupported_adapter_setting_is_rejected(folder, changes, message):
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        read(folder)
+
+
+def test_adapter_for_other_layers_is_rejected(folder):
+    for widths, message in (
+        ({"x.up_proj.weight": (3, 4)}, "x.up_proj.lora_A.weight has shape None, the model needs"),
+        ({NAME: (5, 4)}, r"q_proj.lora_A.weight has shape \[2, 3\], the model needs \[2, 5\]"),
+        ({NAME: (3, 6)}, r"q_proj.lora_B.weight has shape \[4, 2\], the model needs \[6, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=f"{WEIGHTS_FILE}: tensor .*{message}"):
+            read(folder, **widths)
+
+
+def test_missing_or_truncated_file_and_unknown_tensors_are_named(folder):
+    weights = folder / WEIGHTS_FILE
+    whole = weights.read_bytes()
+    save_file({"base_model.model.lm_head.weight": A}, weights)
+    with pytest.raises(ValueError, match=r"base_model.model.lm_head.weight has shape .* needs None"):
+        read(folder)
+    weights.write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match=f"weights file {weights} is not whole"):
+        read(folder)
+    weights.unlink()
+    with pytest.raises(ValueError, match=f"weights file {weights} is missing"):
+        read(folder)

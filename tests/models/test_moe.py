@@ -36,16 +36,6 @@ def test_bias_changes_the_choice_but_no_weight():
     assert biased.weight.grad is not None
 
 
-def test_only_a_forward_with_a_graph_records_its_choice():
-    made = router()
-    with torch.no_grad():
-        made(TOKEN)
-    assert made.last_chosen_TK is None
-    made(TOKEN)
-    assert made.last_chosen_TK is not None
-    assert made.last_chosen_TK.tolist() == [[0, 2]]
-
-
 def test_forced_balance_takes_the_experts_in_turn():
     made = router()
     made.force_balance = True
@@ -89,18 +79,6 @@ def inputs(dtype=torch.float32):
 def gradients(out, x, weight):
     pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return torch.autograd.grad(out, (x, weight), pull)
-
-
-def test_grouped_linear_equals_one_linear_per_group_in_values_and_gradients():
-    x, weight, ends = inputs()
-    parts = zip(x.tensor_split(ends[:-1]), weight, strict=True)
-    expected = torch.cat([F.linear(rows, w) for rows, w in parts])
-    out = grouped_linear(x, weight, ends)
-    torch.testing.assert_close(out, expected)
-    ours = gradients(out, x, weight)
-    for actual, wanted in zip(ours, gradients(expected, x, weight), strict=True):
-        torch.testing.assert_close(actual, wanted)
-    assert not ours[1][1].any()
 
 
 def test_grouped_kernel_computes_the_same_product():

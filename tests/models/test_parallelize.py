@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rl.distributed.compat import use_one_gloo_worker
-from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP, ParallelismConfig
+from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
 from rl.distributed.sharding import ShardingOptions, whole_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.logprobs import token_logprobs
-from rl.models.parallelize import check_decoder_layout, parallelize_decoder
+from rl.models.parallelize import parallelize_decoder
 from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
 from tests.support.distributed import run_ranks
 
@@ -128,19 +128,3 @@ def test_trainer_plan_on_two_ranks_computes_the_unsharded_logprobs_and_gradients
             np.testing.assert_allclose(actual, expected, atol=2e-4, rtol=1e-4, err_msg=parameter)
         if CASES[name].get("qkv_bias"):
             assert np.abs(rank[name]["gradients"]["layers.0.attention.qkv_proj.bias"][0]).max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("sizes", "degrees", "message"),
-    [
-        ({}, {"tensor_parallel_degree": 4}, "tensor_parallel_degree=4 does not divide num_kv_heads=2"),
-        ({"vocab_size": 63}, {"tensor_parallel_degree": 2}, "degree=2 does not divide vocab_size=63"),
-        ({}, {"expert_parallel_degree": 2}, "expert_parallel_degree=2: must be 1: a dense model"),
-        ({"num_experts": 6}, {"expert_parallel_degree": 4}, "degree=4 does not divide num_experts=6"),
-    ],
-)
-def test_degree_that_does_not_fit_the_model_is_rejected(make_config, sizes, degrees, message):
-    fitting = ParallelismConfig(tensor_parallel_degree=1, context_parallel_degree=2)
-    check_decoder_layout(make_config(**sizes), fitting)
-    with pytest.raises(ValueError, match=message):
-        check_decoder_layout(make_config(**sizes), ParallelismConfig(**degrees))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import logging
 import re
 import weakref
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from tests.training.parts import (
     make_engine,
     make_sample,
     make_samples,
-    moe_spec,
     small_spec,
     weights,
 )
@@ -44,6 +42,9 @@ SAMPLES = make_samples()
         ("training", "seed", -1, "must be at least 0"),
         ("training", "global_batch_size", 4, "must be None: the loop decides"),
         ("comm", "train_timeout_s", -1.0, "must be"),
+        ("comm", "init_timeout_s", 0.0, "must be"),
+        ("comm", "trace_buffer_size", -1, "must be at least 0"),
+        ("compile", "components", (), "must be 'model', 'loss' or both"),
         ("loss", "kl_estimator", "k4", "must be 'k1' | 'k2' | 'k3'"),
         ("experts", "load_balance_rate", float("nan"), "must be at least 0"),
     ],
@@ -52,7 +53,9 @@ def test_engine_refuses_edited_field_that_is_misspelt_or_out_of_range(component,
     config = engine_config()
     setattr(config, component, dataclasses.replace(getattr(config, component)))
     object.__setattr__(getattr(config, component), field, value)  # a loss is frozen
-    with pytest.raises(ValueError, match=rf"^{component}: {field}={value!r}.*{re.escape(says)}"):
+    with pytest.raises(
+        ValueError, match=rf"^{component}: {re.escape(f'{field}={value!r}')}.*{re.escape(says)}"
+    ):
         config.check(small_spec(), world_size=1, device=torch.device("cpu"))
 
 
@@ -75,8 +78,6 @@ def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
     unlimited.compute_logprobs([make_sample(length=64, seed=0)])
     with pytest.raises(ValueError, match="has 65 tokens, more than max_sequence_length=64"):
         unlimited.forward_backward([make_sample(length=65, seed=0)])
-    with pytest.raises(ValueError, match="max_sequence_length=65: must be at most 64, the positions of"):
-        make_engine(None, max_sequence_length=65)
 
 
 COMPILED = CompileConfig(enable=True)
@@ -101,18 +102,16 @@ def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree,
         [check() for check in checks]
 
 
-def test_degree_or_interval_that_does_not_fit_the_model_is_refused():
-    for settings, spec, world_size, says in (
-        ({"parallelism": parallelism("tp3")}, small_spec(), 3, "degree=3 does not divide num_kv_heads=2"),
-        ({"parallelism": parallelism("ep4")}, moe_spec(), 4, "degree=4 does not divide num_experts=6"),
-        ({"parallelism": parallelism("ep3")}, moe_spec(), 2, "degree=3 does not divide the 2 ranks"),
-        (
-            {"activation_checkpoint": ActivationCheckpointConfig(mode="selective", selective_option="3")},
-            small_spec(), 1, r"activation_checkpoint\.selective_option='3': .* up to '2', the la",
-        ),
-    ):  # fmt: skip
+def test_vocabulary_or_interval_that_does_not_fit_the_model_is_refused():
+    spec = small_spec()
+    odd = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=63))
+    third = ActivationCheckpointConfig(mode="selective", selective_option="3")
+    for settings, model, world_size, says in (
+        ({"parallelism": parallelism("tp2")}, odd, 2, "degree=2 does not divide vocab_size=63"),
+        ({"activation_checkpoint": third}, spec, 1, r"selective_option='3': .* up to '2', the la"),
+    ):
         with pytest.raises(ValueError, match=says):
-            engine_config(**settings).check(spec, world_size=world_size, device=torch.device("cpu"))
+            engine_config(**settings).check(model, world_size=world_size, device=torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -164,18 +163,15 @@ class Knot:
         self.itself = self
 
 
-def test_collection_runs_only_after_every_second_step(caplog):
-    engine = make_engine(None, gc_every_steps=2, gc_debug=True)
+def test_collection_runs_only_after_every_second_step():
+    engine = make_engine(None, gc_every_steps=2)
     try:
         assert not gc.isenabled()
         knot = weakref.ref(Knot())
         engine.optim_step(allow_empty=True)
         assert knot() is not None
-        with caplog.at_level(logging.INFO, logger="rl.training.engine"):
-            engine.optim_step(allow_empty=True)
+        engine.optim_step(allow_empty=True)
         assert knot() is None
     finally:
         engine.close()
     assert gc.isenabled()
-    (record,) = caplog.records
-    assert "collected after step 2: " in record.getMessage()

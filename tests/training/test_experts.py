@@ -107,12 +107,8 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
 
 def test_settings_without_effect_are_refused():
     dense = small_spec().model
-    for settings, named in (
-        (ExpertBalanceConfig(load_balance_rate=0.1), "load_balance_rate=0.1: must be 0.0"),
-        (ExpertBalanceConfig(force_load_balance=True), "force_load_balance=True: must be False"),
-    ):
-        with pytest.raises(ValueError, match=f"experts.{named} for a model without experts"):
-            check_experts(dense, balance=settings)
+    with pytest.raises(ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"):
+        check_experts(dense, balance=ExpertBalanceConfig(force_load_balance=True))
     with pytest.raises(ValueError, match="Float8 must not be there for a model with experts"):
         Float8.Config(emulate=True).build(
             spec=moe_spec(), degrees=ParallelismConfig().degrees(1), device=torch.device("meta")

@@ -7,7 +7,6 @@ import torch
 from losses.correction import ImportanceCorrection
 from losses.policy import GRPOLoss
 from losses.types import uses_proximal_logprobs
-from rl.training.checks import check_reference
 from rl.training.config import ReferenceConfig
 from tests.training.parts import assert_near, gradients, make_engine, make_samples
 
@@ -71,11 +70,6 @@ def test_disabled_reference_has_no_memory_forward_or_field(assets):
     # With zero weight the loss and its gradient have the same bits.
     assert results[0].loss_sum == results[1].loss_sum
     assert_near(gradients(watched), gradients(without), relative=0.0)
-
-
-def test_missing_reference_policy_is_refused():
-    with pytest.raises(ValueError, match=r"loss\.kl_coef=0\.3 needs the reference policy"):
-        check_reference(ReferenceConfig(), loss=GRPOLoss(kl_coef=0.3))
 
 
 CORRECTIONS = {

@@ -31,20 +31,6 @@ def torch_sum(tensor, shape, offsets):
     return sum_by_torch(*module._rows_and_columns(tensor, shape, offsets)) if tensor.numel() else 0
 
 
-def test_sum_of_two_elements_by_hand():
-    """Column weights are the MurmurHash3 finalizer of 1 and 2; the row weight is splitmix64 of 0, made odd."""
-
-    def murmur(x):
-        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
-        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
-        return x ^ (x >> 16)
-
-    row_weight = 0xE220A8397B1DCDAF  # the first number of splitmix64 from seed 0, which is odd
-    assert murmur(1) == 0x514E28B7
-    tensor = torch.tensor([1.0, -2.0], dtype=torch.bfloat16)
-    assert whole(tensor) == (0x3F80 * murmur(1) + 0xC000 * murmur(2)) * row_weight % 2**64
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_boxes_add_up_however_they_are_cut_and_both_implementations_agree(dtype):
     for shape in SHAPES:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.models.batch_invariant.probe import check_machine, check_rows, linear_shapes, row_counts
+from rl.models.batch_invariant.probe import check_machine, check_rows, row_counts
 from rl.models.qwen3 import model_registry
 
 TINY = model_registry("tiny").model
@@ -33,11 +33,3 @@ def test_layer_that_depends_on_the_number_of_rows_is_rejected():
 def test_layer_that_mixes_rows_is_rejected():
     with pytest.raises(ValueError, match="centred in float32 gives other bits in batches of 64, 96 rows"):
         check_rows("centred", lambda x: x - x.mean(0), width=8, dtype=torch.float32, counts=row_counts(96))
-
-
-def test_linear_shapes_are_those_of_one_rank():
-    # 8 heads and 4 + 4 key-value heads of 32, feed-forward 384, vocabulary 320, width 128.
-    whole = [(128, 512), (256, 128), (128, 768), (384, 128), (128, 320)]
-    assert list(linear_shapes(TINY, tensor_parallel_degree=1)) == whole
-    half = [(128, 256), (128, 128), (128, 384), (192, 128), (128, 160)]
-    assert list(linear_shapes(TINY, tensor_parallel_degree=2)) == half
