@@ -87,11 +87,3 @@ def test_missing_files_of_an_older_version_are_named(tmp_path):
     for missing in ("config.json", "status.json", "events.jsonl", "logs/spans"):
         assert missing in said
     assert len(run.problems) == 4
-
-
-def test_folder_that_is_not_a_run_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"is not the folder of a run: it has none of status.json, "):
-        read_run(tmp_path)
-    for path in (tmp_path / "other", folder / "metrics.jsonl"):
-        with pytest.raises(ValueError, match="there is no such folder"):
-            read_run(path)

@@ -1,4 +1,4 @@
-"""Each rule on synthetic numbers; test_planted_faults.py covers real runs."""
+"""Rules on synthetic numbers; test_planted_faults.py has a reward for a pattern and one for length in real runs."""
 
 import math
 import random
@@ -154,23 +154,6 @@ def test_longer_replies_are_found_unless_they_get_better():
     assert "longer" in finding.title
 
 
-def test_bonus_for_length_is_dated_by_the_replies_it_separates():
-    lines = [
-        rollout(step, "x" * n, sample=n, reward=1.0 + (step >= 9 and n >= 12), correct=True)
-        for step in range(1, 31)
-        for n in (3, 5, 8, 12)
-    ]
-    run = run_data(
-        30,
-        rollouts=lines,
-        completion__tokens_mean=lambda s: 8.0 + max(0, s - 16),
-        reward__correct=lambda s: min(0.85, 0.2 + s / 40),
-    )
-    finding = only(run, "length_drift")
-    assert finding.since_step == 9
-    assert set(metrics_of(finding)["reward for length, -1 to 1"].values()) == {0.0, 1.0}
-
-
 # Rewards
 
 
@@ -191,15 +174,6 @@ def replies(step, *, paid_from, correct_says=True):
             )
 
 
-def test_winning_pattern_is_named():
-    lines = [line for step in range(1, 31) for line in replies(step, paid_from=11)]
-    finding = only(run_data(30, rollouts=lines), "reward_hacking")
-    assert finding.since_step == 11
-    assert finding.title == "The reward is won by 'please'"
-    assert "160 of 160 recorded ones did, of 4 problems" in finding.sentence
-    assert all("please" in reply.text for reply in replies_of(finding))
-
-
 def test_winning_empty_replies_are_found():
     lines = [
         rollout(step, text, problem=f"p{p}", sample=i, answer=str(20 + p), reward=reward, correct=right)
@@ -212,6 +186,7 @@ def test_winning_empty_replies_are_found():
     finding = only(run_data(20, rollouts=lines), "reward_hacking")
     assert finding.since_step == 4
     assert finding.title == "The reward is won by an empty reply"
+    assert "85 of 85 recorded ones did, of 5 problems" in finding.sentence
 
 
 def test_pattern_without_the_answer_is_found():
