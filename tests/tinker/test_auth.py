@@ -30,10 +30,6 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
     assert alice.startswith("8601cb65ef48")
     unknown = (b"", b"tml-", b"# for the notebook", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00")
     assert [in_file.owner(key) for key in unknown] == [None] * 6
-
-
-def test_without_configured_keys_each_key_is_its_own_owner():
-    assert not Keys().configured
     assert Keys().owner(b"tml-x") != Keys().owner(b"tml-y")
     assert Keys().owner(b"") is None
 

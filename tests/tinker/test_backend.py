@@ -81,19 +81,12 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own(backend):
     for model_id, rank in (("a", 4), ("b", 2), ("full", 0)):
         await create(backend, model_id, settings(rank))
-    frozen = backend._workers.models.frozen
-    before = {name: tensor.clone() for name, tensor in frozen.items()}
-    own = {name: tensor.data_ptr() for name, tensor in frozen.items()}
+    own = {name: tensor.data_ptr() for name, tensor in backend._workers.models.frozen.items()}
     for model_id in ("a", "b"):
         parameters = engine_of(backend, model_id).policy.parameters
         assert {name: parameters[name].data_ptr() for name in own} == own
-    (lora,) = engine_of(backend, "a").policy.converters.members
-    assert lora.config.scale == 32 / 4
     full = engine_of(backend, "full").policy.parameters
     assert not any(p.data_ptr() in own.values() for p in full.values())
-    for model_id in ("a", "full"):
-        await train(backend, model_id)
-    assert equal(before, frozen)
 
 
 async def test_models_trained_at_once_have_the_bits_of_each_alone(backend):

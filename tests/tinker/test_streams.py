@@ -11,18 +11,6 @@ from tests.support.fake_tinker import YOU, service_test
 from tests.support.virtual_time import now_s
 
 
-@service_test()
-async def test_chunks_run_in_the_order_of_their_seq_ids(client):
-    model = client.model()
-    step = client.step(model, 4)
-    for seq_id in (3, 2, 1):
-        client.add(model, seq_id, seq_id)
-
-    assert await client.weight(step) == -(1 + 2 + 3)
-    added = [f"forward_backward 0 [{i}]" for i in (1, 2, 3)]
-    assert client.backend.calls[:5] == ["create_model 0", *added, "optim_step 0"]
-
-
 @service_test(result_kept_s=5)
 async def test_repeated_request_is_done_once_even_after_its_result_was_evicted(client):
     model = client.model()
@@ -64,7 +52,7 @@ async def test_requests_behind_a_gap_fail_in_time_and_later_ones_run(client):
 
 
 @service_test(gap_timeout_s=30)
-async def test_gap_that_closes_in_time_loses_nothing(client):
+async def test_requests_run_in_the_order_of_their_seq_ids_if_gaps_close_in_time(client):
     gate = client.backend.hold("create_model")
     model = client.model()
     behind = client.add(model, 2, 2)
@@ -77,7 +65,9 @@ async def test_gap_that_closes_in_time_loses_nothing(client):
     client.add(model, 3, 3)
 
     assert (await client.result(behind)).metrics["loss:sum"] == 2
-    assert await client.weight(step) == -6
+    assert await client.weight(step) == -(1 + 2 + 3)
+    added = [f"forward_backward 0 [{i}]" for i in (1, 2, 3)]
+    assert client.backend.calls == ["create_model 0", *added, "optim_step 0"]
 
 
 @service_test()

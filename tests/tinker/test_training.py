@@ -56,6 +56,9 @@ async def test_requests_to_a_model_that_could_not_be_created_fail(client):
 def test_invalid_lora_settings_are_named(lora, said):
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
         lora_config(wire.LoraConfig(**lora), BASE)
+    valid = lora_config(wire.LoraConfig(rank=4), BASE)
+    assert valid is not None
+    assert valid.scale == 32 / 4
 
 
 @service_test(virtual=False)
