@@ -8,6 +8,8 @@ import signal
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tools.tinker_cookbook import recipes
 from tools.tinker_cookbook.recipes import Evidence, Row
 
@@ -28,20 +30,6 @@ def evidence(*found: Row, **changes: Any) -> Evidence:
     return replace(whole, **changes)
 
 
-def test_run_completes_with_each_step_once_and_a_final_checkpoint():
-    whole = evidence(*rows(recipes.NLL, 1, 2, 3), {"step": 3, "tokens/cumulative/trained": 9})
-    check = recipes.completes(3)
-    assert check(whole).holds
-    assert check(whole).seen == "status 0, 3 different steps in 3 rows, 1 final checkpoints"
-    changes: tuple[dict[str, Any], ...] = (
-        {"statuses": (-9, 1)},
-        {"rows": (*whole.rows[:3], whole.rows[2])},
-        {"rows": whole.rows[1:]},
-        {"checkpoints": ({"name": "000001", "state_path": "p"},)},
-    )
-    assert not any(check(replace(whole, **change)).holds for change in changes)
-
-
 def kl_rows(*pairs: tuple[float, float]) -> tuple[dict, ...]:
     return tuple(
         {recipes.REWARD: 0.5, recipes.KL_NAMES[0]: first, recipes.KL_NAMES[1]: second}
@@ -49,13 +37,60 @@ def kl_rows(*pairs: tuple[float, float]) -> tuple[dict, ...]:
     )
 
 
-def test_kl_must_be_low_in_every_step_by_both_estimates():
-    low = kl_rows((1e-7, 1e-12), (-9e-4, 9e-4))
-    assert recipes.kl_stays_low(evidence(*low, {"tokens/cumulative/trained": 9})).holds
-    assert recipes.kl_stays_low(evidence(*low)).seen == "at most 9.0e-04"
-    broken_rows = (kl_rows((1e-7, 1e-12), (-1.1e-3, 1e-6)), kl_rows((1e-7, 1e-3)), kl_rows((math.nan, 1e-6)))
-    for broken in (*broken_rows, (*low, {recipes.REWARD: 0.5}), ()):
-        assert not recipes.kl_stays_low(evidence(*broken)).holds, broken
+COMPLETE = evidence(*rows(recipes.NLL, 1, 2, 3), {"step": 3, "tokens/cumulative/trained": 9})
+LOW_KL = kl_rows((1e-7, 1e-12), (-9e-4, 9e-4))
+RESUMED = evidence(
+    statuses=(-signal.SIGKILL, 0),
+    checkpoints=(
+        *({"name": f"00000{n}", "batch": n, "state_path": f"{RUN}/00000{n}"} for n in (4, 8)),
+        *evidence().checkpoints,
+    ),
+    log=f"Resumed training from {RUN}/000008\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "seen", "violations"),
+    [
+        (
+            recipes.completes(3),
+            COMPLETE,
+            "status 0, 3 different steps in 3 rows, 1 final checkpoints",
+            [
+                {"statuses": (-9, 1)},
+                {"rows": (*COMPLETE.rows[:3], COMPLETE.rows[2])},
+                {"rows": COMPLETE.rows[1:]},
+                {"checkpoints": ({"name": "000001", "state_path": "p"},)},
+            ],
+        ),
+        (
+            recipes.kl_stays_low,
+            evidence(*LOW_KL, {"tokens/cumulative/trained": 9}),
+            "at most 9.0e-04",
+            [
+                {"rows": kl_rows((1e-7, 1e-12), (-1.1e-3, 1e-6))},
+                {"rows": kl_rows((1e-7, 1e-3))},
+                {"rows": kl_rows((math.nan, 1e-6))},
+                {"rows": (*LOW_KL, {recipes.REWARD: 0.5})},
+                {"rows": ()},
+            ],
+        ),
+        (
+            recipes.resumes,
+            RESUMED,
+            f"statuses -9, 0, resumed from {RUN}/000008",
+            [
+                {"statuses": (0, 0)},  # the run was finished before the kill
+                {"statuses": (0,)},
+                {"log": "Training for 8 batches"},
+            ],
+        ),
+    ],
+    ids=["completes", "kl stays low", "resumes"],
+)
+def test_check_passes_a_good_run_and_finds_each_violation(check, good, seen, violations):
+    assert (check(good).holds, check(good).seen) == (True, seen)
+    assert [change for change in violations if check(replace(good, **change)).holds] == []
 
 
 def test_ends_of_a_run_are_means_of_three_steps():
@@ -66,24 +101,6 @@ def test_ends_of_a_run_are_means_of_three_steps():
     assert not recipes.reward_rises(by=0.0)(evidence(*rows(recipes.REWARD, 0.1, 0.2, 0.3, 0.4, 0.5))).holds
     fallen = evidence(*rows(recipes.NLL, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0))
     assert [recipes.loss_falls(to_share=share)(fallen).holds for share in (0.5, 0.49)] == [True, False]
-
-
-def test_resumed_run_was_killed_and_loaded_a_checkpoint():
-    rolling = [{"name": f"00000{n}", "batch": n, "state_path": f"{RUN}/00000{n}"} for n in (4, 8)]
-    resumed = replace(
-        evidence(),
-        statuses=(-signal.SIGKILL, 0),
-        checkpoints=(*rolling, *evidence().checkpoints),
-        log=f"Resumed training from {RUN}/000008\n",
-    )
-    finding = recipes.resumes(resumed)
-    assert (finding.holds, finding.seen) == (True, f"statuses -9, 0, resumed from {RUN}/000008")
-    changes: tuple[dict[str, Any], ...] = (
-        {"statuses": (0, 0)},  # the run was finished before the kill
-        {"statuses": (0,)},
-        {"log": "Training for 8 batches"},
-    )
-    assert not any(recipes.resumes(replace(resumed, **change)).holds for change in changes)
 
 
 def test_rows_are_whole_lines(tmp_path):
