@@ -36,7 +36,6 @@ def test_overlap_is_advised_when_generation_and_training_alternate():
         ),
         setting="--loop.max_off_policy_steps 1",
     )
-    assert setting(record, {"loop": {"max_off_policy_steps": 0}}) == "--loop.max_off_policy_steps 1"
 
 
 def test_overlap_on_one_cpu_halves_the_threads():
@@ -67,9 +66,6 @@ def test_largest_part_is_named_with_its_share_of_the_limit():
     assert found.sentence.startswith(
         "Generation takes 90% of a step and reaches 8% of what the machine can do:"
     )
-    alone = bottleneck(step(generate=9.0, train=1.0), ASYNC)
-    assert alone is not None
-    assert alone.sentence.startswith("Generation takes 90% of a step: ")
 
 
 def test_every_setting_of_the_advice_exists():

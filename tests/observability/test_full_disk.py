@@ -16,7 +16,6 @@ from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.observability.run_folder import RunFolder, cut_back, read_status
-from rl.observability.summary import draw_learning_curve
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from tests.support.disks import FULL, SmallDisk, on_small_disk, run_unprivileged
@@ -161,23 +160,6 @@ def test_records_that_cannot_be_truncated_are_unchanged(tmp_path):
     assert (same, entries) == (True, ["metrics.jsonl"])
 
 
-def test_learning_curve_that_cannot_be_written_is_a_warning(tmp_path):
-    def draw(disk):
-        with MetricsWriter(disk.folder / "metrics.jsonl") as metrics:
-            for step in range(1, 4):
-                metrics.write({"step": step, "reward/mean": 0.1 * step})
-        disk.fill()
-        console = io.StringIO()
-        undo = setup_logging("controller", console=console)
-        draw_learning_curve(disk.folder / "metrics.jsonl", disk.folder / "learning_curve.png")
-        undo()
-        return json.dumps([console.getvalue(), disk.entries()])
-
-    console, entries = json.loads(on_small_disk(draw, tmp_path))
-    assert_matches(rf".*WARNING .*/learning_curve\.png was not written: {FULL}; the run goes on\n", console)
-    assert entries == ["metrics.jsonl"]
-
-
 # Folders without write permission, seen by an unprivileged process
 
 
@@ -193,45 +175,27 @@ def folder():
     shutil.rmtree(path)
 
 
-def test_read_only_dump_folder_is_refused(folder):
-    (folder / "outputs").mkdir()
-    (folder / "outputs").chmod(0o555)
-    answer = run_unprivileged(lambda: said(lambda: RunFolder.create(folder / "outputs" / "today", "run")))
-    path = folder / "outputs"
-    assert answer == f"ValueError: {path}/today/run cannot be a run's folder: Permission denied"
-    assert list(path.iterdir()) == []
-
-
-def test_folder_that_becomes_read_only_stops_the_metrics(folder, capsys):
+def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(folder, capsys):
     def go_on():
+        (folder / "outputs").mkdir()
+        (folder / "outputs").chmod(0o555)
+        refused = said(lambda: RunFolder.create(folder / "outputs" / "today", "run"))
         with RunFolder.create(folder, "run") as made:
             made.path.chmod(0o555)
             made.logs.chmod(0o555)
             undo = setup_logging("controller", folder=made.logs)
-            answer = said(lambda: MetricsWriter(made.metrics))
-            logging.getLogger("rl").warning("seen")
+            unwritten = said(lambda: MetricsWriter(made.metrics))
+            record_process(made.logs, role="trainer", rank=1)
             undo()
-            return json.dumps([answer, capsys.readouterr().err])
+        return json.dumps([refused, unwritten, capsys.readouterr().err])
 
-    answer, console = json.loads(run_unprivileged(go_on))
+    refused, unwritten, console = json.loads(run_unprivileged(go_on))
     path = folder / "run"
-    unwritten = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
-    assert answer == f"UnwrittenError: {unwritten}"
-    seen, unwritten = console.splitlines()
-    assert seen.endswith("rl: seen")
-    says = rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; the run goes on"
-    assert re.fullmatch(says, unwritten)
-
-
-def test_process_that_cannot_record_logs_a_warning(folder):
-    (folder / "logs").mkdir()
-    (folder / "logs").chmod(0o555)
-
-    def act():
-        told = io.StringIO()
-        logging.getLogger("actors.members").addHandler(logging.StreamHandler(told))
-        record_process(folder / "logs", role="trainer", rank=1)
-        return told.getvalue()
-
-    told = f"{folder}/logs: trainer-1 is not recorded: Permission denied\n"
-    assert run_unprivileged(act) == told
+    assert refused == f"ValueError: {folder}/outputs/today/run cannot be a run's folder: Permission denied"
+    says = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
+    assert unwritten == f"UnwrittenError: {says}"
+    recorded, logged = console.splitlines()
+    assert recorded.endswith(f"{path}/logs: trainer-1 is not recorded: Permission denied")
+    assert logged.endswith(
+        f"{path}/logs/controller-0.log was not written: Permission denied; the run goes on"
+    )

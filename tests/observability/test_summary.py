@@ -44,7 +44,7 @@ def test_bottleneck_comes_last(tmp_path):
     ]
 
 
-def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tmp_path):
+def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tmp_path, caplog):
     metrics, png = tmp_path / "metrics.jsonl", tmp_path / "learning_curve.png"
     rewards = [math.nan if step > 40 else step / 50 for step in range(1, 51)]
     records = [
@@ -60,3 +60,5 @@ def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tm
     for color in (REWARD, CORRECT, EVALUATION):
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - wanted) < 0.02).all(axis=-1).sum() > 500
+    draw_learning_curve(metrics, tmp_path / "gone" / "curve.png")
+    assert "gone/curve.png was not written: No such file or directory; the run goes on" in caplog.text
