@@ -5,29 +5,17 @@ import pytest
 from rl.distributed.mesh import DataRank, Degrees, ParallelismConfig, build_mesh
 
 
-def test_shard_degree_takes_all_remaining_ranks():
+def test_remaining_ranks_hold_shards_and_share_the_experts():
     config = ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=4)
     assert config.degrees(24) == Degrees(dp_replicate=2, dp_shard=3, tp=4)
-    assert config.degrees(24).dp == 6
-
-
-def test_context_parallel_ranks_count_as_shards():
     degrees = ParallelismConfig(data_parallel_replicate_degree=2, context_parallel_degree=3).degrees(24)
     assert degrees == Degrees(dp_replicate=2, dp_shard=4, cp=3, tp=1)
-    assert degrees.dp == 8  # the ranks of a context-parallel group see the same samples
-    assert degrees.fsdp == 12
-
-
-def test_expert_groups_divide_the_shards():
+    # The ranks of a context-parallel group see the same samples and hold different shards.
+    assert (degrees.dp, degrees.fsdp) == (8, 12)
     config = ParallelismConfig(
-        data_parallel_replicate_degree=2,
-        tensor_parallel_degree=2,
-        expert_parallel_degree=4,
-        expert_tensor_parallel_degree=2,
+        tensor_parallel_degree=2, expert_parallel_degree=4, expert_tensor_parallel_degree=2
     )
-    assert config.degrees(32) == Degrees(dp_replicate=2, dp_shard=8, tp=2, ep=4, etp=2)
-    with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide the 6 ranks"):
-        config.degrees(24)
+    assert config.degrees(16) == Degrees(dp_replicate=1, dp_shard=8, tp=2, ep=4, etp=2)
 
 
 SHARD, TP, CP = "data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree"
@@ -39,7 +27,7 @@ EXPERT_TP = "expert_tensor_parallel_degree"
     [
         ({SHARD: 2, TP: 2}, 6, f"{SHARD}=2 .*{TP}=2 .*world size of 6"),
         ({CP: 3}, 8, f"{CP}=3 .*world size of 8"),
-        ({TP: 2}, 3, f"{TP}=2"),
+        ({TP: 2, "expert_parallel_degree": 4}, 12, "expert_parallel_degree=4 does not divide the 6 ranks"),
         ({TP: 4, EXPERT_TP: 2}, 4, f"{EXPERT_TP}=2: must be 1 or {TP}=4"),
     ],
 )

@@ -1,12 +1,14 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from rl.config.configurable import Configurable
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.decoder import Decoder, FeedForward
 from rl.models.moe import MoE
+from rl.models.qwen3 import Qwen3Adapter
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,6 @@ def make_config() -> Callable[..., Decoder.Config]:
         normalize_weights: bool = True,
         tie: bool = True,
         vocab_size: int = 64,
-        theta: float = 1e4,
     ) -> Decoder.Config:
         feed_forward: Configurable.Config = FeedForward.Config(hidden_dim=48)
         if num_experts:
@@ -33,23 +34,12 @@ def make_config() -> Callable[..., Decoder.Config]:
                 hidden_dim=24,
                 normalize_weights=normalize_weights,
             )
-        return Decoder.Config(
-            vocab_size=vocab_size,
-            dim=32,
-            num_layers=2,
-            tie_embeddings=tie,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=8,
-                    qk_norm=qk_norm,
-                    qkv_bias=qkv_bias,
-                ),
-                feed_forward=feed_forward,
-            ),
-            rope=RoPE.Config(theta=theta, max_positions=128),
-        )
+        config = Qwen3Adapter.sized(
+            vocab_size=vocab_size, dim=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8,
+            feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=128,
+        )  # fmt: skip
+        config.block.attention = replace(config.block.attention, qk_norm=qk_norm, qkv_bias=qkv_bias)
+        return config
 
     return make
 

@@ -33,14 +33,6 @@ def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temper
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_completions_do_not_depend_on_the_rest_of_the_call(model):
-    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=0, stop_token_ids=(7,))
-    together = generate(model, PROMPTS, sampling=sampling)
-    for prompt, completions in zip(PROMPTS, together, strict=True):
-        (alone,) = generate(model, [prompt], sampling=sampling)
-        assert same(alone, completions)
-
-
 def test_stop_token_ends_a_completion_and_is_part_of_it(model):
     free = SamplingParams(max_tokens=20, num_samples=4, seed=0)
     stops = tuple(range(0, 64, 8))

@@ -64,15 +64,6 @@ def summed_by_hand(spec, plain, factors):
     return summed
 
 
-@pytest.mark.parametrize("seeded", [False, True])
-def test_fresh_adapters_change_no_bit_of_the_model(assets, seeded):
-    folder = None if seeded else assets
-    engine, plain = make(folder), make_engine(folder)
-    for ours, theirs in zip(engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True):
-        assert (ours == theirs).all()
-    assert_near(engine.model_state_dict(), plain.model_state_dict(), relative=0.0)
-
-
 @pytest.mark.parametrize("modules", [ALL_LINEAR, ("q_proj", "v_proj", "up_proj")], ids=["all", "qvu"])
 def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules):
     """The numbers are those of a plain model with weights W + s B A."""
@@ -115,16 +106,14 @@ def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(assets, tmp_
         )
 
 
-def test_initial_factors_are_seeded_kaiming_uniform_and_zero(assets):
-    first, same, other = make(assets, seed=1), make(assets, seed=1), make(assets, seed=2)
+def test_initial_factors_are_kaiming_uniform_and_zero(assets):
+    first = make(assets, seed=1)
     name = "layers.0.feed_forward.gate_up_proj_lora."
     a, b = (first.policy.parameters[f"{name}lora_{factor}"].detach() for factor in "ab")
     assert a.shape == (2 * RANK, 36)
     assert 0.8 / 6 < a.abs().max() <= 1 / 6  # 1 / sqrt(36)
     assert a.std() == pytest.approx(1 / 6 / math.sqrt(3), rel=0.1)
     assert not b.any()
-    assert torch.equal(a, same.policy.parameters[f"{name}lora_a"])
-    assert not torch.equal(a, other.policy.parameters[f"{name}lora_a"])
 
 
 def test_written_adapter_continues_from_there(assets, tmp_path):

@@ -15,7 +15,6 @@ from rl.models.moe import ExpertRouter, MoE
 from rl.training.checks import check_experts
 from rl.training.config import ExpertBalanceConfig
 from rl.training.experts import ExpertBalance
-from rl.types import ExpertLoad
 from tests.training.layouts import make
 from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
 
@@ -34,24 +33,17 @@ def tokens(*, real, padding=0):
     return torch.tensor([True] * real + [False] * padding)
 
 
-def test_load_is_the_busiest_expert_over_the_mean_by_layer():
+def test_load_is_the_busiest_expert_over_the_mean_by_layer_without_padding():
     made, (first, second) = balance(num_layers=2)
     # Three tokens choose two of four experts: a mean of 1.5.
-    first.last_chosen_TK = torch.tensor([[0, 1], [0, 2], [0, 3]])
-    second.last_chosen_TK = torch.tensor([[0, 1], [1, 2], [3, 2]])
-    made.count(tokens(real=3))
+    first.last_chosen_TK = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]])
+    second.last_chosen_TK = torch.tensor([[0, 1], [1, 2], [3, 2], [0, 1]])
+    made.count(tokens(real=3, padding=1))
     load = made.reduce()
     assert load is not None
     assert (load.busiest_mean, load.busiest_max) == (pytest.approx((2 + 4 / 3) / 2), 2.0)
     # Tokens are counted once, and then forgotten.
     assert first.last_chosen_TK is None
-
-
-def test_padding_is_not_counted():
-    made, (router,) = balance()
-    router.last_chosen_TK = torch.tensor([[0, 1], [2, 3], [0, 1], [0, 1]])
-    made.count(tokens(real=2, padding=2))
-    assert made.reduce() == ExpertLoad(busiest_mean=1.0, busiest_max=1.0)
 
 
 def test_bias_moves_against_the_load_of_all_calls_of_a_step():

@@ -72,12 +72,6 @@ def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
         torch.testing.assert_close(part.view(flat), value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_boxes_that_two_ranks_sent_are_read_once():
-    packed, _ = lay_out(parts_of({"w": torch.zeros(4, 3)}))
-    reads = plan_reads(1, parts_of({"w": torch.zeros(4, 3)}), [packed, packed])
-    assert [(number, len(some)) for number, some in reads.items()] == [(0, 1)]
-
-
 def test_batches_stay_below_the_limit_except_for_one_large_part():
     parts = parts_of(
         {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))}
