@@ -197,11 +197,9 @@ def test_environment_that_breaks_is_a_failed_rollout(how, says, caplog):
 class Few(Factory):
     """Factory that fails at its fourth environment."""
 
-    error: Exception = KeyError("board")
-
     def __call__(self, problem):
         if len(self.made) == 3:
-            raise self.error
+            raise KeyError("board")
         return super().__call__(problem)
 
 
@@ -220,18 +218,8 @@ class Gone(ScriptedGenerator):
 @pytest.mark.parametrize(
     ("factory", "generator", "error", "message"),
     [
-        (
-            Few(),
-            ScriptedGenerator,
-            ValueError,
-            r"^the environment of problem 'ask/two' cannot be made: KeyErr",
-        ),
-        (
-            Factory(Random),
-            ScriptedGenerator,
-            ValueError,
-            "environments of problem 'ask/one' open differently",
-        ),
+        (Few(), ScriptedGenerator, ValueError, r"^the environment of problem 'ask/two' cannot be made"),
+        (Factory(Random), ScriptedGenerator, ValueError, "of problem 'ask/one' open differently"),
         (Factory(), Gone, RunError, "generator_1 is gone"),
     ],
 )

