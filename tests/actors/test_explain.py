@@ -16,8 +16,8 @@ from rl.config.tree import rebuild
 from rl.loop.config import LoopConfig
 from tests.support.checkpoints import save, truncate
 from tests.support.explained import LAPTOP, explained
+from tests.support.fakes import SimulatedPolicy
 from tests.support.loops import run, some_right
-from tests.support.simulated import SimulatedPolicy
 
 
 def start(*options):

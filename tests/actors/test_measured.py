@@ -40,7 +40,7 @@ def limits_of(config, *, lost=""):
     return asyncio.run(run_limits(config, fleet, spec=config.model)), asked
 
 
-def test_trainer_and_generator_are_measured_in_turn():
+def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():
     limits, asked = limits_of(tiny())
     assert limits is not None
     num_bytes = 779_328 * 4
@@ -51,9 +51,6 @@ def test_trainer_and_generator_are_measured_in_turn():
     assert limits.sampled.parameters == 779_328
     assert (limits.itemsize, limits.num_samples, limits.waits_for_the_longest) == (4, 8, True)
     assert limits.most_running == 32 * 8
-
-
-def test_only_the_trainer_measures_shared_devices():
     config = tiny()
     config.launch.share_gpus = True
     limits, asked = limits_of(config)

@@ -1,4 +1,4 @@
-"""Loss and replacement of generators in a pool, over fakes in virtual time."""
+"""Loss and restart of generators in a pool and of reward processes, over fakes in virtual time."""
 
 import asyncio
 import random
@@ -8,9 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from actors.backend import RewardClient
 from actors.calls import ActorCallError, ActorLostError
 from actors.config import RecoveryConfig
-from actors.parity import ParityText
+from actors.parity import LogprobParityError, ParityText
 from actors.pool import GeneratorPool
 from actors.recovery import RestartsUsedUpError, Role, Supervisor
 from actors.run import make_router
@@ -19,6 +20,7 @@ from rl.utils.errors import RunError
 from rl.weights.store import WeightStore
 from rl.weights.types import WeightStoreError
 from tests.support.mortal import Mortal, MortalGenerator
+from tests.support.scored import replied
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
 START_S = 20.0
@@ -33,13 +35,12 @@ class PoolRun:
         self,
         num_generators: int = 2,
         *,
-        now_s: Any = now_s,
         parity: ParityText | None = None,
         **settings: Any,
     ) -> None:
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
-        self.num_started = 0
+        self.started_at: list[float] = []
         self.failing_starts = 0
         self.settings: dict[str, Any] = {}
         """Settings of the restarted generators."""
@@ -80,10 +81,10 @@ class PoolRun:
         return group
 
     async def start(self, number: int) -> MortalGenerator:
-        self.num_started += 1
+        self.started_at.append(now_s())
         await asyncio.sleep(START_S)
-        if self.num_started <= self.failing_starts:
-            raise ActorCallError(f"start {self.num_started} failed")
+        if len(self.started_at) <= self.failing_starts:
+            raise ActorCallError(f"start {len(self.started_at)} failed\nand its traceback")
         self.latest = MortalGenerator(f"generator_{number}", **self.settings)
         return self.latest
 
@@ -145,7 +146,7 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
 
         async def start_silent_at_first(number):
             group = await start(number)
-            group.silent_about = "pull_model_state_dict" if room.num_started == 1 else ""
+            group.silent_about = "pull_model_state_dict" if len(room.started_at) == 1 else ""
             return group
 
         room.start = start_silent_at_first
@@ -157,7 +158,7 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
         await room.serve(1)
         with pytest.raises(WeightStoreError, match="version 0 was given up"):
             await room.pool.serve(0)
-        return room.num_started
+        return len(room.started_at)
 
     assert run_pool(steps, parity=PARITY) == 2
 
@@ -204,13 +205,33 @@ def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(n
         room.watch()
         room[0].die()
         await asyncio.sleep(1 + 2 * START_S)
-        text = "generator_0 is lost again, after 2 restarts .* the last reason: start 2 failed"
+        text = "generator_0 is lost again, after 2 restarts .* the last reason: start 2 failed$"
         for waiting in (room.ask(1), room.serve(1), room.pool.wait_until_one_is_up()):
             with pytest.raises(RestartsUsedUpError, match=text):
                 await waiting
-        return room.num_started
+        return len(room.started_at)
 
-    assert run_pool(steps, num_generators=num_generators, max_restarts=2) == 2
+    # The starts outlast the window.
+    settings = {"max_restarts": 2, "window_s": START_S - 1}
+    assert run_pool(steps, num_generators=num_generators, **settings) == 2
+
+
+def test_failed_start_is_another_loss_and_recovery_time_counts_from_the_first():
+    async def steps(room):
+        room.failing_starts = 2
+        await room.serve(0)
+        room[0].die()
+        await room.ask(1)
+        return room.started_at, room.told
+
+    started_at, told = run_pool(steps, num_generators=1, pause_s=2)
+    assert started_at == [1, 1 + START_S + 2, 1 + 2 * START_S + 2 + 4]
+    assert told == [
+        ("lost", "generator_0", "generator_0.generate failed: rank 0 of 1 is dead"),
+        ("lost", "generator_0", "start 1 failed"),
+        ("lost", "generator_0", "start 2 failed"),
+        ("recovered", "generator_0", 3 * START_S + 2 + 4 + 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,9 +239,10 @@ def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(n
     [
         (KeyError("no such thing"), "generator_0 was not started again: KeyError: 'no such thing'"),
         (asyncio.CancelledError(), "generator_0 was not started again: CancelledError"),
+        (LogprobParityError("differs from the trainer"), "^differs from the trainer$"),
     ],
 )
-def test_unexpected_error_of_a_restart_fails_waiting_calls(error, told):
+def test_error_of_a_restart_that_is_no_loss_fails_waiting_calls(error, told):
     async def steps(room):
         await room.serve(0)
 
@@ -329,3 +351,88 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
         return num_answers
 
     assert run_pool(steps, num_generators=3, max_restarts=100) == list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1: must be at least 0"),
+        ({"window_s": 0.0}, r"window_s=0\.0: must be above 0"),
+        ({"pause_s": float("nan")}, "pause_s=nan: must be at least 0"),
+        ({"pause_s": 9.0, "max_pause_s": 3.0}, r"max_pause_s=3\.0: must be at least pause_s=9"),
+    ],
+)
+def test_invalid_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RecoveryConfig(**settings)
+
+
+def test_pauses_double_up_to_the_maximum_and_only_restarts_within_the_window_count():
+    supervisor = Supervisor(RecoveryConfig(max_restarts=6, pause_s=2, max_pause_s=10), now_s=lambda: 0.0)
+    counted = [supervisor.count("trainer", reason="x") for _ in range(6)]
+    assert counted == [(1, 0), (2, 2), (3, 4), (4, 8), (5, 10), (6, 10)]
+    times = iter([0.0, 20.0, 59.0, 59.0, 80.0])
+    supervisor = Supervisor(RecoveryConfig(max_restarts=2, window_s=60), now_s=lambda: next(times))
+    for _ in range(2):
+        supervisor.count("generator_1", reason="before")
+    with pytest.raises(
+        RestartsUsedUpError, match=r"max_restarts=2, recovery\.window_s=60\); the last reason: x$"
+    ):
+        supervisor.count("generator_1", reason="x")
+    assert supervisor.count("b", reason="x") == supervisor.count("generator_1", reason="x") == (1, 0)
+
+
+class Process(Mortal):
+    """Fake reward process."""
+
+    def at_rank(self, rank: int) -> "Process":
+        assert rank == 0
+        return self
+
+    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
+        return [[["the score"]]]
+
+
+def score_after_a_loss(*, starts_dead: bool = False, **settings: Any) -> tuple[list[Any], int, float]:
+    """Score for three callers of a dead process; return their answers, the number of starts and the time."""
+    first, started = Process("reward"), []
+
+    async def start() -> Any:
+        await asyncio.sleep(START_S)
+        started.append(Process("reward"))
+        if starts_dead:
+            started[-1].die()
+        return started[-1]
+
+    async def steps() -> list[Any]:
+        first.die()
+        supervisor = Supervisor(RecoveryConfig(**settings), now_s=now_s)
+        role = Role(cast(Any, first), start=start, supervisor=supervisor)
+        client = RewardClient(role, num_procs=1)
+        asking = [client.score([[replied("x")]]) for _ in range(3)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        role.lose(cast(Any, first), ActorLostError("late", role="reward"))  # noticed after the restart
+        return answers
+
+    answers, took_s = run_in_virtual_time(steps())
+    return answers, len(started), took_s
+
+
+def test_callers_of_a_lost_reward_process_share_one_restart_and_ask_again():
+    assert score_after_a_loss() == ([[["the score"]]] * 3, 1, START_S)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "error", "says"),
+    [
+        (0, ActorLostError, ""),
+        (1, RestartsUsedUpError, "reward is lost again, after 1 restarts (recovery.max_restarts=1, "
+         "recovery.window_s=3600); the last reason: "),
+    ],
+)  # fmt: skip
+def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, says):
+    answers, num_started, _ = score_after_a_loss(starts_dead=True, max_restarts=max_restarts)
+    assert num_started == max_restarts
+    assert {(type(answer), str(answer)) for answer in answers} == {
+        (error, f"{says}reward.score failed: rank 0 of 1 is dead")
+    }

@@ -11,7 +11,7 @@ import pytest
 from actors.router import Router
 from rl.types import Completion, SamplingParams
 from rl.utils.errors import RunError
-from tests.support.simulated import SimulatedPolicy
+from tests.support.fakes import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=1)

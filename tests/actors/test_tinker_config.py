@@ -38,17 +38,6 @@ def generator(**fields):
             {"trainer": trainer(training=replace(TRAINING, cpu_offload=True))},
             r"training\.cpu_offload=True: must be False",
         ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_inconsistent_fields_are_named_when_the_backend_is_built(config, fields, says):
-    with pytest.raises(ValueError, match=says):
-        replace(config, **fields).build()
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
         (
             {"trainer": trainer(num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3))},
             r"^trainer\.parallelism\.data_parallel_replicate_degree=1 .* does not multiply to the world size",
@@ -61,8 +50,7 @@ def test_inconsistent_fields_are_named_when_the_backend_is_built(config, fields,
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_settings_that_do_not_fit_the_model_are_refused_before_a_process_starts(config, fields, says):
-    backend = replace(config, **fields).build()
+def test_contradictions_are_refused_before_a_process_starts(config, fields, says):
     with pytest.raises(ValueError, match=says):
-        asyncio.run(backend.start())
+        asyncio.run(replace(config, **fields).build().start())
     assert Launcher.current is None

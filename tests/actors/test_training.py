@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -72,18 +72,15 @@ def test_damaged_checkpoints_are_set_aside_until_one_loads(tmp_path, caplog):
     ]
 
 
-def test_damaged_checkpoint_of_another_run_is_an_error(tmp_path):
-    save(tmp_path, 2)
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp is corrupted"):
-        load(Loading("step-2"), tmp_path, may_set_aside=False)
-    assert list(saved_steps(tmp_path)) == [2]
-
-
-def test_checkpoint_of_another_run_is_loaded_as_configured(tmp_path):
+def test_checkpoint_of_another_run_is_loaded_as_configured_and_an_error_if_damaged(tmp_path):
     source = LoadSource(path=tmp_path / "other", model_only=True, position=None)
     trainer = Loading()
     assert load(trainer, tmp_path, source=source) is source
     assert trainer.calls == [("other", None)]
+    save(tmp_path, 2)
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp is corrupted"):
+        load(Loading("step-2"), tmp_path, may_set_aside=False)
+    assert list(saved_steps(tmp_path)) == [2]
 
 
 def run_config() -> Controller.Config:
@@ -91,6 +88,7 @@ def run_config() -> Controller.Config:
     config.task = SumDigits.Config(num_integers=2, num_eval=4)
     config.loop.num_steps, config.loop.eval_every = 5, 2
     config.loop.groups_per_batch, config.loop.group_size = 2, 4
+    config.trainer.checkpoint.interval = 2
     config.trainer.checkpoint.last_save_in_hf = False
     return config
 
@@ -101,12 +99,10 @@ def train(
     name: str,
     *,
     dies_at: Sequence[int] = (),
-    before: Callable[[RunFolder], None] = lambda folder: None,
 ) -> tuple[list[dict[str, float]], list[FakeTrainer]]:
     """Return the records of a run whose trainers die one after another, and the trainers."""
     trainers = [FakeTrainer(dies_at=at) for at in (*dies_at, None)]
     with RunFolder.create(tmp_path, name) as folder:
-        before(folder)
         run = fake_run(config, folder, trainers)
         asyncio.run(Training(run, stop=StopRequest()).run())
         assert run.cluster.trainer.group is cast(Any, trainers[-1])
@@ -119,17 +115,22 @@ def train(
 
 def test_run_that_loses_its_trainer_goes_back_and_ends_like_an_undisturbed_one(tmp_path):
     config = run_config()
-    config.trainer.checkpoint.interval = 2
     whole, _ = train(config, tmp_path, "whole")
     assert [r["step"] for r in whole] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    config.sinks.tensorboard.enable = True
     records, trainers = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
     assert [trainer.loaded for trainer in trainers] == [[], ["step-2"], ["step-2"], ["step-4"]]
     assert records == whole
+    # TensorBoard has each point once.
+    shown = points(tmp_path / "lost" / "tensorboard")
+    for name in ("reward/mean", "eval/correct", "policy_version"):
+        expected = [(r["step"], r[name]) for r in whole if name in r]
+        assert [step for step, _ in shown[name]] == [step for step, _ in expected]
+        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in expected])
 
 
 def test_checkpoint_found_damaged_during_recovery_is_an_event(tmp_path):
     config = run_config()
-    config.trainer.checkpoint.interval = 2
     second = FakeTrainer()
     with RunFolder.create(tmp_path, "run") as folder:
 
@@ -145,23 +146,8 @@ def test_checkpoint_found_damaged_during_recovery_is_an_event(tmp_path):
     assert second.loaded == []
 
 
-def test_tensorboard_has_each_point_once_however_often_the_run_goes_back(tmp_path):
-    config = run_config()
-    config.trainer.checkpoint.interval = 2
-    config.sinks.tensorboard.enable = True
-    records, _ = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
-    shown = points(tmp_path / "lost" / "tensorboard")
-    for name in ("reward/mean", "eval/correct", "policy_version"):
-        expected = [(r["step"], r[name]) for r in records if name in r]
-        assert [step for step, _ in shown[name]] == [step for step, _ in expected]
-        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in expected])
-    assert len(shown["reward/mean"]) == 5
-    assert len(shown["eval/correct"]) == 4
-
-
 def test_trainers_that_die_before_saving_anything_end_the_run(tmp_path):
     config = run_config()
-    config.trainer.checkpoint.interval = 2
     config.recovery.max_restarts = 2
     with pytest.raises(RunError, match=r"^trainer is lost again, after 2 restarts "):
         train(config, tmp_path, "lost", dies_at=(3, 3, 3, 3))

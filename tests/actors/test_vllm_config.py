@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generator import VLLMGenerator, generator_env
+from actors.generator import VLLMGenerator
 from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import check_call, check_sequences
 from rl.distributed.process_group import World
@@ -16,7 +16,6 @@ from rl.types import Completion, SamplingParams
 from tests.support.policies import VOCAB_SIZE, small_spec
 
 MODEL = small_spec().model
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -40,22 +39,6 @@ def test_setting_out_of_range_is_refused_by_name(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tensor_parallel_degree": 4}, "tensor_parallel_degree=4 does not divide num_kv_heads=2"),
-        ({"max_model_len": 257}, "generator.max_model_len=257 is more than the model's max_positions=256"),
-        # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32 KiB.
-        ({"cpu_kv_cache_gib": 8 / 2**15}, "generator.cpu_kv_cache_gib=0.0002.* of 224 tokens, fewer than"),
-    ],
-)
-def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
-    config = VLLMGenerator.Config(**(SETTINGS | {"cpu_kv_cache_gib": 9 / 2**15}))
-    config.check_model(MODEL, on_gpu=False)
-    with pytest.raises(ValueError, match=message):
-        replace(config, **settings).check_model(MODEL, on_gpu=False)
-
-
-@pytest.mark.parametrize(
     ("settings", "num_tokens"),
     [
         ({"dtype": "float32"}, 8 * 32),
@@ -63,8 +46,17 @@ def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
     ],
 )
 def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):
+    # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32 KiB.
     config = VLLMGenerator.Config(cpu_kv_cache_gib=9 / 2**15, **settings)
     assert config.cpu_cache_tokens(MODEL) == num_tokens
+
+
+def test_cache_that_is_too_small_for_a_request_is_refused():
+    config = VLLMGenerator.Config(dtype="float32", max_model_len=256, cpu_kv_cache_gib=9 / 2**15)
+    config.check_model(MODEL, on_gpu=False)
+    says = "generator.cpu_kv_cache_gib=0.0002.* of 224 tokens, fewer than"
+    with pytest.raises(ValueError, match=says):
+        replace(config, cpu_kv_cache_gib=8 / 2**15).check_model(MODEL, on_gpu=False)
 
 
 BEGUN = Completion(
@@ -109,14 +101,6 @@ def test_engine_needs_as_many_processes_as_its_degree(tmp_path):
     config = GeneratorEngine.Config(tensor_parallel_degree=2)
     with pytest.raises(ValueError, match="tensor_parallel_degree=2 needs as many processes: there are 1"):
         GeneratorEngine(config=config, model_spec=small_spec(), hf_assets_path=str(tmp_path), world=World())
-
-
-def test_config_builds_the_actor_and_the_environment_of_its_processes():
-    config = VLLMGenerator.Config(num_threads=3)
-    assert config.owner is VLLMGenerator
-    env = generator_env(config)
-    assert env["OMP_NUM_THREADS"] == "3"
-    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.medium

@@ -39,17 +39,6 @@ def test_dict_holds_every_field_and_names_code():
     assert values["converters"] == [f"{MODULE}.Warmup.Config"]
 
 
-@pytest.mark.parametrize("function", ["large", "with_momentum", "without_warmup"])
-def test_values_survive_json(function):
-    config = getattr(example_configs, function)()
-    config.trainer.optimizer.betas = (0.1, math.inf)
-    config.stop_token_ids = (1, 2)
-    loaded = load_values(getattr(example_configs, function)(), through_json(config))
-    assert loaded == config
-    assert type(loaded.trainer.optimizer) is type(config.trainer.optimizer)
-    assert type(loaded.stop_token_ids) is tuple
-
-
 @pytest.mark.parametrize(
     ("saved", "edits", "loading", "problems"),
     [
@@ -84,14 +73,6 @@ def test_values_that_do_not_fit_are_all_named(saved, edits, loading, problems):
     with pytest.raises(ConfigError) as error:
         load_values(getattr(example_configs, loading)(), values)
     assert problems in str(error.value)
-
-
-def test_file_names_its_registry_function_and_rebuilds_the_run(tmp_path):
-    run = ResolvedRun(module=MODULE, function="large", config=example_configs.large())
-    path = tmp_path / "config.json"
-    write_json(run, path)
-    assert json.loads(path.read_text())["config"] == "large"
-    assert read_json(path) == run
 
 
 @pytest.mark.parametrize(

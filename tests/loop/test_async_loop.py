@@ -2,20 +2,21 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rl.rollouts.producer import NothingToLearnError
+from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import SumDigits
-from rl.types import SamplingParams, ServeResult
+from rl.types import Rollout, SamplingParams
 from rl.utils.errors import RunError
-from tests.support.fakes import FakePolicy, RubricRewarder, prompt_of, rollout_of
+from tests.support.fakes import FakePolicy, RubricRewarder, SimulatedPolicy, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop, number_of, problems, run, some_right
-from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -185,17 +186,61 @@ def test_a_rollouts_error_stops_the_loop_and_cancels_other_rollouts():
 
 @pytest.mark.parametrize("phase", ["push", "serve"])
 def test_a_failing_sync_stops_a_loop_that_waits_for_rollouts(phase):
-    class Failing(SimulatedPolicy):
-        async def push(self) -> int:
-            if phase == "push" and self.version == 2:
-                raise RunError("the store is full")
-            return await super().push()
-
-        async def serve(self, policy_version: int) -> ServeResult:
-            if phase == "serve" and policy_version == 2:
-                raise RunError("the store is full")
-            return await super().serve(policy_version)
-
-    policy = Failing(reply=half_right, generate_s=lambda prompt: 100.0 if number_of(prompt) > 3 else 1.0)
+    policy = SimulatedPolicy(
+        reply=half_right,
+        generate_s=lambda prompt: 100.0 if number_of(prompt) > 3 else 1.0,
+        failing=(phase, 2, RunError("the store is full")),
+    )
     with pytest.raises(RunError, match=r"^step 3: the store is full"):
         run(policy, num_steps=6, max_off_policy_steps=1)
+
+
+# Share of rewards that may fail, independent of the batch size
+
+
+def failing_every(interval: int) -> tuple[Rubric, Iterator[int]]:
+    """Return a rubric that fails for every `interval`-th rollout, and the counter of its calls."""
+    calls = count(1)
+
+    def has_answer(rollout: Rollout) -> float:
+        if next(calls) % interval == 0:
+            raise ValueError("no judge is there")
+        return float("ANSWER" in rollout.text)
+
+    criterion = Criterion(name="answer", function=has_answer)
+    return Rubric(criteria=(criterion,), correct=lambda rollout: True), calls
+
+
+def rarely_right(prompt: str, sample: int) -> str:
+    """Groups of unequal rewards are one in six."""
+    return some_right(prompt, sample) if number_of(prompt) % 6 == 0 else "no"
+
+
+FAILING: dict[str, Any] = {"num_steps": 8, "groups_per_batch": 8, "group_size": 4, "max_failed_rewards": 0.1}
+AHEAD, DROPPING = {"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings"),
+    [(some_right, {}), (some_right, AHEAD), (rarely_right, DROPPING), (rarely_right, DROPPING | AHEAD)],
+)
+def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, settings):
+    rubric, calls = failing_every(20)
+    records, _ = run(SimulatedPolicy(reply=reply), rubric=rubric, **FAILING | settings)
+    assert len(records) == 8
+    assert next(calls) > 8 * 32
+    assert sum(record["reward/num_failed"] for record in records) >= 8 * 32 // 20
+
+
+@pytest.mark.parametrize(
+    ("interval", "settings", "says"),
+    [
+        *((1, settings, r"^step 1: 4 of 4 rewards failed .*; loop\.max_failed_rewards=0\.1 .*no judge")
+          for settings in ({}, AHEAD, DROPPING)),
+        *((5, settings, "rewards failed since the last batch") for settings in (AHEAD, DROPPING)),
+    ],
+)  # fmt: skip
+def test_more_than_the_allowed_share_of_failed_rewards_stops_the_run(interval, settings, says):
+    rubric, _ = failing_every(interval)
+    with pytest.raises(RunError, match=says):
+        run(SimulatedPolicy(reply=rarely_right), rubric=rubric, **FAILING | settings)

@@ -24,18 +24,6 @@ from tests.support.loops import make_loop, some_right
 from tests.support.loops import problems as numbered_problems
 
 
-class Referred(FakePolicy):
-    """A trainer whose reference logprobs are -2 and whose own logprobs are the token ids plus 1."""
-
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        self.calls.append("compute_reference_logprobs")
-        return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in samples]
-
-    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        self.calls.append("compute_logprobs")
-        return [s.token_ids.astype(np.float32) + 1 for s in samples]
-
-
 def group(
     number: int, *completions: int, rewards: Sequence[float] = (1.0, 0.0), failed: Sequence[int] = ()
 ) -> Group:
@@ -62,7 +50,7 @@ def make(
         make_training_batch(
             Batch(groups=list(groups), dropped=[]),
             config=Loop.Config(**settings),
-            trainer=policy or Referred(reply=lambda prompt, i: ""),
+            trainer=policy or FakePolicy(reply=lambda prompt, i: ""),
             adds_proximal_logprobs=adds_proximal,
         )
     )
@@ -138,7 +126,7 @@ def kept(seen: list[list[np.ndarray]], **settings: Any) -> Advantage:
 @pytest.mark.parametrize("credit", ["sequence", "token"])
 def test_the_kl_penalty_is_subtracted_from_token_rewards_before_advantages(credit):
     seen: list[list[np.ndarray]] = []
-    policy = Referred(reply=lambda prompt, i: "")
+    policy = FakePolicy(reply=lambda prompt, i: "")
     made = make(
         group(0, 2, 4),
         group(1, 3, 1),
@@ -173,7 +161,7 @@ def test_token_credit_keeps_the_environments_reward_at_its_turn(credit, turns):
 
 
 def test_proximal_logprobs_belong_to_the_truncated_samples():
-    policy = Referred(reply=lambda prompt, i: "")
+    policy = FakePolicy(reply=lambda prompt, i: "")
     groups = [group(0, 9, 2), group(1, 3, 1)]
     made = make(
         *groups,
@@ -210,17 +198,6 @@ def two_turns(sample: int) -> Rollout:
     return conversation((3, drawn(10, 11)), (1, drawn(12, 13, 14)), sample=sample)
 
 
-def test_every_generated_token_has_its_own_logprob():
-    ((one, other),) = trained(group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 1)])
-    assert other.trainer_logprobs is not None
-    assert other.mask is not None
-    assert other.trainer_logprobs.tolist() == [-10, -11, -12, -13, -14]
-    assert other.mask.tolist() == [True] * 5
-    assert other.advantages.tolist() == [0.5] * 5
-    assert one.advantages.tolist() == [-0.5] * 5
-    assert (one.mask, one.trainer_logprobs) == (None, None)
-
-
 def test_proximal_logprobs_are_recorded_if_they_are_known():
     groups = [group_of(g, two_turns(0), two_turns(1)) for g in range(2)]
     made = trained(*groups, wanted=[(0, 0), (1, 1)], num_minibatches=2, adds_proximal=True)
@@ -230,13 +207,15 @@ def test_proximal_logprobs_are_recorded_if_they_are_known():
 
 
 def test_truncated_tokens_are_masked_and_have_no_logprob():
-    ((record, _),) = trained(
+    ((record, other),) = trained(
         group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 0)], max_sample_tokens=7, long_samples="truncate"
     )
     assert record.mask is not None
     assert record.trainer_logprobs is not None
     assert record.mask.tolist() == [True, True, True, False, False]  # 3 + 2 + 1 + 1 tokens are left
     np.testing.assert_array_equal(record.trainer_logprobs, [-10, -11, -12, np.nan, np.nan])
+    assert (record.advantages.tolist(), other.advantages.tolist()) == ([-0.5] * 5, [0.5] * 5)
+    assert (other.mask, other.trainer_logprobs) == (None, None)
 
 
 # Over a loop
@@ -275,13 +254,9 @@ def test_recorded_lines_have_both_logprobs_advantages_and_mask(tmp_path):
     assert not any({"trainer_logprobs", "advantages", "mask"} & set(turn) for turn in evals)
 
 
-class Failing(FakePolicy):
-    async def forward_backward(self, samples: Any, **options: Any) -> Any:
-        raise RuntimeError("the trainer is gone")
-
-
 def test_a_batch_that_the_trainer_failed_on_is_recorded(tmp_path):
-    loop, lines = recorded(tmp_path, Failing(reply=some_right))
+    failing = ("forward_backward", 0, RuntimeError("the trainer is gone"))
+    loop, lines = recorded(tmp_path, FakePolicy(reply=some_right, failing=failing))
     with pytest.raises(RuntimeError, match="the trainer is gone"):
         asyncio.run(loop.run())
     said = lines()

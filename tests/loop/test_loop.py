@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from rl.loop.loop import LogprobMismatchError
+from rl.loop.warmup import SupervisedWarmup
+from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Sampling
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.staleness import StalePolicyError
-from rl.tasks.sum_digits import is_correct
+from rl.tasks.sum_digits import SumDigits, is_correct
 from rl.types import Rollout, ServeResult
 from rl.utils.errors import RunError
-from tests.support.fakes import FakePolicy
+from tests.support.fakes import RENDERER, FakePolicy
 from tests.support.loops import PROBLEM, half_right, make_loop
 
 
@@ -58,21 +60,13 @@ def test_every_minibatch_is_one_optimizer_step():
 
 @pytest.mark.parametrize(("num_minibatches", "asks"), [(1, 0), (2, 1)])
 def test_proximal_logprobs_are_computed_only_for_several_updates(num_minibatches, asks):
-    class Asked(FakePolicy):
-        async def compute_logprobs(self, samples):
-            self.calls.append("compute_logprobs")
-            return [s.token_ids.astype(np.float32) for s in samples]
-
-    policy = Asked(reply=half_right)
+    policy = FakePolicy(reply=half_right)
     run_loop(policy, groups_per_batch=4, num_minibatches=num_minibatches, proximal_logprobs=True)
     assert policy.calls.count("compute_logprobs") == asks
     if asks:
         assert policy.calls.index("compute_logprobs") < policy.calls.index("forward_backward")
-        for sample in policy.trained[0] + policy.trained[1]:
-            assert sample.proximal_logprobs is not None
-            assert np.array_equal(sample.proximal_logprobs, sample.token_ids)
-    else:
-        assert all(sample.proximal_logprobs is None for sample in policy.trained[0])
+    for sample in policy.trained[0] + policy.trained[-1]:
+        assert (sample.proximal_logprobs is not None) == asks
 
 
 def test_evaluations_are_greedy_and_run_first_every_n_steps_and_last():
@@ -159,3 +153,31 @@ def test_too_many_steps_without_gradient_stop_the_run():
     policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
     with pytest.raises(NothingToLearnError, match=r"3 steps in a row .*max_empty_steps=2"):
         run_loop(policy, num_steps=9, max_empty_steps=2)
+
+
+# Supervised warm-up
+
+DEMONSTRATED = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
+
+
+def warm_up(policy, *, num_problems):
+    warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
+        trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of)
+    )
+    losses: list[float] = []
+    asyncio.run(warmup.run(repeat(DEMONSTRATED, num_problems), on_step=losses.append))
+    return losses
+
+
+def test_a_step_trains_on_its_demonstrations():
+    policy = FakePolicy(reply=lambda prompt, i: "")
+    assert warm_up(policy, num_problems=6) == [-1.0, -1.0]
+    assert [len(samples) for samples in policy.trained] == [3, 3]
+    assert policy.calls == ["forward_backward", "optim_step"] * 2
+
+
+def test_a_task_without_enough_demonstrations_stops_the_run():
+    policy = FakePolicy(reply=lambda prompt, i: "")
+    says = r"warm-up problems are used up: 2 left, of warmup\.num_demonstrations=3"
+    with pytest.raises(RunError, match=says):
+        warm_up(policy, num_problems=5)

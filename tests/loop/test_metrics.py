@@ -25,8 +25,7 @@ from rl.types import (
     SamplingParams,
     Score,
 )
-from tests.support.fakes import RENDERER, completion, episodes_of, prompt_of, rollout_of
-from tests.support.simulated import SimulatedPolicy
+from tests.support.fakes import RENDERER, SimulatedPolicy, completion, episodes_of, prompt_of, rollout_of
 from tests.support.virtual_time import run_in_virtual_time
 
 PROMPT = prompt_of(make_problem([12, 34]))

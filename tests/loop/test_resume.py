@@ -11,11 +11,10 @@ import pytest
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import NonFiniteLossError
-from rl.types import LoopPosition, OptimParams, OptimStepResult, Problem, ServeResult
+from rl.types import LoopPosition, Problem
 from rl.utils.errors import RunError
-from tests.support.fakes import ListSink
+from tests.support.fakes import ListSink, SimulatedPolicy
 from tests.support.loops import make_loop, number_of, problems, run, some_right
-from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -191,46 +190,24 @@ def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_a
     assert num_killed > 25
 
 
-class Failing(SavingPolicy):
-    """A policy whose serve or update fails at given versions."""
-
-    serve_fails_at: int = -1
-    update_fails_at: int = -1
-
-    async def serve(self, policy_version: int) -> ServeResult:
-        if policy_version == self.serve_fails_at:
-            raise RunError("the store is full")
-        return await super().serve(policy_version)
-
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        if self.version == self.update_fails_at:
-            raise NonFiniteLossError("gradient norm nan", self.version, None)
-        return await super().optim_step(params)
+NAN = NonFiniteLossError("gradient norm nan", 3, None)
 
 
 @pytest.mark.parametrize(
-    ("update_fails_at", "num_minibatches", "saved"),
-    [(3, 1, 3), (4, 2, 2), (5, 2, None)],
-    ids=["first update of step 4", "first of two in step 3", "second of two in step 3"],
+    ("failing", "num_minibatches", "saved"),
+    [
+        (("optim_step", 3, NAN), 1, [3]),
+        (("optim_step", 4, NAN), 2, [2]),  # the first of two in step 3
+        (("optim_step", 5, NAN), 2, []),  # the second of two in step 3
+        (("serve", 3, RunError("the store is full")), 1, []),
+    ],
 )
-def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(
-    update_fails_at, num_minibatches, saved
-):
-    policy = Failing(reply=some_right)
-    policy.update_fails_at = update_fails_at
-    with pytest.raises(NonFiniteLossError):
+def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(failing, num_minibatches, saved):
+    policy = SavingPolicy(reply=some_right, failing=failing)
+    with pytest.raises(type(failing[2])):
         run(policy, num_steps=6, num_minibatches=num_minibatches)
-    steps = [checkpoint.position.step for checkpoint in policy.checkpoints]
-    assert steps == ([] if saved is None else [saved])
-    assert policy.calls.count("drop_gradient") == (saved is not None)
-
-
-def test_a_failed_sync_after_the_update_saves_nothing():
-    policy = Failing(reply=some_right)
-    policy.serve_fails_at = 3
-    with pytest.raises(RunError, match="the store is full"):
-        run(policy, num_steps=6)
-    assert policy.checkpoints == []
+    assert [checkpoint.position.step for checkpoint in policy.checkpoints] == saved
+    assert policy.calls.count("drop_gradient") == len(saved)
 
 
 def test_a_stop_finishes_the_step_saves_and_is_announced(capsys):

@@ -20,9 +20,11 @@ from rl.observability.run_folder import RunFolder
 from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
-from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
+from rl.training.checkpoint_files import read_state
+from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from rl.weights.store import Shard, WeightStore
+from tests.support.checkpoints import save_fake
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
 from tests.support.mortal import shard_of
 
@@ -32,13 +34,24 @@ def reply(prompt: str, sample: int) -> str:
 
 
 @dataclass(kw_only=True)
-class FakeTrainer:
-    """Trainer whose process is killed in the gradient of the step after version `dies_at`."""
+class FakeGroup:
+    """Group of one rank with a method `_<endpoint>` for each endpoint that does something."""
 
-    dies_at: int | None = None
-    name: str = "trainer"
+    name: str
     timeouts: Timeouts = field(default_factory=Timeouts)
     policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
+
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
+        answer = getattr(self, f"_{endpoint}", None)
+        return [None if answer is None else await answer(*args, **kwargs)]
+
+
+@dataclass(kw_only=True)
+class FakeTrainer(FakeGroup):
+    """Trainer whose process is killed in the gradient of the step after version `dies_at`."""
+
+    name: str = "trainer"
+    dies_at: int | None = None
     loaded: list[str] = field(default_factory=list)
     """Names of the checkpoint folders."""
     is_dead: bool = False
@@ -48,7 +61,7 @@ class FakeTrainer:
             self.is_dead = True
         if self.is_dead:
             raise ActorCallError(f"trainer.{endpoint} failed: rank 0 of 1 is dead: its process ended")
-        return [await getattr(self, f"_{endpoint}")(*args, **kwargs)]
+        return await super().call(endpoint, *args, **kwargs)
 
     def dead(self) -> list[int]:
         return [0] if self.is_dead else []
@@ -62,20 +75,13 @@ class FakeTrainer:
     async def _optim_step(self, *settings: Any, **options: Any) -> Any:
         return await self.policy.optim_step()
 
-    async def _drop_gradient(self) -> None:
-        """There is none."""
-
     async def _push_model_state_dict(self, **model: Any) -> Shard:
         return shard_of(self.policy.version)
 
     async def _save_checkpoint(
         self, folder: str, *, position: Any, model_only: bool = False, wait: bool = True
     ) -> None:
-        path = Path(folder)
-        path.mkdir(parents=True)
-        (path / "__0_0.distcp").write_bytes(b"tensors")
-        state = SavedState(policy_version=self.policy.version, model_only=model_only, position=position)
-        write_description(path, state, {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")})
+        save_fake(Path(folder), version=self.policy.version, model_only=model_only, position=position)
 
     async def _load_checkpoint(self, folder: str, **options: Any) -> int:
         self.loaded.append(Path(folder).name)
@@ -83,35 +89,24 @@ class FakeTrainer:
         return self.policy.version
 
 
-@dataclass(kw_only=True)
-class FakeGenerator:
-    name: str = "generator_0"
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
+class FakeGenerator(FakeGroup):
+    async def _generate(self, prompts: Any, *, sampling: SamplingParams, **options: Any) -> Any:
+        return await self.policy.generate(prompts, sampling=sampling)
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
-        if endpoint == "generate":
-            return [await self.policy.generate(args[0], sampling=kwargs["sampling"])]
-        if endpoint == "pull_model_state_dict":
-            self.policy.served_version = args[0].version
-            return [()]
-        return [None]
+    async def _pull_model_state_dict(self, snapshot: Any, **options: Any) -> tuple[()]:
+        self.policy.served_version = snapshot.version
+        return ()
 
 
 @dataclass(kw_only=True)
-class FakeReward:
+class FakeReward(FakeGroup):
     rubric: Rubric
-    name: str = "reward"
-    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def at_rank(self, rank: int) -> FakeReward:
         return self
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
-        if endpoint == "score":
-            groups, alone = args
-            return [await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)]
-        return [None]
+    async def _score(self, groups: Any, alone: bool) -> Any:
+        return await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)
 
 
 class FakeCluster:
@@ -121,7 +116,12 @@ class FakeCluster:
         days = itertools.count(1)
         self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
         self.trainer, generator, self.reward = (
-            Role(cast(Any, group)) for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
+            Role(cast(Any, group))
+            for group in (
+                trainers[0],
+                FakeGenerator(name="generator_0"),
+                FakeReward(name="reward", rubric=rubric),
+            )
         )
         self.store = WeightStore.Config().build()
         self.pool = GeneratorPool([generator], trainer=self.trainer, store=self.store)

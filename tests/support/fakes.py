@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from rl.types import (
     TrainingSample,
     Turn,
 )
+from tests.support.virtual_time import now_s
 
 
 class ByteTokenizer:
@@ -77,7 +80,8 @@ def prompt_of(problem: Problem, *, renderer: Renderer = RENDERER, max_tokens: in
 class FakePolicy:
     """Generator, trainer and publisher of one scripted policy, with a list of all calls.
 
-    Step n has a gradient norm of n.
+    Step n has a gradient norm of n. A completion's first token has the version served when it starts, other tokens
+    the version served when it ends.
     """
 
     reply: Callable[[str, int], str]
@@ -92,7 +96,19 @@ class FakePolicy:
     sampled: list[SamplingParams] = field(default_factory=list)
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
-    """Attachments of each save."""
+    generate_s: Callable[[str], float] = lambda prompt: 0.0
+    """Seconds of a prompt's completions."""
+    train_s: float = 0.0
+    push_s: float = 0.0
+    serve_s: float = 0.0
+    events: list[tuple[float, str]] = field(default_factory=list)
+    """Time and name of each event."""
+    age_of_tokens: list[int] = field(default_factory=list)
+    """Staleness of every trained token in versions, measured independently of the loop."""
+    num_running: int = 0
+    failing: tuple[str, int, Exception] | None = None
+    """Call, the version at which it fails, and the error that it raises."""
+    num_pushing: int = 0
 
     async def generate(
         self,
@@ -102,16 +118,22 @@ class FakePolicy:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
+        started_at = self.served_version
+        texts = [bytes(p.tolist()).decode() for p in prompts]
+        self.num_running += 1
+        try:
+            await asyncio.sleep(max(map(self.generate_s, texts)))
+        finally:
+            self.num_running -= 1
         self.calls.append("generate")
         self.sampled.append(sampling)
         made = [
-            [
-                completion(self.reply(bytes(p.tolist()).decode(), i), self.served_version)
-                for i in range(sampling.num_samples)
-            ]
-            for p in prompts
+            [completion(self.reply(text, i), self.served_version) for i in range(sampling.num_samples)]
+            for text in texts
         ]
         if begun is None:
+            for c in chain(*made):
+                c.policy_versions[0] = started_at
             return made
         return [
             [continued(*pair) for pair in zip(*groups, strict=True)]
@@ -129,6 +151,11 @@ class FakePolicy:
         return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Return a result whose logprobs are -1 - `logprob_diff`."""
+        self.events.append((now_s(), "forward_backward"))
+        for sample in samples:
+            self.age_of_tokens += (self.version - sample.policy_versions[sample.mask]).tolist()
+        self._fail("forward_backward", self.version)
+        await asyncio.sleep(self.train_s)
         self.calls.append("forward_backward")
         self.trained.append(list(samples))
         self.asked.append(return_logprobs)
@@ -153,8 +180,15 @@ class FakePolicy:
         """Return the trainer's logprobs of a sample, [T] float32."""
         return np.full(len(sample.token_ids), -1.0 - self.logprob_diff, dtype=np.float32)
 
+    def _fail(self, call: str, version: int) -> None:
+        if self.failing is not None and self.failing[:2] == (call, version):
+            raise self.failing[2]
+
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        self._fail("optim_step", self.version)
+        assert self.num_pushing == 0, "the weights change while they are pushed"
         self.calls.append("optim_step")
+        self.events.append((now_s(), "optim_step"))
         self.version += 1
         return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version)
 
@@ -162,10 +196,12 @@ class FakePolicy:
         self.calls.append("drop_gradient")
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
+        self.calls.append("compute_logprobs")
+        return [s.token_ids.astype(np.float32) + 1 for s in samples]
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return [np.full(len(s.token_ids), -0.5, dtype=np.float32) for s in samples]
+        self.calls.append("compute_reference_logprobs")
+        return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in samples]
 
     async def save_checkpoint(
         self,
@@ -182,13 +218,31 @@ class FakePolicy:
         return self.version
 
     async def push(self) -> int:
+        self._fail("push", self.version)
         self.calls.append("push")
-        return self.version
+        self.events.append((now_s(), "push"))
+        self.num_pushing += 1
+        version = self.version
+        await asyncio.sleep(self.push_s)
+        self.num_pushing -= 1
+        return version
 
     async def serve(self, policy_version: int) -> ServeResult:
+        self._fail("serve", policy_version)
+        await asyncio.sleep(self.serve_s)
         self.calls.append("serve")
         self.served_version = policy_version
         return ServeResult()
+
+
+@dataclass(kw_only=True)
+class SimulatedPolicy(FakePolicy):
+    """A `FakePolicy` whose calls take virtual time."""
+
+    generate_s: Callable[[str], float] = lambda prompt: 1.0
+    train_s: float = 1.0
+    push_s: float = 0.1
+    serve_s: float = 0.1
 
 
 @dataclass(kw_only=True)

@@ -84,23 +84,6 @@ def test_device_count_is_that_of_the_largest_role_or_configured(submitted):
     assert not {"gpus-per-node", "exclusive"} & set(shared)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"time_limit": "2 days"}, "time_limit='2 days': must be such as 90, 12:00:00 or 2-00:00"),
-        ({"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G or 64000M"),
-        ({"partition": "a b"}, "partition='a b': must be a name without spaces, or None"),
-        ({"account": ""}, "account='': must be a name without spaces, or None"),
-        ({"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1"),
-        ({"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each must be one option"),
-        ({"port": 70000}, "port=70000: must be at least 1024 and at most 65535"),
-    ],
-)
-def test_values_that_sbatch_rejects_are_refused_by_field(fields, says):
-    with pytest.raises(ValueError, match=says):
-        SlurmConfig(**fields)
-
-
 async def start_and_end(launch):
     hosts = Hosts(launch, placed(launch, **ROLES))
     try:
