@@ -16,15 +16,25 @@ def gpus(placement):
     return placement.trainer.gpus, [generator.gpus for generator in placement.generators]
 
 
-def test_devices_go_to_the_trainer_first_then_to_each_generator():
-    assert gpus(placed(num_gpus=0, replicas=2)) == (None, [None, None])
-    assert gpus(placed(num_gpus=4, replicas=1)) == ((0, 1), [(2,)])
-    assert gpus(placed(num_gpus=8, replicas=3, degree=2)) == ((0, 1), [(2, 3), (4, 5), (6, 7)])
+SHARED = {"share_gpus": True}
 
 
-def test_chosen_devices_are_used_and_the_rest_goes_to_other_roles():
-    assert gpus(placed({"trainer_gpus": (3, 1)}, num_gpus=4, replicas=2)) == ((3, 1), [(0,), (2,)])
-    assert gpus(placed({"generator_gpus": (1, 0)}, num_gpus=4, replicas=2)) == ((2, 3), [(1,), (0,)])
+@pytest.mark.parametrize(
+    ("launch", "num_gpus", "numbers", "trainer", "generators"),
+    [
+        ({}, 0, {"replicas": 2}, None, [None, None]),
+        ({}, 4, {}, (0, 1), [(2,)]),
+        ({}, 8, {"replicas": 3, "degree": 2}, (0, 1), [(2, 3), (4, 5), (6, 7)]),
+        ({"trainer_gpus": (3, 1)}, 4, {"replicas": 2}, (3, 1), [(0,), (2,)]),
+        ({"generator_gpus": (1, 0)}, 4, {"replicas": 2}, (2, 3), [(1,), (0,)]),
+        (SHARED, 1, {"trainer": 1}, (0,), [(0,)]),
+        (SHARED, 4, {"replicas": 2, "degree": 2}, (0, 1), [(0, 1), (2, 3)]),
+    ],
+)
+def test_devices_are_the_chosen_ones_then_the_trainers_then_those_of_each_generator(
+    launch, num_gpus, numbers, trainer, generators
+):
+    assert gpus(placed(launch, num_gpus=num_gpus, **numbers)) == (trainer, generators)
 
 
 def test_simulated_hosts_divide_the_devices_of_this_machine():
@@ -33,12 +43,6 @@ def test_simulated_hosts_divide_the_devices_of_this_machine():
     assert gpus(placement) == ((0, 1), [(2,), (3,)])
     assert placement.host_groups() == {"trainer": 2, "generator0": 1, "generator1": 1}
     assert (placement.trainer.procs_per_host, placement.reward.hosts) == (1, None)
-
-
-def test_shared_devices_are_those_of_the_trainer():
-    shared = {"share_gpus": True}
-    assert gpus(placed(shared, num_gpus=1, trainer=1)) == ((0,), [(0,)])
-    assert gpus(placed(shared, num_gpus=4, trainer=2, replicas=2, degree=2)) == ((0, 1), [(0, 1), (2, 3)])
 
 
 def test_devices_of_cluster_hosts_are_counted_per_host():

@@ -139,27 +139,24 @@ class Odd(Counting):
         return None
 
 
-def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
-    says = r"`step` returned None, which is not an Observation.* in turn 1 of problem 'ask/one'"
-    with pytest.raises(ValueError, match=says):
-        check(Asking(kind=Odd))
-    with pytest.raises(ValueError, match=says):
-        demonstrations(Asking(kind=Odd), max_tokens=20, max_model_len=100)
-    with caplog.at_level(logging.WARNING):
-        check(Asking(kind=Odd), max_failed_rewards=0.5)
-    assert "turn 1 of problem 'ask/one'" in caplog.text
-
-
 class Unclosable(Counting):
     async def close(self) -> None:
         await super().close()
         raise KeyError("board")
 
 
-def test_environment_that_does_not_close_is_refused():
-    says = r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"
+def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
+    says = r"`step` returned None, which is not an Observation.* in turn 1 of problem 'ask/one'"
     with pytest.raises(ValueError, match=says):
+        check(Asking(kind=Odd))
+    with pytest.raises(ValueError, match=says):
+        demonstrations(Asking(kind=Odd), max_tokens=20, max_model_len=100)
+    unclosed = r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"
+    with pytest.raises(ValueError, match=unclosed):
         check(Asking(kind=partial(Unclosable, turns=1)))
+    with caplog.at_level(logging.WARNING):
+        check(Asking(kind=Odd), max_failed_rewards=0.5)
+    assert "turn 1 of problem 'ask/one'" in caplog.text
 
 
 class OneTurnRenderer(TwinRenderer):

@@ -1,6 +1,7 @@
-"""Temporary files of a run: one folder, removed once its process has ended."""
+"""Temporary files and processes of a run, removed once its process has ended."""
 
 import json
+import mmap
 import os
 import re
 import signal
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from actors import processes, temporary_files
-from actors.processes import RUN_VARIABLE
+from actors.processes import RUN_VARIABLE, carrying_environment, mapped_shared_memory, remove_unmapped
 from actors.temporary_files import MAX_PATH, PREFIX
-from rl.utils.processes import identify, is_alive, kill
+from rl.utils.processes import ProcessId, identify, is_alive, kill
 from tests.support.forked import run_in_fork
 
 INSIDE = """
@@ -104,3 +105,42 @@ def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     assert re.fullmatch(rf"/tmp/{PREFIX}\w{{8}}", answer)
     assert gone(Path(answer).exists)
     assert list(deep.iterdir()) == []
+
+
+def test_zombie_is_not_alive():
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert identify(process.pid) is None
+    process.wait()
+
+
+def test_processes_are_found_by_their_environment_and_killed_by_their_identity():
+    environment = {**os.environ, "RELAY_TEST_MARK": "a=b"}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        found = identify(process.pid)
+        assert found is not None
+        assert carrying_environment("RELAY_TEST_MARK", "a=b") == [found]
+        assert carrying_environment("RELAY_TEST_MARK", "a") == []
+        kill(ProcessId(process.pid, found.start_ticks - 1))  # an earlier process with the same pid
+        assert is_alive(found)
+        kill(found)
+    assert carrying_environment("RELAY_TEST_MARK", "a=b") == []
+
+
+def test_shared_memory_is_removed_only_if_no_process_maps_it():
+    file = Path(f"/dev/shm/relay-test-processes {os.getpid()}")
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+    os.close(descriptor)
+    try:
+        mapped = mapped_shared_memory([os.getpid()])
+        assert file in mapped
+        assert remove_unmapped([file]) == []
+        assert file.exists()
+        memory.close()
+        assert remove_unmapped([file]) == [file]
+        assert not file.exists()
+        assert remove_unmapped([file]) == []
+    finally:
+        file.unlink(missing_ok=True)
