@@ -62,18 +62,6 @@ def test_tokenizer_files_and_token_ids_are_copied(tmp_path, model, adapter):
     assert opened.config["hidden_size"] == 32
 
 
-def test_failed_write_leaves_nothing_behind(tmp_path, model, adapter):
-    def breaks_midway():
-        yield from list(model.named_parameters())[:5]
-        raise RuntimeError("a rank is gone")
-
-    with pytest.raises(RuntimeError, match="a rank is gone"):
-        write_hf_folder(
-            tmp_path / "out" / "hf", breaks_midway(), adapter, dtype=torch.float32, max_shard_bytes=5_000
-        )
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
