@@ -1,12 +1,11 @@
-"""Reward functions in a process of their own, with time limits that always hold.
+"""Sync reward functions in a process of their own, with time limits that always hold; async ones beside it.
 
-A reward function is foreign code: it may loop forever, or end its process. Whatever it does, only its own call
-fails: one score, or those of a group; a process that hangs is killed, and the next call starts another. Sync
-functions run one at a time. Async functions that were asked for in the meantime run together, up to a limit; if
-the process ends, each of those without a result is repeated alone to find the guilty one.
+A sync function is foreign code: it may loop forever, or end its process. Whatever it does, only its own call
+fails: one score, or those of a group; a process that hangs is killed, and the next call starts another. Async
+functions wait for servers: they run together in the caller's event loop, which they must not block.
 
-    to the process      calls that run together
-    from the process    None once it is ready; then (index, CallResult) for each call, in any order
+    to the process      sync calls, made one after another
+    from the process    None once it is ready; then a CallResult for each call
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
@@ -32,10 +29,14 @@ from rl.utils.threads import WorkerThread, run_now
 
 GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
+RESTART_S = 5.0
+"""Time that the end of a process and the imports of the next one usually take at most."""
 START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
 CLOSE_S = 10.0
 """Time in which the thread that waits for a killed process must end."""
+REPEAT_S = 0.25
+"""Time after which a function that was interrupted and goes on is interrupted again."""
 SIGNAL = signal.SIGRTMIN + 5
 """Signal that interrupts the main thread; C libraries use the first few real-time signals themselves."""
 
@@ -59,8 +60,8 @@ class TimeLimitError(BaseException):
 
 
 def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:
-    """Return an upper bound of the seconds that one process needs if all functions keep their time limits."""
-    return (len(rubric.criteria) + 1) * num_rollouts * time_limit_s
+    """Return an upper bound of the seconds for these rollouts, even if each ends the process at its limit."""
+    return num_rollouts * ((len(rubric.criteria) + 1) * time_limit_s + RESTART_S)
 
 
 class RewardProcess:
@@ -77,10 +78,9 @@ class RewardProcess:
     ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
-        self.max_concurrency = max_concurrency
         self.process: SpawnProcess | None = None
         self._link: Connection | None = None
-        self._waiting: SimpleQueue[tuple[RubricCall, Future[CallResult]]] = SimpleQueue()
+        self._slots = rubric.slots(max_concurrency)
         self._thread = WorkerThread("rewards")
         """Talks to the process."""
         self._closed = False
@@ -98,16 +98,26 @@ class RewardProcess:
             RunError: the process cannot be started because it cannot load the rubric, or was closed.
             TimeoutError: the process did not start within `START_S`.
         """
-        calls = [self.rubric.calls(group, alone=alone) for group in groups]
-        answers: list[list[Future[CallResult]]] = [[Future() for _ in of_group] for of_group in calls]
-        for of_group, futures in zip(calls, answers, strict=True):
-            for pair in zip(of_group, futures, strict=True):
-                self._waiting.put(pair)
-        # Calls that came earlier, or will come until the thread is free, are answered together with these.
-        await self._in_thread(self._answer_waiting)
+        by_group = [self.rubric.calls(group, alone=alone) for group in groups]
+        calls = [call for of_group in by_group for call in of_group]
+        made, gathered = await asyncio.gather(
+            self._in_thread(self._results, [call for call in calls if not call.is_async]),
+            asyncio.gather(
+                *(
+                    self.rubric.result(call, slots=self._slots, time_limit_s=self.time_limit_s)
+                    for call in calls
+                    if call.is_async
+                )
+            ),
+        )
+        sync_results, async_results = iter(made), iter(gathered)
         return [
-            self.rubric.scores(group, of_group, [future.result() for future in futures])
-            for group, of_group, futures in zip(groups, calls, answers, strict=True)
+            self.rubric.scores(
+                group,
+                of_group,
+                [next(async_results if call.is_async else sync_results) for call in of_group],
+            )
+            for group, of_group in zip(groups, by_group, strict=True)
         ]
 
     async def close(self) -> None:
@@ -133,7 +143,7 @@ class RewardProcess:
         # Spawned, not forked: the parent has threads and loaded runtimes.
         context = multiprocessing.get_context("spawn")
         self._link, theirs = context.Pipe()
-        arguments = (theirs, self.rubric, self.time_limit_s, self.max_concurrency)
+        arguments = (theirs, self.rubric)
         process = context.Process(target=_serve, args=arguments, name="rewards", daemon=True)
         try:
             process.start()
@@ -186,73 +196,62 @@ class RewardProcess:
             self._link.close()
             self._link = None
 
-    def _answer_waiting(self) -> None:
-        """Make all calls that wait now."""
-        taken = [self._waiting.get() for _ in range(self._waiting.qsize())]
-        portions = [[pair for pair in taken if pair[0].is_async == is_async] for is_async in (False, True)]
-        try:
-            while portions:
-                portion = portions.pop(0)
-                results = self._results([call for call, _ in portion])
-                for i, result in results.items():
-                    portion[i][1].set_result(result)
-                left = [pair for pair in portion if not pair[1].done()]
-                if left:
-                    portions += [[pair] for pair in left] if left[0][0].is_async else [left]
-        except Exception as error:  # noqa: BLE001  (raised by each `score`)
-            for _, answer in taken:
-                if not answer.done():
-                    answer.set_exception(error)
-
-    def _results(self, calls: Sequence[RubricCall]) -> dict[int, CallResult]:
-        """Make calls together and return their results by index.
-
-        If the process ends, calls that it has not answered are left out, except the one that ended it if that
-        is known: sync functions are called in order.
-        """
-        results: dict[int, CallResult] = {}
-        if not calls:
-            return results
-        self._start()
-        assert self._link is not None
-        limit_s = self.time_limit_s * max(len(call.rollouts) for call in calls)
-        try:
-            self._link.send(calls)
-            while len(results) < len(calls):
-                index, result = self._receive(limit_s + GRACE_S)
-                results[index] = result
-        except (ProcessEndedError, OSError) as error:
-            if self._closed:
-                raise RunError("the reward process was closed") from None
-            first = min(set(range(len(calls))) - results.keys())
-            if len(calls) == 1 or not calls[first].is_async:
-                code = getattr(error, "exit_code", None)
-                ended = f"{calls[first].title} ended the reward process (exit code {code})"
-                late = calls[first].too_long(self.time_limit_s)
-                results[first] = late if code is None else CallResult(failure=ended)
+    def _results(self, calls: Sequence[RubricCall]) -> list[CallResult]:
+        """Make sync calls one after another; after one that ends the process, the others go to the next process."""
+        results: list[CallResult] = []
+        while len(results) < len(calls):
+            self._start()
+            assert self._link is not None
+            with contextlib.suppress(OSError):  # the process has ended, as `_receive` notices
+                self._link.send(calls[len(results) :])
+            try:
+                while len(results) < len(calls):
+                    limit_s = self.time_limit_s * len(calls[len(results)].rollouts)
+                    results.append(self._receive(limit_s + GRACE_S))
+            except ProcessEndedError as error:
+                if self._closed:
+                    raise RunError("the reward process was closed") from None
+                call, code = calls[len(results)], error.exit_code
+                ended = f"{call.title} ended the reward process (exit code {code})"
+                late = call.too_long(self.time_limit_s)
+                results.append(late if code is None else CallResult(failure=ended))
         return results
 
 
 def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
     """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
 
+    main, is_running = threading.main_thread().ident, False
+    assert main is not None
+
     def interrupt(*_: object) -> None:
-        raise TimeLimitError
+        if is_running:
+            raise TimeLimitError
+
+    def interrupt_late(limit_s: float, ended: threading.Event) -> None:
+        # Not an alarm: the process has a single one, which math-verify sets and clears at each parse.
+        late = ended.wait(limit_s) is False
+        while late and not ended.wait(REPEAT_S):  # a function may swallow the error
+            signal.pthread_kill(main, SIGNAL)
 
     def result(call: RubricCall) -> CallResult:
+        nonlocal is_running
         if call.is_async:
             return run_now(rubric.result(call, slots=rubric.slots(1), time_limit_s=time_limit_s))
-        # Not an alarm: the process has a single one, which math-verify sets and clears at each parse.
-        main, limit_s = threading.main_thread().ident, time_limit_s * len(call.rollouts)
-        assert main is not None
-        timer = threading.Timer(limit_s, signal.pthread_kill, (main, SIGNAL))
+        ended = threading.Event()
+        limit_s = time_limit_s * len(call.rollouts)
+        timer = threading.Thread(target=interrupt_late, args=(limit_s, ended), daemon=True)
         timer.start()
         try:
+            is_running = True
             return rubric.sync_result(call)
         except TimeLimitError:
             return call.too_long(time_limit_s)
         finally:
-            timer.cancel()
+            is_running = False
+            ended.set()
+            timer.join()
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
 
     calls = rubric.calls(group)
     before = signal.signal(SIGNAL, interrupt)
@@ -262,24 +261,16 @@ def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: floa
         signal.signal(SIGNAL, before)
 
 
-def _serve(link: Connection, rubric: Rubric, time_limit_s: float, max_concurrency: int) -> None:
+def _serve(link: Connection, rubric: Rubric) -> None:
     """Make the calls that arrive, until the parent is gone; runs in the main thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    slots = rubric.slots(max_concurrency)
-
-    async def answer(index: int, call: RubricCall) -> None:
-        result = await rubric.result(call, slots=slots, time_limit_s=time_limit_s)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
-        link.send((index, result))
-
-    async def answer_all(calls: Sequence[RubricCall]) -> None:
-        await asyncio.gather(*(answer(i, call) for i, call in enumerate(calls)))
-
     link.send(None)
-    with asyncio.Runner() as runner:
-        while True:
-            runner.run(answer_all(link.recv()))
+    while True:
+        for call in link.recv():
+            result = rubric.sync_result(call)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
+            link.send(result)
 
 
 def _end_with_parent() -> None:

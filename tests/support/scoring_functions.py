@@ -64,7 +64,7 @@ _together = 0
 
 
 async def later(rollout):
-    """Obey the problem's question in an event loop."""
+    """Obey the problem's question in the event loop."""
     global _together
     what = rollout.prompt.problem.question
     if what == "meet 4":
@@ -74,10 +74,8 @@ async def later(rollout):
             await asyncio.sleep(0.001)
     elif what == "wait":
         await asyncio.sleep(LIMIT_S / 2)
-    elif what == "block":
-        time.sleep(60)
-    elif what == "end":
-        os._exit(4)
+    elif what == "hang":
+        await asyncio.sleep(60)
     return 10.0
 
 
