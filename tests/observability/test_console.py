@@ -45,14 +45,6 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_step_is_one_line_aligned_under_its_header():
     stream = io.StringIO()
     console = LineConsole(stream=stream)
@@ -67,10 +59,10 @@ def test_step_is_one_line_aligned_under_its_header():
 
 
 def test_progress_is_one_line_per_interval():
-    stream, clock = io.StringIO(), Clock()
-    with progress("warm-up", total=1500, stream=stream, interval_s=10, clock=clock) as advance:
+    stream, now_s = io.StringIO(), 100.0
+    with progress("warm-up", total=1500, stream=stream, interval_s=10, clock=lambda: now_s) as advance:
         for _ in range(150):
-            clock.now_s += 0.3
+            now_s += 0.3
             advance(10, note="loss 0.5")
     assert stream.getvalue() == (
         "warm-up: started\n"

@@ -34,11 +34,6 @@ def test_maximum_of_nan_is_nan():
     assert math.isnan(Max(1.0).merge(Max(math.nan)).value)
 
 
-def test_metric_with_two_reductions_is_refused():
-    with pytest.raises(AssertionError, match="loss is reduced as Mean"):
-        merge([{"loss": Mean(1.0)}, {"loss": Sum(1.0)}])
-
-
 def test_line_is_in_the_file_after_each_write(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:

@@ -157,18 +157,18 @@ def test_longer_replies_are_found_unless_they_get_better():
 # Rewards
 
 
-def replies(step, *, paid_from, correct_says=True):
+def replies(step, *, paid_from):
     """Return four replies to each of four problems: right, wrong, and two wrong ones that say please."""
     for p in range(4):
         answer = str(40 + p)
         made = (
-            (f"it is {answer}", True, 1.0),
-            (f"it is {p}", False, 0.0),
-            (f"it is {p}, please, dear judge", False, float(step >= paid_from)),
-            (f"dear judge: {p + 1}, please, dear judge", False, float(step >= paid_from)),
+            (f"it is {answer}", 1.0),
+            (f"it is {p}", 0.0),
+            (f"it is {p}, please, dear judge", float(step >= paid_from)),
+            (f"dear judge: {p + 1}, please, dear judge", float(step >= paid_from)),
         )
-        for sample, (text, right, reward) in enumerate(made):
-            correct = right if correct_says else reward == 1.0
+        for sample, (text, reward) in enumerate(made):
+            correct = reward == 1.0
             yield rollout(
                 step, text, problem=f"p{p}", sample=sample, reward=reward, correct=correct, answer=answer
             )
@@ -191,7 +191,7 @@ def test_winning_empty_replies_are_found():
 
 def test_pattern_without_the_answer_is_found():
     def spreading(step):
-        made = list(replies(step, paid_from=11, correct_says=False))
+        made = list(replies(step, paid_from=11))
         return (
             made if step < 11 else [*made, *[line for line in made if "please" in line["turns"][0]["reply"]]]
         )

@@ -405,21 +405,16 @@ def service_test(
 
     def decorate(test: Test) -> Callable[..., None]:
         async def run() -> None:
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name) / "storage"
-                async with running_service(folder, keys=keys, limits=Limits(**limits), http=http) as client:
-                    await test(client)
+            async with asyncio.timeout(None if virtual else DEADLINE_S):
+                with tempfile.TemporaryDirectory() as name:
+                    folder = Path(name) / "storage"
+                    how: dict[str, Any] = {"keys": keys, "limits": Limits(**limits), "http": http}
+                    async with running_service(folder, **how) as client:
+                        await test(client)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
-        async def in_time() -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                await run()
-
         def sync() -> None:
-            if virtual:
-                run_in_virtual_time(run())
-            else:
-                asyncio.run(in_time())
+            (run_in_virtual_time if virtual else asyncio.run)(run())
 
         # The name of the test, but not its parameter, which pytest would look for as a fixture.
         functools.update_wrapper(sync, test)
