@@ -101,20 +101,12 @@ def module_name(path: str) -> str:
 
 def imports(sources: Sources) -> list[Import]:
     modules = {module_name(path) for path in sources}
-    found = []
-    for path, text in sources.items():
-        for node, type_checking in _import_nodes(text):
-            for target, dynamic in _targets(node, modules):
-                found.append(
-                    Import(
-                        path=path,
-                        line=node.lineno,
-                        target=target,
-                        type_checking=type_checking,
-                        dynamic=dynamic,
-                    )
-                )
-    return found
+    return [
+        Import(path=path, line=node.lineno, target=target, type_checking=for_types, dynamic=dynamic)
+        for path, text in sources.items()
+        for node, for_types in _import_nodes(text)
+        for target, dynamic in _targets(node, modules)
+    ]
 
 
 @functools.cache

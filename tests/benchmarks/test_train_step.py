@@ -32,10 +32,6 @@ TINY = Workload(
 )
 
 
-def given(*arguments):
-    return workload_of(parser().parse_args(["--device", "cpu", *arguments]))
-
-
 def taking(seconds, *, losses=(2.0,)):
     """Return a side whose turns take this long and whose steps all have the same loss."""
     left = iter(seconds)
@@ -122,4 +118,4 @@ def test_tiny_flavor_has_the_counted_parameters():
 )
 def test_size_out_of_range_is_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
-        given(*arguments.split())
+        workload_of(parser().parse_args(["--device", "cpu", *arguments.split()]))

@@ -49,17 +49,11 @@ def row_of(name, documented):
     return min(fitting, key=lambda row: row.count("/") * -100 + len(row), default=None)
 
 
-class KeptRecords(ListSink):
-    """Sink that keeps the reduction of each number."""
-
-    def __init__(self):
-        super().__init__()
-        self.metrics = {}
+class UnreducedSink(ListSink):
+    """Sink that keeps the metrics with their reductions."""
 
     def write(self, record):
-        for name, value in record.items():
-            if value is not None:
-                self.metrics[name] = joined(value)
+        self.records.append(record)
 
 
 class CheckedPolicy(FakePolicy):
@@ -75,7 +69,7 @@ def length(rollout):
 
 def of_loops():
     """Return the metrics of loops over fakes, on-policy and off-policy, with every optional metric on."""
-    sink = KeptRecords()
+    sink = UnreducedSink()
     rubric = Rubric(criteria=(Criterion(name="length", function=length),))
     settings: list[dict[str, Any]] = [
         {"eval_every": 1, "evaluation": Evaluation(num_samples=2), "kl_reward": KLReward(coef=0.1)},
@@ -86,7 +80,7 @@ def of_loops():
         policy = CheckedPolicy(reply=half_right)
         loop, _ = make_loop(policy, sink=sink, problems=repeat(LONG), rubric=rubric, **changed)
         run_in_virtual_time(loop.run())
-    return sink.metrics
+    return {k: joined(value) for record in sink.records for k, value in record.items() if value is not None}
 
 
 def of_environments():

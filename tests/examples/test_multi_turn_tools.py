@@ -28,13 +28,9 @@ def step(environment, text):
     return asyncio.run(environment.step(Reply(text=text, completion=COMPLETION)))
 
 
-def problem_of(task, kind):
-    return next(p for p in task.train_problems(seed=0) if (p.question.startswith("bin")) == (kind == "bin"))
-
-
 @pytest.mark.parametrize("kind", ["bin", "product"])
 def test_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
-    problem = problem_of(task, kind)
+    problem = next(p for p in task.train_problems(seed=0) if p.question.startswith("bin") == (kind == "bin"))
     environment = task.environment(problem)
     observation = step(environment, problem.demonstrations[0])
     assert [(m.role, m.content) for m in observation.messages] == [("tool", problem.answer)]

@@ -82,15 +82,6 @@ def test_label_grade_reads_the_last_valid_line(text, value):
     assert LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5}).read(text) == value
 
 
-def failing(judge):
-    with pytest.raises(JudgeError) as caught:
-        graded(judge)
-    text = str(caught.value)
-    assert text.startswith(f"judge 'm' at {judge.base_url}: ")
-    assert KEY not in text
-    return text.removeprefix(f"judge 'm' at {judge.base_url}: ")
-
-
 def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch):
     monkeypatch.delenv("A_KEY")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -114,9 +105,11 @@ def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch)
 )
 def test_error_shows_the_answer_without_the_key(server, answer, message):
     server.answers = [answer]
-    text = failing(judge_of(server, timeout_s=0.2 if answer == "hang" else 20))
-    assert text.startswith(message)
-    assert KEY[:10] not in text
+    judge = judge_of(server, timeout_s=0.2 if answer == "hang" else 20)
+    with pytest.raises(JudgeError) as caught:
+        graded(judge)
+    assert str(caught.value).startswith(f"judge 'm' at {judge.base_url}: {message}")
+    assert KEY[:10] not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,8 @@ def test_prompt_is_shared_except_for_its_last_token():
 
 @pytest.mark.parametrize(
     "other",
-    [
-        pytest.param(make_sample([1, 3, 9, 4]), id="another last token"),
-        pytest.param(make_sample([1, 3, 5, 4], temperature=0.5), id="another temperature"),
-        pytest.param(make_sample([1, 3, 5, 7, 4]), id="a longer prompt"),
-    ],
+    [make_sample([1, 3, 9, 4]), make_sample([1, 3, 5, 4], temperature=0.5), make_sample([1, 3, 5, 7, 4])],
+    ids=["another last token", "another temperature", "a longer prompt"],
 )
 def test_different_beginnings_are_not_shared(other):
     samples = [make_sample([1, 3, 5, 2]), other]

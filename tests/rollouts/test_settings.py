@@ -20,10 +20,13 @@ from rl.tasks.reasoning_gym_task import ReasoningGym
 from rl.tasks.reverse_text import ReverseText
 from rl.tasks.sum_digits import SumDigits
 from rl.tasks.verifiers_task import VerifiersTask
+from rl.tools.calculator import Calculator
+from rl.tools.environment import ToolEnvironment
 from rl.tools.sandbox import PythonSandbox
+from rl.types import Problem
 
-BY_TOKEN = {"credit": "token"}
 GYM, TASKSET = {"dataset": "gcd"}, {"taskset": "t"}
+TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculator(),)}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,10 @@ GYM, TASKSET = {"dataset": "gcd"}, {"taskset": "t"}
         (VerifiersTask.Config, {"num_eval": 0, **TASKSET}, "num_eval=0: must be at least 1"),
         (PythonSandbox.Config, {"time_limit_s": 0}, "time_limit_s=0: must be at least 0.1"),
         (PythonSandbox.Config, {"import_paths": ("/no/such",)}, "import_paths: '/no/such' is not a folder"),
+        (ToolEnvironment, {**TOOLS, "tools": ()}, "tools is empty"),
+        (ToolEnvironment, {**TOOLS, "tools": (Calculator(), Calculator())}, "tool name 'calculator'"),
+        (ToolEnvironment, {**TOOLS, "max_calls": 0}, "max_calls=0: must be at least 1"),
+        (ToolEnvironment, {**TOOLS, "max_result_chars": 10}, "max_result_chars=10: must be at least 100"),
     ],
 )  # fmt: skip
 def test_setting_out_of_bounds_is_refused(config, settings, message):

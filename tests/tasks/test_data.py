@@ -2,7 +2,6 @@
 
 import json
 from itertools import islice
-from pathlib import Path
 
 import datasets
 import pytest
@@ -19,7 +18,6 @@ from rl.tasks.data import (
 )
 from rl.types import LoopPosition, Problem
 
-ROOT = Path(__file__).parent.parent.parent
 ROWS = [{"q": "one", "a": 1}, {"q": "zwei\nü", "a": 2}, {"q": "three", "a": 3}]
 COLUMNS = {"columns.question": "q", "columns.answer": "a"}
 
@@ -46,12 +44,6 @@ def test_every_format_gives_the_same_rows_in_order_and_by_number(tmp_path, name)
     assert (len(rows), rows[2]) == (3, ROWS[2])
 
 
-def refusal(path):
-    with pytest.raises(ValueError, match=r".") as caught:
-        read_rows(str(path), columns=COLUMNS, cache_folder=str(Path(path).parent / "cache"))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -72,9 +64,9 @@ def test_unreadable_source_is_refused(tmp_path, name, text, message):
     elif name == "all":
         part = datasets.Dataset.from_list(ROWS)
         datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / name))
-    said = refusal(tmp_path / name)
-    assert name in said
-    assert message in said
+    with pytest.raises(ValueError, match=name) as caught:
+        read_rows(str(tmp_path / name), columns=COLUMNS, cache_folder=str(tmp_path / "cache"))
+    assert message in str(caught.value)
 
 
 def test_key_is_the_same_in_every_run_and_ignores_repeated_white_space():

@@ -155,6 +155,8 @@ def tosses(*, seed=0, text="42", version=0, number=21):
 def test_noise_is_a_fair_coin_independent_of_the_reply():
     drawn = [tosses(), tosses(seed=1), tosses(version=1), tosses(number=22)]
     assert tosses(text="no") == drawn[0]
+    # The same in every process and on every machine.
+    assert "".join(str(int(toss)) for toss in drawn[0][:32]) == "10100000000101111001011011011111"
     assert {t for of_one in drawn for t in of_one} == {0.0, 1.0}
     # Of 256 fair tosses 128 are heads and 128 agree with other ones; 48 are six standard deviations.
     assert all(abs(sum(t) - 128) < 48 for t in drawn)

@@ -1,6 +1,5 @@
 import pickle
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -8,8 +7,6 @@ from rl.rollouts.producer import NumberedProblems
 from rl.tasks.reasoning_gym_task import ReasoningGym
 from rl.types import LoopPosition
 from tests.support.scored import reply
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def build(dataset="basic_arithmetic", **options):

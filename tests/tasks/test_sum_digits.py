@@ -3,7 +3,6 @@ from itertools import islice
 import pytest
 
 from rl.tasks.sum_digits import SumDigits, make_problem, parse_answer
-from tests.support.fakes import completion, prompt_of, rollout_of
 from tests.support.tasks import scored
 
 PROBLEM = make_problem([47, 82])
@@ -37,12 +36,6 @@ def test_reward_is_one_for_the_answer_and_a_tenth_for_the_form(text, finish_reas
     score = scored(build(), PROBLEM, text, finish_reason=finish_reason)
     assert score.reward == pytest.approx(reward)
     assert score.correct is (reward == 1.0)
-
-
-def test_noise_is_the_same_for_a_seed_everywhere():
-    rubric = build(reward="noise").rubric(seed=0)
-    made = [rollout_of(prompt_of(PROBLEM), completion("[ANSWER] 21"), sample=i) for i in range(32)]
-    assert "".join(str(int(rubric.score(r).reward)) for r in made) == "11100011011011000011110010100011"
 
 
 def test_hasty_demonstrations_omit_a_last_digit_of_four_or_more():

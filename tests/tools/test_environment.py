@@ -153,17 +153,3 @@ def test_calls_end_with_a_defect_of_another_tool_and_with_the_step(ends):
                 stepping.result()
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tools": ()}, "tools is empty"),
-        ({"tools": (Calculator(), Calculator())}, "tool name 'calculator'"),
-        ({"max_calls": 0}, "max_calls=0: must be at least 1"),
-        ({"max_result_chars": 10}, "max_result_chars=10: must be at least 100"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ToolEnvironment(**{"problem": PROBLEM, "tools": (Calculator(),), **settings})

@@ -51,24 +51,21 @@ def test_schema_is_that_of_signature_and_docstring():
         FunctionTool(convert, time_limit_s=0)
 
 
-def no_annotation(x):
-    """Says.
+def test_function_without_a_schema_is_refused_by_name():
+    def no_annotation(x):
+        """Says.
 
-    Args:
-        x: a thing
-    """
-    return x
+        Args:
+            x: a thing
+        """
 
+    def undescribed(x: int) -> str:
+        """Says."""
+        return str(x)
 
-def undescribed(x: int) -> str:
-    """Says."""
-    return str(x)
-
-
-@pytest.mark.parametrize("function", [no_annotation, undescribed])
-def test_function_without_a_schema_is_refused_by_name(function):
-    with pytest.raises(ValueError, match=f"the function {function.__name__}: "):
-        FunctionTool(function)
+    for function in (no_annotation, undescribed):
+        with pytest.raises(ValueError, match=f"the function {function.__name__}: "):
+            FunctionTool(function)
 
 
 def test_results_other_than_text_are_json():
