@@ -2,8 +2,8 @@
 
 Saved weights open with the first sample, and all sampling sessions of the same checkpoint share them. At most
 `limits.samplers` snapshots and saved weights of one owner are open: the next one closes the least recently used
-one. A snapshot is then gone, as it is when its session ends; saved weights open again with their next sample. The
-base model stays open. Nothing closes before its samples have ended.
+one. A snapshot is then gone; saved weights open again with their next sample. Weights close when no session uses
+them, except for the base model. Nothing closes before its samples have ended.
 """
 
 from __future__ import annotations
@@ -242,7 +242,11 @@ class SamplingSessions:
 
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
-        for source in session.samplers.values():
+        ended = list(session.samplers.values())
+        session.samplers.clear()
+        still_used = [one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)]
+        for source in ended:
             if isinstance(source, Weights):
                 self._weights.close(source.key, why)
-        session.samplers.clear()
+            elif source is not None and source.data not in still_used:
+                self._weights.close(str(source.data), why)

@@ -113,6 +113,10 @@ class Sessions:
         own = [session for session in self._sessions.values() if session.owner == owner]
         return {i: model for session in own for i, model in session.models.items() if model.in_memory}
 
+    def sources(self) -> list[Weights | Stored | None]:
+        """Return what the sampling sessions of all owners sample from."""
+        return [source for session in self._sessions.values() for source in session.samplers.values()]
+
     def close(self) -> None:
         """End all sessions."""
         for session in tuple(self._sessions.values()):

@@ -63,6 +63,10 @@ async def test_saved_weights_open_with_a_sample_are_shared_and_close_for_others(
         await settled()
         assert len(backend.published) == 1
     assert backend.names().count("open") == 3
+    for one, num_open in zip(ids, (1, 0), strict=True):
+        client.finish(one.partition(":")[0])
+        await settled()
+        assert len(backend.published) == num_open
 
 
 @service_test(samplers=2)
