@@ -90,6 +90,7 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     add("GET", "samplers/{sampler_id}", sampling.sampler)
 
     add("POST", "retrieve_future", service.retrieve_future, RESULT)
+    add("POST", "cancel_future", service.cancel_future, EMPTY)
 
     runs, checkpoint = service.runs, "training_runs/{run_id}/checkpoints/{kind}/{name}"
     add("GET", "training_runs", runs.training_runs)

@@ -14,7 +14,7 @@ import pydantic
 from google.protobuf.message import Message
 from tinker import types as wire
 
-from rl.tinker.types import BusyError, GoneError, HttpLimits, Limits, TinkerError
+from rl.tinker.types import BusyError, GoneError, HttpLimits, InvalidRequestError, Limits, TinkerError
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
@@ -44,7 +44,7 @@ class PendingRequest:
     result: Result | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    """Task of a sample, which ends with its session."""
+    """Task of a sample, which can be cancelled and ends with its session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,14 +145,25 @@ class Futures:
                 raise GoneError(_CLOSED)
         return request.result
 
+    def cancel(self, request_id: str) -> None:
+        request = self._find(request_id)
+        if request.result is None:
+            if request.task is None:
+                raise InvalidRequestError(
+                    f"request {request_id} trains a model; only samples can be cancelled"
+                )
+            self._cancel(request, request.task, "it was cancelled")
+
     def end_samples(self, session_id: str, error: str) -> None:
         """Fail and cancel the samples of a session that has ended."""
         for request in tuple(self._requests.values()):
-            task = request.task
-            if task is not None and request.request_id.startswith(f"{session_id}:"):
-                # A task that has not begun would not report its cancellation.
-                self.fail(request, error)
-                task.cancel()
+            if request.task is not None and request.request_id.startswith(f"{session_id}:"):
+                self._cancel(request, request.task, error)
+
+    def _cancel(self, request: PendingRequest, task: asyncio.Task[None], error: str) -> None:
+        # A task that has not begun would not report its cancellation.
+        self.fail(request, error)
+        task.cancel()
 
     def close(self) -> None:
         """Wake every waiting caller, and accept nothing more. Finished results can still be retrieved."""

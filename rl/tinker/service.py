@@ -22,8 +22,9 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fastapi import Body
 from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 from tinker import types as wire
@@ -106,7 +107,7 @@ class Service:
         )
 
     async def dynamic_config(self, body: wire.ClientConfigRequest) -> wire.ClientDynamicConfigResponse:
-        return wire.ClientDynamicConfigResponse()
+        return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
     async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
         """Discard the client's telemetry."""
@@ -141,3 +142,11 @@ class Service:
             return Response(result.SerializeToString(), media_type=PROTOBUF)
         # Python's JSON has NaN, as the official client reads it: null would not be a number.
         return Response(json.dumps(result.model_dump()), media_type="application/json")
+
+    async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
+        """Cancel a sample, whose result becomes a failure; training cannot be cancelled.
+
+        Without effect when it has ended.
+        """
+        self.sessions.touch(request_id, owner)
+        self._parts.futures.cancel(request_id)

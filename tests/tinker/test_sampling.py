@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.codec import checked_request
 from rl.tinker.types import GoneError, InvalidRequestError, Limits, NotFoundError
@@ -198,3 +199,23 @@ def test_invalid_field_of_a_sample_is_named(tokens, fields, said):
     with pytest.raises(InvalidRequestError) as error:
         checked_request(prompt(*tokens, **fields), BASE, Limits())
     assert said in str(error.value)
+
+
+@service_test()
+async def test_cancelled_sample_ends_its_work_and_fails(client):
+    client.backend.hold("sample")
+    sampler = client.base_sampler()
+    running, unstarted = client.sample(sampler, 0), client.sample(sampler, 1)
+    client.now(client.service.cancel_future, unstarted)
+    await settled()
+    assert sum(client.backend.num_sampling.values()) == 1
+    client.now(client.service.cancel_future, running)
+    cancelled = RequestFailedResponse(error="it was cancelled", category=RequestErrorCategory.User)
+    assert [await client.failure(one) for one in (running, unstarted)] == [cancelled] * 2
+    await settled()
+    client.now(client.service.cancel_future, running)  # without effect
+    assert sum(client.backend.num_sampling.values()) == 0
+    with pytest.raises(InvalidRequestError, match="only samples can be cancelled"):
+        client.now(client.service.cancel_future, client.add(client.model(), 1, 5))
+    with pytest.raises(NotFoundError):
+        client.of(YOU).now(client.service.cancel_future, running)
