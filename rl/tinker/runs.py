@@ -64,7 +64,7 @@ class Runs:
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
-        self._storage.delete(path, owner)
+        await self._storage.delete(path, owner)
 
     async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
         """Let a checkpoint expire so many seconds from now, or never."""

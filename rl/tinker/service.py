@@ -79,7 +79,7 @@ class Service:
         Raises:
             ValueError: the storage folder cannot be made.
         """
-        self._parts.storage.prepare()
+        await self._parts.storage.prepare()
         await self._parts.backend.start()
 
     def stop_waiting(self) -> None:

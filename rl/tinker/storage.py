@@ -7,14 +7,15 @@
 
 A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
 data that no record names, which the next start removes; other files and folders are left alone. An expired
-checkpoint is not found any more, and is removed at the next start or save. Reading a checkpoint that is deleted
-meanwhile fails.
+checkpoint is not found any more, and is removed at the next start or at a save a minute later. Reading a checkpoint
+that is deleted meanwhile fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import shutil
@@ -43,6 +44,8 @@ CheckpointPath: TypeAlias = wire.ParsedCheckpointTinkerPath
 CheckpointKind = Literal["training", "sampler"]
 
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+REMOVE_EVERY_S = 60.0
+"""Shortest time between two searches for expired checkpoints."""
 _RUN = "run.json"
 _MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -131,15 +134,17 @@ class Storage:
     def __init__(self, folder: str | Path, *, wall_time_s: Callable[[], float]) -> None:
         self._root = Path(folder).absolute()
         self._wall_time_s = wall_time_s
+        self._removed_s = -math.inf
+        """Unix time of the last search for expired checkpoints."""
 
-    def prepare(self) -> None:
+    async def prepare(self) -> None:
         """Create the folder, and remove expired checkpoints, data without a record, and runs without files.
 
         Raises:
             ValueError: the folder cannot be made.
         """
         make_folder(self._root, "the storage folder")
-        self._remove_expired()
+        await self._remove_expired()
         for run in self._runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
@@ -155,12 +160,18 @@ class Storage:
             if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
                 shutil.rmtree(run, ignore_errors=True)
 
-    def _remove_expired(self) -> None:
+    async def _remove_expired(self) -> None:
+        if self._wall_time_s() < self._removed_s + REMOVE_EVERY_S:
+            return
+        self._removed_s = self._wall_time_s()
         for run in self._runs():
             for file in _records(run):
                 record = _read(file, CheckpointRecord)
                 if record is not None and self._has_expired(record):
-                    _remove(file, record)
+                    try:
+                        await _remove(file, record)
+                    except OSError:
+                        log.exception("%s has expired and cannot be removed", file)
 
     # Reading
 
@@ -220,7 +231,7 @@ class Storage:
         Raises:
             InvalidRequestError: the name is taken and `overwrite` is False.
         """
-        self._remove_expired()
+        await self._remove_expired()
         file = self._file(path)
         if not overwrite and self._stored(path) is not None:
             raise InvalidRequestError(
@@ -242,18 +253,18 @@ class Storage:
                 folder=data.name,
             )
             # Flushing the data to the disk takes long.
-            await asyncio.to_thread(publish, temporary, data)
+            await _in_thread(publish, temporary, data)
         older = _read(file, CheckpointRecord)
         try:
             _write(file, record)
         except OSError:
-            shutil.rmtree(data, ignore_errors=True)
+            await _in_thread(shutil.rmtree, data, True)
             raise
         if older is not None:
-            shutil.rmtree(file.with_name(older.folder), ignore_errors=True)
+            await _in_thread(shutil.rmtree, file.with_name(older.folder), True)
 
-    def delete(self, path: CheckpointPath, owner: str) -> None:
-        _remove(self._file(path), self.find(path, owner).record)
+    async def delete(self, path: CheckpointPath, owner: str) -> None:
+        await _remove(self._file(path), self.find(path, owner).record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
         expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
@@ -288,9 +299,19 @@ def _records(run: Path) -> list[Path]:
     return [file for folder in FOLDERS.values() for file in (run / folder).glob("*.json")]
 
 
-def _remove(file: Path, record: CheckpointRecord) -> None:
+async def _remove(file: Path, record: CheckpointRecord) -> None:
     file.unlink()
-    shutil.rmtree(file.with_name(record.folder), ignore_errors=True)
+    await _in_thread(shutil.rmtree, file.with_name(record.folder), True)
+
+
+async def _in_thread(function: Callable[..., object], *args: object) -> None:
+    """Run a function in a thread. When cancelled, wait for it nevertheless: its files must not be removed meanwhile."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _write(path: Path, record: _Record) -> None:

@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import multiprocessing
 import shutil
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from rl.tinker.runs import Ttl
+from rl.tinker.storage import _in_thread
 from rl.tinker.types import InvalidRequestError, NotFoundError
-from tests.support.fake_tinker import YOU, running_service, service_test
+from tests.support.fake_tinker import YOU, running_service, service_test, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -90,6 +92,49 @@ async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
         found = (await client.runs("checkpoints_of_run", model)).checkpoints
         assert {one.checkpoint_id for one in found} == {"weights/short", "weights/kept"}
         assert not any("long" in file for file in files(tmp_path))
+
+
+async def test_expired_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path, caplog, monkeypatch):
+    time_s = [1_000.0]
+    async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
+        model = await client.trained()
+        for seq_id, name in ((3, "stuck"), (4, "other")):
+            await client.saved(model, seq_id, name, ttl_seconds=100)
+        unlink = Path.unlink
+        time_s[0] = 1_101
+
+        def unless_stuck(path, *args, **options):
+            if path.name == "stuck.json":
+                raise PermissionError(f"{path} belongs to another user")
+            unlink(path, *args, **options)
+
+        monkeypatch.setattr(Path, "unlink", unless_stuck)
+        await client.saved(model, 5, "next")
+        assert "stuck.json has expired and cannot be removed" in caplog.text
+        assert not any("other" in file for file in files(tmp_path))
+        caplog.clear()
+        time_s[0] += 59
+        await client.saved(model, 6, "soon")
+        assert "stuck" not in caplog.text  # the next search is a minute after the last one
+
+
+async def test_cancelled_work_on_files_is_waited_for():
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        go_on.wait(30)
+        done.set()
+
+    task = asyncio.create_task(_in_thread(work))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await settled()
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done.is_set()
 
 
 @service_test(virtual=False)
