@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,19 @@ class ServiceClient(tinker.ServiceClient):
     def close(self, status: Any, detail: str | None = None) -> Any:
         """Finish the session and end the server with its backend; checkpoints stay. Idempotent."""
         session = super().close(status, detail)
+        closed: Future[None] = Future()
 
         def end() -> None:
-            session.result()
-            self._server.close()
+            try:
+                session.result()
+                self._server.close()
+                closed.set_result(None)
+            except BaseException as error:  # noqa: BLE001  (handed to the caller)
+                closed.set_exception(error)
 
-        return AwaitableConcurrentFuture(ThreadPoolExecutor(1).submit(end))
+        # A pool's thread would delay the end of the interpreter.
+        threading.Thread(target=end, name="tinker-close", daemon=True).start()
+        return AwaitableConcurrentFuture(closed)
 
 
 def make_backend(backend: TinkerBackend | Configurable.Config | str) -> TinkerBackend:

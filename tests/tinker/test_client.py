@@ -4,6 +4,9 @@ import asyncio
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -69,3 +72,22 @@ def test_unknown_backends_are_refused():
         make_backend(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no_such"):
         make_backend("no_such")
+
+
+def test_closing_thread_does_not_delay_the_end_of_the_interpreter(monkeypatch):
+    closing, go_on = threading.Event(), threading.Event()
+
+    def close():
+        assert threading.current_thread().daemon
+        closing.set()
+        go_on.wait(TIMEOUT_S)
+
+    session: Future[None] = Future()
+    monkeypatch.setattr(tinker.ServiceClient, "close", lambda *_: session)
+    client = ServiceClient.__new__(ServiceClient)
+    client._server = cast(Any, SimpleNamespace(close=close))
+    closed = client.close("success")
+    session.set_result(None)
+    assert closing.wait(TIMEOUT_S)
+    go_on.set()
+    assert closed.result(TIMEOUT_S) is None
