@@ -28,8 +28,10 @@ Result: TypeAlias = Message | pydantic.BaseModel
 
 T = TypeVar("T")
 
+REQUEST_BYTES = 512 * 1024
+"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192 requests wait."""
 SMALL_BYTES = 4096
-"""Bytes counted for a request, and for a result, besides its tensors."""
+"""Bytes counted for a result besides its tensors, and for each sample that a request waits for."""
 _CLOSED = "the service is closing"
 
 
@@ -82,7 +84,7 @@ class Futures:
         if self._closed:
             raise GoneError(_CLOSED)
         held, most = self._held[owner], self._limits.waiting_bytes
-        num_bytes += SMALL_BYTES
+        num_bytes += REQUEST_BYTES
         waiting_bytes = held.waiting_bytes + num_bytes
         # A single request above the limit has to pass at some time.
         if waiting_bytes > most and held.waiting_bytes and not unblocks:

@@ -15,7 +15,7 @@ from tinker import types as wire
 
 from rl.tinker.backend import lora_config
 from rl.tinker.codec import checked_request, encode_sample
-from rl.tinker.futures import Parts, Result
+from rl.tinker.futures import SMALL_BYTES, Parts, Result
 from rl.tinker.sessions import Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
@@ -188,7 +188,8 @@ class SamplingSessions:
         futures = self._parts.futures
         if request_id not in futures:
             weights = self._weights_of(source, owner)
-            request = futures.begin(request_id, owner=owner, num_bytes=asked.prompt.nbytes)
+            num_bytes = asked.prompt.nbytes + SMALL_BYTES * body.num_samples
+            request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
 
             async def sampled() -> Result:
                 version = await asyncio.shield(weights.version)

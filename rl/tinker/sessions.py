@@ -18,6 +18,7 @@ from rl.tinker.types import (
     SESSION,
     GoneError,
     Id,
+    LimitReachedError,
     Limits,
     NotFoundError,
     Owner,
@@ -46,7 +47,7 @@ class Sessions:
     """The sessions of all owners; each request about a session, its models, samplers or results keeps it alive.
 
     Raises:
-        NotFoundError: from any call, for a session that is unknown or belongs to another owner.
+        NotFoundError: from any call, for a session that is unknown, ended long ago or belongs to another owner.
         GoneError: from any call, for a session that has ended.
     """
 
@@ -55,7 +56,7 @@ class Sessions:
         """First part of all ids, by which ids of an earlier process of the server are recognised."""
         self._limits = limits
         self._sessions: dict[str, Session] = {}
-        """All sessions of this process, oldest first, also those that have ended."""
+        """Sessions of this process, oldest first; those that have ended as long as their results may be kept."""
         self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
 
@@ -64,6 +65,9 @@ class Sessions:
     async def create_session(
         self, body: wire.CreateSessionRequest, *, owner: Owner
     ) -> wire.CreateSessionResponse:
+        num_open = sum(one.owner == owner and not one.ended for one in self._sessions.values())
+        if num_open >= (most := self._limits.sessions):
+            raise LimitReachedError(f"limit sessions: {most} have not ended; finish one of them")
         session_id = f"{self._process}-{secrets.token_hex(8)}"
         session = Session(session_id, owner)
         self._sessions[session_id] = session
@@ -151,6 +155,8 @@ class Sessions:
             model.end(why)
             model.task.add_done_callback(partial(_forget, session, model.model_id))
         self.end_samplers(session, why)
+        drop = partial(self._sessions.pop, session.session_id)
+        asyncio.get_running_loop().call_later(self._limits.result_kept_s, drop)
 
 
 def _forget(session: Session, model_id: str, _: asyncio.Task[None]) -> None:

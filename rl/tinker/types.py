@@ -5,7 +5,7 @@ Names of losses, of their inputs and of their settings are those of the wire (do
     session      <process>-<random>
     model        <session>:train:<model_seq_id>
     sampler      <session>:sample:<sampling_session_seq_id>
-    request      <model or sampler>:<seq_id>, or <model>:unload
+    request      <model or sampler>:<seq_id>
     checkpoint   tinker://<model>/weights/<name>, tinker://<model>/sampler_weights/<name>
 
 Shape legend: N tokens of one datum or prompt, K targets per token.
@@ -67,7 +67,7 @@ class BusyError(TinkerError):
 
 
 class LimitReachedError(TinkerError):
-    """One owner holds as many models, sessions or checkpoints as allowed."""
+    """One owner has as many sessions or models as allowed, or the backend has no room for more weights."""
 
     status = 403
 
@@ -148,13 +148,15 @@ def check_base(base: BaseModel, name: str | None) -> None:
 class Limits:
     """Limits of one API key. A refusal names the limit that it met."""
 
+    sessions: int = 100
+    """Sessions that have not ended."""
     models: int = 16
     """Models in training at once."""
     samplers: int = 8
     """Snapshots and saved weights open to sample from. The next one closes the least recently used one: a
     snapshot is then gone, saved weights open again with their next sample."""
     waiting_bytes: int = 4 * 2**30
-    """Bytes of the requests without a result, at least 4 KiB each."""
+    """Bytes of the requests without a result, at least 512 KiB each and 4 KiB a sample."""
     samples_per_request: int = 1024
     result_bytes: int = 2**30
     """Bytes of the results that are kept; the oldest go first."""

@@ -6,7 +6,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import Keys
 from rl.tinker.codec import PROTOBUF
-from rl.tinker.futures import SMALL_BYTES
+from rl.tinker.futures import REQUEST_BYTES
 from tests.support.fake_tinker import message, service_test
 
 SECRET = "a password in a traceback"
@@ -106,7 +106,7 @@ async def test_long_poll_ends_with_the_result_and_with_the_server(client):
     assert (await poll).status_code == 410
 
 
-@service_test(virtual=False, waiting_bytes=2 * SMALL_BYTES, models=1)
+@service_test(virtual=False, waiting_bytes=2 * REQUEST_BYTES, models=1)
 async def test_limit_on_waiting_work_is_429_and_on_held_state_403(client):
     model_id = client.model()
     await client.result(f"{model_id}:0")

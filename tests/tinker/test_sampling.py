@@ -9,7 +9,8 @@ import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.codec import checked_request
-from rl.tinker.types import GoneError, InvalidRequestError, Limits, NotFoundError
+from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, NotFoundError
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
 
@@ -219,3 +220,13 @@ async def test_cancelled_sample_ends_its_work_and_fails(client):
         client.now(client.service.cancel_future, client.add(client.model(), 1, 5))
     with pytest.raises(NotFoundError):
         client.of(YOU).now(client.service.cancel_future, running)
+
+
+@service_test(waiting_bytes=2 * REQUEST_BYTES + 9 * SMALL_BYTES)
+async def test_waiting_samples_count_each(client):
+    client.backend.hold("sample")
+    sampler = client.base_sampler()
+    client.sample(sampler, 0, prompt(1, num_samples=4))
+    with pytest.raises(BusyError, match="limit waiting_bytes"):
+        client.sample(sampler, 1, prompt(1, num_samples=5))
+    client.sample(sampler, 1, prompt(1, num_samples=4))

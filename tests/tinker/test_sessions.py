@@ -109,6 +109,23 @@ async def test_limit_on_models_holds_per_owner_until_a_session_ends(client):
             client.model(session=second, number=number, user_metadata={"a": value})
 
 
+@service_test(sessions=2, result_kept_s=60)
+async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_with_their_results(client):
+    first, second = client.session(), client.session()
+    with pytest.raises(LimitReachedError, match="limit sessions: 2"):
+        client.session()
+    client.of(YOU).session()
+    client.finish(first)
+    third = client.session()
+    await asyncio.sleep(59)
+    with pytest.raises(GoneError):
+        client.service.sessions.live(first, ME)
+    await asyncio.sleep(2)
+    with pytest.raises(NotFoundError):
+        client.service.sessions.live(first, ME)
+    assert {client.service.sessions.live(one, ME).session_id for one in (second, third)} == {second, third}
+
+
 @service_test(close_timeout_s=5)
 async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     service, backend = client.service, client.backend

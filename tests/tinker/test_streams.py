@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.futures import SMALL_BYTES
+from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError
 from tests.support.fake_tinker import YOU, service_test
 from tests.support.virtual_time import now_s
@@ -99,7 +99,7 @@ async def test_refused_request_uses_up_its_seq_id(client):
             client.step(model, seq_id)
 
 
-@service_test(waiting_bytes=3 * (SMALL_BYTES + 200))
+@service_test(waiting_bytes=3 * (REQUEST_BYTES + 200))
 async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(client):
     model = client.model()
     await client.result(f"{model}:0")
