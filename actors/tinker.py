@@ -42,6 +42,7 @@ from rl.training.checks import trainer_checks
 from rl.training.engine import TrainingEngine
 from rl.training.models import ModelError, TrainedModels, check_config
 from rl.types import Completion, SamplingParams, ServeResult
+from rl.utils.files import make_folder, remove_leftovers, temporary_folder
 from rl.weights.store import WeightStore
 from rl.weights.types import SharedMemoryError, WeightStoreError
 
@@ -148,10 +149,13 @@ class ActorBackend(TinkerBackend):
             left.enter_context(temporary_files())
         folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
-        # Other hosts see the folder of the logs.
-        store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=logs)
         launcher = Launcher()
         try:
+            make_folder(logs, "the folder of the logs")
+            remove_leftovers(logs)
+            # Other hosts see the folder of the logs, which servers may share.
+            own = left.enter_context(temporary_folder(logs / "weights"))
+            store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=own)
             cluster = Cluster(
                 self._cluster,
                 launcher=launcher,
@@ -165,7 +169,6 @@ class ActorBackend(TinkerBackend):
         except BaseException:
             with left:
                 await launcher.stop_all()
-                store.discard()
             raise
         return ActorWorkers(cluster, left=left)
 
@@ -255,4 +258,3 @@ class ActorWorkers:
                 await self._cluster.close()
             finally:
                 await self._cluster.launcher.stop_all()
-                self._cluster.store.discard()

@@ -2,7 +2,8 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from actors.generator import VLLMGenerator
 from actors.launch import Launcher
 from actors.tinker import TinkerTrainer
 from rl.distributed.mesh import ParallelismConfig
+from rl.weights.store import WeightStore
 from tests.support.tinker_backends import actor_config
 from tests.tinker.parts import TRAINING
 
@@ -54,3 +56,42 @@ def test_contradictions_are_refused_before_a_process_starts(config, fields, says
     with pytest.raises(ValueError, match=says):
         asyncio.run(replace(config, **fields).build().start())
     assert Launcher.current is None
+
+
+def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(config, tmp_path, monkeypatch):
+    folders = []
+
+    class StandIn:
+        """Cluster and launcher that start nothing."""
+
+        current = None
+        pool = SimpleNamespace(members=[])
+
+        def __init__(self, *_: Any, store: WeightStore | None = None, **__: Any) -> None:
+            self.launcher, self.store = self, store
+
+        async def start(self) -> None:
+            assert self.store is not None
+            await self.store.start(cast(Any, None))
+            assert self.store._folder is not None
+            self.store._folder.mkdir(parents=True)
+            folders.append(self.store._folder)
+
+        async def close(self) -> None: ...
+        async def stop_all(self) -> None: ...
+
+    for name in ("Cluster", "Launcher"):
+        monkeypatch.setattr(f"actors.tinker.{name}", StandIn)
+    monkeypatch.setattr("actors.tinker.make_router", lambda pool: None)
+    weights = WeightStore.Config(transport="files")
+    backend = replace(config, log_folder=str(tmp_path / "logs"), weights=weights).build()
+    base: Any = SimpleNamespace(spec=None, folder=tmp_path)
+
+    async def main() -> None:
+        first, second = [await backend._start_workers(base) for _ in range(2)]
+        await second.aclose()
+        assert [folder.exists() for folder in folders] == [True, False]
+        await first.aclose()
+
+    asyncio.run(main())
+    assert list((tmp_path / "logs").iterdir()) == []
