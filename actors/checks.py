@@ -36,7 +36,7 @@ from rl.training.checkpoint_tensors import (
     optimizer_tensors,
 )
 from rl.training.checks import trainer_checks
-from rl.training.memory import too_large
+from rl.training.memory import check_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
 
@@ -202,17 +202,18 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
 
 
 def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:
-    """Raise ValueError if the trainer's ranks need more than all memory; with compile this is a warning."""
+    """Check the trainer's ranks against all memory, like `check_memory`."""
     trainer = fleet.trainer
     degrees = trainer.parallelism.degrees(trainer.num_procs)
     rank = trainer.estimate_memory(spec, degrees=degrees, on_gpu=False)
-    if trainer.num_procs * rank.total > memory_bytes:
-        too_large(
-            f"{spec.name} {spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
-            f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
-            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
-            compiled=trainer.compile.enable,
-        )
+    check_memory(
+        rank,
+        message=f"{spec.name} {spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
+        f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
+        f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
+        rank_bytes=memory_bytes / trainer.num_procs,
+        compiled=trainer.compile.enable,
+    )
 
 
 @contextmanager

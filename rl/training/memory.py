@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 FLOAT32 = 4
 """Bytes."""
+MARGIN = 1.3
+"""Error of the estimated peak, as a factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,9 @@ class MemoryEstimate:
     gathered: int
     """Parameters and gradients beyond this rank's shards in forward and backward."""
     activations: int
-    """Activations kept from forward to backward, and those of a block that is recomputed."""
+    """Activations kept from forward to backward."""
+    recomputed: int
+    """Activations of the block that is recomputed, after the logits are freed."""
     logits: int
     """Logits with the loss's intermediate results."""
     copies: int
@@ -62,7 +66,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
-        return self.held + max(self.gathered + self.activations + self.logits, self.copies)
+        forward_backward = self.gathered + self.activations + max(self.logits, self.recomputed)
+        return self.held + max(forward_backward, self.copies)
 
     def describe(self) -> str:
         """Return the total and its parts in GB as one line."""
@@ -101,37 +106,43 @@ def estimate(
         on_rank.shards([linear.weight for linear, _ in adapted_layers(module)]),
     )
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    of_token = _activations_of_token(
-        model, degrees=degrees, itemsize=computed, on_gpu=on_gpu, checkpoint=config.activation_checkpoint
+    kept, recomputed = _activations_of_token(
+        module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, checkpoint=config.activation_checkpoint
     )
     return MemoryEstimate(
         parameters=kept_on_device * num_all * (stored + config.reference.enable * computed),
         gradients=kept_on_device * num_trained * stored,
         optimizer=kept_on_device * (num_trained + num_adam) * stored,
         gathered=_gathered(on_rank, named, config=config),
-        activations=int(num_tokens * of_token),
+        activations=int(num_tokens * kept),
+        recomputed=int(num_tokens * recomputed),
         logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config),
         copies=kept_on_device * num_copied * stored,
     )
 
 
 def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int, compiled: bool) -> None:
-    """Raise ValueError if a rank needs more memory than its device has; only warn for a compiled model."""
-    if estimated.total > device_bytes:
-        too_large(
-            f"the trainer needs {estimated.describe()}, its device has {device_bytes / 1e9:.3g} GB: raise "
-            "parallelism.data_parallel_shard_degree or tensor_parallel_degree, lower "
-            "training.max_tokens_per_microbatch, or set activation_checkpoint.mode or "
-            "training.logits_chunk_tokens",
-            compiled=compiled,
-        )
+    """Check a rank against its device, like `check_memory`."""
+    check_memory(
+        estimated,
+        message=f"the trainer needs {estimated.describe()}, its device has {device_bytes / 1e9:.3g} GB: raise "
+        "parallelism.data_parallel_shard_degree or tensor_parallel_degree, lower "
+        "training.max_tokens_per_microbatch, or set activation_checkpoint.mode or "
+        "training.logits_chunk_tokens",
+        rank_bytes=device_bytes,
+        compiled=compiled,
+    )
 
 
-def too_large(message: str, *, compiled: bool) -> None:
-    """Raise ValueError, or log a warning for a compiled model, whose estimate is an upper bound."""
-    if not compiled:
+def check_memory(estimated: MemoryEstimate, *, rank_bytes: float, message: str, compiled: bool) -> None:
+    """Raise ValueError if a rank certainly needs more than `rank_bytes`; log a warning if it may.
+
+    Certain are the bytes held between steps and, unless the model is compiled, a peak beyond the margin of error.
+    """
+    if estimated.held > rank_bytes or (estimated.total > MARGIN * rank_bytes and not compiled):
         raise ValueError(message)
-    logger.warning("%s. The compiled model may need less, so the run starts", message)
+    if estimated.total > rank_bytes:
+        logger.warning("%s. The peak is an estimate, so the run starts", message)
 
 
 class _OnRank:
@@ -178,7 +189,9 @@ def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEng
     num_blocks = on_rank.num_layers if stays else 2
     root = {name: p for name, p in named.items() if not name.startswith("layers.")}
     blocks = [p for name, p in named.items() if name not in root]
-    of_blocks = on_rank.gathered(blocks) * computed
+    # torchao's wrapper casts a shard to one byte a number before its gather.
+    in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
+    of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
     block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (computed + reduced)
     root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
     return (
@@ -189,15 +202,17 @@ def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEng
 
 
 def _activations_of_token(
-    model: Decoder.Config,
+    module: Decoder,
     *,
     degrees: Degrees,
     itemsize: int,
     on_gpu: bool,
     checkpoint: ActivationCheckpointConfig,
-) -> float:
+) -> tuple[float, float]:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
+    model = module.config
     tp, width, attention = degrees.tp, model.dim, model.block.attention
+    block: Any = module.layers[0]
     feed_forward: Any = model.block.feed_forward
     queries = attention.num_heads * attention.head_dim / tp
     keys = attention.num_kv_heads * attention.head_dim / tp
@@ -208,27 +223,32 @@ def _activations_of_token(
         routed = copies * width
     else:
         hidden, routed = feed_forward.hidden_dim / tp, 0.0
-    # A norm keeps its input; on a CPU in float32, with the input divided by its root mean square.
-    norm = itemsize if on_gpu else 2 * FLOAT32
+    # A norm keeps its input; on a CPU in float32 and, for a trained weight, divided by its root mean square.
+    norm = itemsize if on_gpu else FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
     norms = 2 * norm * width / tp + norm * (queries + keys) * attention.qk_norm
     # Results of products, of rotation and attention (a GPU also repeats keys and values for each query head), and
     # of the feed-forward: gate and up, silu(gate), and their product.
-    core = (4 if on_gpu else 3) * queries
+    # Context parallelism gathers keys and values.
+    cp = degrees.cp
+    core = (2 + 2 * cp) * queries if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
     whole = norms + itemsize * (2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed)
     block_input = itemsize * width / tp
-    results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed)
+    # Expert-parallel ranks exchange rows in both directions; an adapter has a result like its layer.
+    exchanged = 2 * routed * (degrees.ep > 1)
+    added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
+    results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added)
     num_layers, every = model.num_layers, checkpoint.selective_option
     ends = 4 * width * itemsize  # the embedding, and the last norm's input and result
     if checkpoint.mode == "none":
-        return ends + num_layers * whole
+        return ends + num_layers * whole, 0.0
     if checkpoint.mode == "full":
-        return ends + num_layers * block_input + whole
+        return ends + num_layers * block_input, whole
     if every == "op":
-        return ends + num_layers * (block_input + results) + max(0.0, whole - results)
+        return ends + num_layers * (block_input + results), max(0.0, whole - results)
     num_full = math.ceil(num_layers / int(every))
     # Blocks that keep everything after the last checkpointed block are freed before it is recomputed.
-    num_whole = num_layers - num_full + ((num_layers - 1) % int(every) == 0)
-    return ends + num_full * block_input + num_whole * whole
+    is_last = (num_layers - 1) % int(every) == 0
+    return ends + num_full * block_input + (num_layers - num_full) * whole, is_last * whole
 
 
 def _logits(
