@@ -78,7 +78,7 @@ def _engine_call(
     @wraps(method)
     async def asynchronous(self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
         return await self._run_in(
-            "trainer", span_name, lambda: method(self.engine_of(model_id), *args, **options)
+            "trainer", span_name, lambda: getattr(self.engine_of(model_id), method.__name__)(*args, **options)
         )
 
     return asynchronous
