@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import enum
 import functools
 import inspect
 import itertools
@@ -81,6 +82,8 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
             kind = "hidden" if f.metadata.get("hidden") else _kind(value, annotation)
             if kind == "leaf" and callable(value):
                 raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
+            if kind == "leaf" and isinstance(value, enum.Enum):
+                raise TypeError(f"{cls.__qualname__}.{f.name} is an enum: make it a Literal of strings")
             found.append(
                 ConfigEntry(path=prefix + f.name, kind=kind, value=value, annotation=annotation, owner=cls)
             )

@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,14 @@ def test_invalid_file_is_refused(tmp_path, text, message):
         read_json(path)
 
 
-@pytest.mark.parametrize(("value", "says"), [(math.sqrt, "holds code"), (1j, "a complex is not plain data")])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (math.sqrt, "holds code"),
+        (HTTPStatus.OK, "is an enum"),
+        (1j, "a complex is not plain data"),
+    ],
+)
 def test_visible_field_that_is_not_plain_data_is_a_programming_error(value, says):
     class Opaque(Configurable):
         @dataclass(kw_only=True, slots=True)
