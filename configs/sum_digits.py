@@ -38,7 +38,6 @@ def tiny() -> Controller.Config:
             lr_scheduler=LRSchedule.Config(warmup_steps=10),
             training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
         ),
-        # Short prompts share cache blocks only if the blocks are short.
         generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, num_threads=2),
         loop=Loop.Config(
             num_steps=80,
