@@ -2,9 +2,9 @@
 
 A *box* is torchstore's `TensorSlice`: offsets and shape within the whole tensor.
 
-On a CPU a box is copied in pieces that fit a core's cache: each piece is copied, cast on the way, and summed while
-it is still in the cache. Neither PyTorch's copy nor the checksum holds the GIL. Copies from or to a GPU are done
-whole, on a separate stream; the GPU computes their checksums.
+On a CPU a box is copied in pieces of whole rows, of its first dimension. Each piece is copied, cast on the way, and
+summed; a piece fits a core's cache, unless a single row is larger. Neither PyTorch's copy nor the checksum holds the
+GIL. Copies from or to a GPU are done whole, on a separate stream; the GPU computes their checksums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rl.weights.types import WeightMismatchError
 ALIGNMENT = 16
 """Bytes; the offset of a view must be a multiple of the item size of any dtype."""
 PIECE_BYTES = 2**21
-"""Bytes of the destination that are copied at a time."""
+"""Most bytes of the destination in one piece, unless a single row has more."""
 
 Slices = tuple[slice, ...]
 Sums = list[tuple[int, int]]
@@ -316,7 +316,7 @@ class Copier:
 
 
 def pieces_of(tensor: Tensor) -> Iterator[Slices]:
-    """Yield slices of rows, about `PIECE_BYTES` each, that together cover the tensor."""
+    """Yield slices of rows, each of at most `PIECE_BYTES` or one row, that together cover the tensor."""
     if tensor.dim() == 0:
         yield ()
     elif tensor.nbytes:

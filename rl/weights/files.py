@@ -23,7 +23,7 @@ async def write_file(file: Path, data: np.ndarray) -> None:
     """
 
     def write() -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         with file.open("xb") as opened:
             data.tofile(opened)
 

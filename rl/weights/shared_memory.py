@@ -290,6 +290,7 @@ class SegmentMaps:
 
         Raises:
             VersionNotFoundError: the owner has closed the segment, or it holds another version.
+            SharedMemoryError: this process may not open the segment.
         """
         descriptor = _open_locked(ref)
         try:
@@ -315,6 +316,11 @@ def _open_locked(ref: SegmentRef) -> int:
     """Open a segment with a shared lock, which the kernel keeps for each opening separately."""
     try:
         descriptor = os.open(f"/proc/{ref.pid}/fd/{ref.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise SharedMemoryError(
+            f"process {os.getpid()} may not open the shared memory of process {ref.pid}: "
+            "set weights.transport='torchstore'"
+        ) from error
     except OSError as error:
         raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
     with suppress(OSError):  # it is being reused, or another file or a pipe has the number by now

@@ -29,7 +29,7 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,7 +45,6 @@ from torchstore.transport.buffers import rdma_available
 from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
-from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.spans import span
 from rl.types import BoxSum
@@ -113,8 +112,6 @@ class WeightStore(Configurable):
         """Longest time of one push, pull or other operation."""
         keep_versions: int = 2
         """Number of the newest versions that `prune` keeps."""
-        state_dict_key: str = field(default="policy", metadata=only_if("transport", "files"))
-        """Name of the versions' folder in `weights` of the run's folder."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
         """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
         torchstore: messages or RDMA everywhere; files: the run's folder, which all machines must share, for
@@ -125,8 +122,6 @@ class WeightStore(Configurable):
         def __post_init__(self) -> None:
             check_bounds(self, "timeout_s", above=0)
             check_bounds(self, "keep_versions", "num_threads", at_least=1)
-            if Path(self.state_dict_key).name != self.state_dict_key or self.state_dict_key.startswith("."):
-                raise ValueError(f"state_dict_key={self.state_dict_key!r} must be the plain name of a folder")
 
     def __init__(self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None) -> None:
         """`dtype` is the generators': floating-point parameters are cast to it when they are pushed."""
@@ -141,7 +136,7 @@ class WeightStore(Configurable):
         """Folder of the versions' files; None for the other transports."""
         if config.transport == "files":
             assert run_folder is not None, "files need the folder of a run"
-            self._folder = run_folder / "weights" / config.state_dict_key
+            self._folder = run_folder / "weights"
         self._copier = Copier(num_threads=config.num_threads)
         self._maps = SegmentMaps(max_age=4 * (config.keep_versions + 1))
 
@@ -154,10 +149,12 @@ class WeightStore(Configurable):
         }
 
     async def start(self, mesh: ProcMesh) -> None:
-        """Prepare the trainer's mesh for pushes, or remove the files of a run that was killed."""
+        """Prepare the trainer's mesh for pushes, or empty the folder of the versions' files."""
         async with self._operation("start"):
             if self._folder is not None:
                 await run_aside(self.discard, name="weight-files")
+                # Ranks do not create the folder, so that a host that does not share it raises an error.
+                self._folder.mkdir(parents=True, exist_ok=True)
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
             started = await self._volumes.reset.call()

@@ -26,7 +26,7 @@ class WeightTimeoutError(WeightStoreError, TimeoutError):
 
 
 class SharedMemoryError(WeightStoreError):
-    """There is not enough memory for the versions that are kept and the one that is written."""
+    """There is not enough memory for the versions, or a process may not open it."""
 
 
 class WeightParityError(WeightStoreError):

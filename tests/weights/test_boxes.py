@@ -4,6 +4,7 @@ import asyncio
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from rl.weights.boxes import (
     plan_reads,
 )
 from rl.weights.checksum import checksum
+from rl.weights.files import write_file
 from rl.weights.store import WeightStore
+from rl.weights.types import WeightStoreError
 
 WORLD_SIZE = 4
 
@@ -148,7 +151,6 @@ def test_copies_from_and_to_a_gpu():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"state_dict_key": "a/b"}, "state_dict_key='a/b' must be the plain name of a folder"),
         ({"num_threads": 0}, "num_threads=0: must be at least 1"),
         ({"keep_versions": 0}, "keep_versions=0: must be at least 1"),
     ],
@@ -156,3 +158,10 @@ def test_copies_from_and_to_a_gpu():
 def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         WeightStore.Config(**settings)
+
+
+def test_file_on_a_host_without_the_shared_folder_is_an_error(tmp_path):
+    file = tmp_path / "weights" / "v1" / "rank0.bin"
+    with pytest.raises(WeightStoreError, match=rf"not written to {file}: .*No such file or directory"):
+        asyncio.run(write_file(file, np.zeros(3, dtype=np.uint8)))
+    assert not file.parent.parent.exists()

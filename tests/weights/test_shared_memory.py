@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_descriptor_that_is_a_pipe_by_now_is_a_lost_version(maps):
     segment.close()
     os.close(reading)
     os.close(writing)
+
+
+def test_process_that_may_not_open_the_memory_is_told_another_transport(maps, monkeypatch):
+    segment, ref = take(SegmentPool())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", Mock(side_effect=PermissionError))
+        with pytest.raises(SharedMemoryError, match="transport='torchstore'"), maps.holding(ref):
+            pass
+    segment.close()
 
 
 def test_memory_is_not_reused_while_it_is_read(maps):

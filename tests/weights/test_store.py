@@ -197,7 +197,7 @@ def test_restarted_store_has_no_files_of_lost_trainers(cluster, tmp_path):
 def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_named(cluster, tmp_path):
     run, weights = cluster.meshes.run, {"w": torch.ones(1000)}
     store = cluster.start(cluster.volume_mesh, tmp_path, transport="files", timeout_s=0.5)
-    folder = tmp_path / "weights" / "policy"
+    folder = tmp_path / "weights"
     snapshot = store.announce([run(store.push(version=3, state_dict=weights))])
     pipe = folder / "v3" / "rank0.bin"
     pipe.unlink()
