@@ -69,6 +69,14 @@ def check_task(
         loop=loop,
         time_limit_s=time_limit_s,
     )
+    if (limit := loop.max_sample_tokens) is not None:
+        shortest = min(len(renderer.opening(messages)) for messages in openings[len(held_out) :])
+        if not shortest < limit < max_model_len:
+            raise ValueError(
+                f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
+                f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a "
+                "limit already; or None"
+            )
     if warms_up:
         check_demonstrations(
             task.warmup_problems(seed=seed),

@@ -107,6 +107,8 @@ class ActorBackend(TinkerBackend):
         """Raise ValueError for invalid fields."""
         super().__init__(config=config)
         self.config = config
+        if not isinstance(config.trainer, TinkerTrainer.Config):
+            raise ValueError(f"trainer={type(config.trainer).__qualname__}: must be TinkerTrainer.Config")
         check_config(config.trainer)
         if config.launch.share_gpus:
             raise ValueError(
@@ -115,6 +117,11 @@ class ActorBackend(TinkerBackend):
             )
         if config.generator.can_sleep:
             raise ValueError("generator.can_sleep=True: must be False, as sessions sample at any time")
+        if config.weights.transport == "files" and config.launch.on_cluster and config.log_folder is None:
+            raise ValueError(
+                f"weights.transport='files' with launch.hosts={config.launch.hosts!r} and log_folder=None: set "
+                "log_folder to a folder that all hosts share, where the files lie"
+            )
         self._cluster = ClusterConfig(
             trainer=config.trainer,
             generator=config.generator,

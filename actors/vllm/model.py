@@ -177,7 +177,12 @@ def _kernel_head_dim(head_dim: int) -> int:
     backend = get_attn_backend(head_dim, torch.get_default_dtype(), None)
     if backend.supports_head_size(head_dim):
         return head_dim
-    return min(size for size in backend.get_supported_head_sizes() if size > head_dim)
+    sizes = backend.get_supported_head_sizes()
+    if head_dim > max(sizes):
+        raise ValueError(
+            f"head_dim={head_dim}: must be at most {max(sizes)}, the largest that {backend.get_name()} supports"
+        )
+    return min(size for size in sizes if size > head_dim)
 
 
 @register_model_loader("relay_store")

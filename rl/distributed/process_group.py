@@ -123,6 +123,9 @@ class World:
         size = int(environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls(local_rank=int(environ.get("LOCAL_RANK", 0)))
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE={size} is set in the environment, but {', '.join(missing)} is not")
         rank = int(environ["RANK"])
         return cls(
             rank=rank,
@@ -145,11 +148,14 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     An existing group is used as it is. A single process creates none unless `always` is set.
 
     Raises:
+        ValueError: if the existing group has another size.
         TimeoutError: if not all ranks appear within `init_timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     use_one_gloo_worker()
+    if dist.is_initialized() and (size := dist.get_world_size()) != world.size:
+        raise ValueError(f"world size {world.size} differs from the existing process group's {size}")
     if dist.is_initialized() or (world.size == 1 and not always):
         return False
     os.environ[RECORDER_SIZE] = str(comm.trace_buffer_size)

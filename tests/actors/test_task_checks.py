@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -157,6 +158,14 @@ def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
     with caplog.at_level(logging.WARNING):
         check(Asking(kind=Odd), max_failed_rewards=0.5)
     assert "turn 1 of problem 'ask/one'" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False)])
+def test_sample_limit_must_be_met_by_some_samples_and_missed_by_others(limit, fits):
+    task = Asking(training=[LONG, PROBLEM])
+    says = rf"max_sample_tokens={limit}: must be from 10, .* to 99, .* None"
+    with nullcontext() if fits else pytest.raises(ValueError, match=says):
+        check(task, max_sample_tokens=limit, sampling__max_tokens=20, room=80)
 
 
 class OneTurnRenderer(TwinRenderer):

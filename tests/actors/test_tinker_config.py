@@ -11,6 +11,7 @@ from actors.config import LaunchConfig
 from actors.generator import VLLMGenerator
 from actors.launch import Launcher
 from actors.tinker import TinkerTrainer
+from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.weights.store import WeightStore
 from tests.support.tinker_backends import actor_config
@@ -39,6 +40,14 @@ def generator(**fields):
         (
             {"trainer": trainer(training=replace(TRAINING, cpu_offload=True))},
             r"training\.cpu_offload=True: must be False",
+        ),
+        (
+            {"trainer": PolicyTrainer.Config(training=TRAINING)},
+            r"trainer=PolicyTrainer\.Config: must be TinkerTrainer\.Config",
+        ),
+        (
+            {"launch": LaunchConfig(hosts="slurm"), "weights": WeightStore.Config(transport="files")},
+            r"weights\.transport='files' with launch\.hosts='slurm' and log_folder=None: set log_folder",
         ),
         (
             {"trainer": trainer(num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3))},

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from actors.processes import free_port
 from rl.distributed.process_group import CommConfig, World, awaiting, connect
@@ -19,6 +20,20 @@ def test_world_is_read_from_torchruns_variables():
     world = World.from_env({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **ADDRESS})
     assert world == World(rank=5, size=8, local_rank=1, master_addr="10.0.0.1", master_port=1234)
     assert World.from_env({}) == World(rank=0, size=1)
+
+
+def test_incomplete_environment_names_what_is_missing():
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2 is set .*, but RANK, MASTER_PORT is not"):
+        World.from_env({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+
+
+def test_existing_group_of_another_size_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(ValueError, match="world size 2 differs from the existing process group's 4"):
+            connect(world=World(size=2), device=torch.device("cpu"), comm=CommConfig())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_single_process_makes_no_group():
