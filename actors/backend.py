@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from actors.calls import ActorLostError, CallGroup, all_or_cancel
-from actors.recovery import Role
+from actors.recovery import RestartsUsedUpError, Role
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
@@ -88,7 +88,10 @@ class GeneratorClient:
         return answers[0]
 
     async def abort(self) -> int:
-        """See `ResumableGenerator.abort`; a call that still waits for a shared device is not aborted."""
+        """End all completions of the generator, also those of other clients.
+
+        A call that still waits for a shared device is not aborted.
+        """
         num_ended, *_ = await self.generator.call("abort", None)
         return int(num_ended)
 
@@ -128,7 +131,11 @@ class RewardClient:
         self._num_asked[rank] += len(group)
         try:
             while True:
-                actors = await self._reward.current()
+                try:
+                    actors = await self._reward.current()
+                except RestartsUsedUpError as error:
+                    ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
+                    raise RestartsUsedUpError(f"{error}; rollouts of {ids} were being scored") from error
                 # The process first scores what it was sent before, so all of its rollouts count.
                 work_s = self._longest_s(self._num_asked[rank])
                 try:

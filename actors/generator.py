@@ -34,7 +34,7 @@ def _on_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     @concurrent_endpoint
     @span(method.__name__)
     async def on_engine(self: VLLMGenerator, *args: Any, **options: Any) -> Any:
-        return await method(self._running(), *args, **options)
+        return await getattr(self._running(), method.__name__)(*args, **options)
 
     return on_engine
 

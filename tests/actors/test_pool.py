@@ -423,16 +423,16 @@ def test_callers_of_a_lost_reward_process_share_one_restart_and_ask_again():
 
 
 @pytest.mark.parametrize(
-    ("max_restarts", "error", "says"),
+    ("max_restarts", "error", "says", "scored"),
     [
-        (0, ActorLostError, ""),
+        (0, ActorLostError, "", ""),
         (1, RestartsUsedUpError, "reward is lost again, after 1 restarts (recovery.max_restarts=1, "
-         "recovery.window_s=3600); the last reason: "),
+         "recovery.window_s=3600); the last reason: ", "; rollouts of sum-digits/47-82 were being scored"),
     ],
 )  # fmt: skip
-def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, says):
+def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, says, scored):
     answers, num_started, _ = score_after_a_loss(starts_dead=True, max_restarts=max_restarts)
     assert num_started == max_restarts
     assert {(type(answer), str(answer)) for answer in answers} == {
-        (error, f"{says}reward.score failed: rank 0 of 1 is dead")
+        (error, f"{says}reward.score failed: rank 0 of 1 is dead{scored}")
     }

@@ -1,14 +1,19 @@
 """Generator settings that are refused without starting an engine."""
 
+import asyncio
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from actors.generator import VLLMGenerator
+from actors.vllm import model
 from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import check_call, check_sequences
 from rl.distributed.process_group import World
@@ -36,6 +41,24 @@ MODEL = small_spec().model
 def test_setting_out_of_range_is_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         VLLMGenerator.Config(**settings)
+
+
+def test_endpoints_call_the_methods_of_a_derived_engine():
+    class Engine(GeneratorEngine):
+        async def sleep(self) -> Any:
+            return "overridden"
+
+    generator = SimpleNamespace(_running=lambda: object.__new__(Engine))
+    assert asyncio.run(inspect.unwrap(VLLMGenerator.sleep._method)(generator)) == "overridden"
+
+
+def test_head_dim_above_all_that_attention_supports_is_refused(monkeypatch):
+    backend = Mock(**{"supports_head_size.return_value": False, "get_name.return_value": "FLASH_ATTN"})
+    backend.get_supported_head_sizes.return_value = [64, 128]
+    monkeypatch.setattr(model, "get_attn_backend", Mock(return_value=backend))
+    assert model._kernel_head_dim(80) == 128
+    with pytest.raises(ValueError, match=r"head_dim=160: must be at most 128, .* FLASH_ATTN supports"):
+        model._kernel_head_dim(160)
 
 
 @pytest.mark.parametrize(
