@@ -175,7 +175,7 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
 
 
 def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
-    """Return missing packages, folders in use, and too little memory or too few cores of a machine without GPUs.
+    """Return missing packages, and too little memory or too few cores of a machine without GPUs.
 
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """

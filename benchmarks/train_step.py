@@ -14,8 +14,8 @@ number of threads, with the same token limit of a micro-batch. Three sides alter
 
 Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond imports on a CPU.
 Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x head size x length over the device's
-rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). The losses of the first step must agree. Needs torch,
-transformers, safetensors and numpy only. The last line is a JSON object.
+rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). The losses of the first step must agree. The last line
+is a JSON object.
 """
 
 from __future__ import annotations
