@@ -221,7 +221,9 @@ class LaunchConfig:
         check_bounds(self, "start_timeout_s", above=0)
         _check_pattern("job_name", self.job_name, _JOB_NAME, "at most 30 lowercase letters and digits")
         for name in ("trainer_gpus", "generator_gpus"):
-            _check_devices(name, getattr(self, name))
+            devices = getattr(self, name)
+            if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
+                raise ValueError(f"{name}={devices}: must name devices from 0 on, each once, or be None")
         for name in ("trainer_hosts", "generator_hosts", "replicas_per_host", "reward_hosts"):
             default = type(self).__dataclass_fields__[name].default
             if self.hosts == "this" and getattr(self, name) != default:
@@ -250,11 +252,6 @@ class LaunchConfig:
     def on_cluster(self) -> bool:
         """Return whether the hosts are other machines."""
         return self.hosts in ("slurm", "kubernetes")
-
-
-def _check_devices(name: str, devices: tuple[int, ...] | None) -> None:
-    if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
-        raise ValueError(f"{name}={devices}: must name devices from 0 on, each once, or be None")
 
 
 def _check_pattern(name: str, value: str | None, pattern: re.Pattern[str], valid: str) -> None:

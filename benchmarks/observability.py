@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from configs.sum_digits import tiny
-from rl.local import LocalBackend, LocalRewarder
+from rl.local import LocalBackend
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
@@ -45,6 +45,7 @@ from rl.observability.sinks import RunSinks, SinksConfig, open_sinks
 from rl.observability.timeline import read_spans
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.renderer import make_renderer
+from rl.rollouts.rewards import RewardProcess
 from rl.training.engine import TrainingEngine
 
 SIDES = ("off", "timeline", "all", "control")
@@ -157,12 +158,13 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
         with told.attempt():
             sides = Sides(recorded=recorded, recorder=recorder, sinks=(metrics, told), told=told)
             task = config.task.build()
+            rewards = RewardProcess(rubric=task.rubric(seed=0), time_limit_s=30.0)
             loop: Loop = loop_config.build(
                 trainer=local,
                 publisher=local,
                 rollouts=RolloutSetup(
                     generator=local,
-                    rewarder=LocalRewarder(rubric=task.rubric(seed=0)),
+                    rewarder=rewards,
                     renderer=make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends),
                     task=task,
                     max_sequence_tokens=config.generator.max_model_len,
@@ -175,6 +177,7 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
                 ),
             )
             await loop.run()
+            await rewards.close()
     metrics.close()
     recorded.stop()
     return sides.times

@@ -48,16 +48,12 @@ from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
-from rl.protocols import Rewarder
-from rl.rollouts.rubric import Rubric
 from rl.training.engine import TrainingEngine
 from rl.training.models import TrainedModels, adapted
 from rl.types import (
     RUN,
     Completion,
-    Rollout,
     SamplingParams,
-    Score,
     ServeResult,
 )
 from rl.utils.threads import WorkerThread
@@ -399,14 +395,3 @@ class LocalBackend:
         if not self._has_models:
             for version in kept[: kept.index(policy_version) + 1]:
                 del self._pushed[version]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalRewarder(Rewarder):
-    """Scores rollouts in this process, without a time limit."""
-
-    rubric: Rubric
-
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        with span("score"):
-            return list(await asyncio.gather(*(self.rubric.score_group(g, alone=alone) for g in groups)))

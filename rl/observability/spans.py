@@ -153,7 +153,8 @@ class SpanRecorder:
                 del self._open[name]
             args: dict[str, object] = {} if version is None else {"version": version}
             if isinstance(error, Exception):
-                args["error"] = _describe_error(error)
+                text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                args["error"] = text[:MAX_ERROR_CHARACTERS]
                 self._failed = {"name": name[:MAX_NAME_CHARACTERS], "error": args["error"], "at_s": end_s}
             self._write_state(end_s)
             if self.log is not None:
@@ -229,10 +230,6 @@ class span:  # noqa: N801  (used like a function)
                 return await method(self, *args, **kwargs)
 
         return recorded
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_CHARACTERS]
 
 
 RECORDER = SpanRecorder()

@@ -100,16 +100,13 @@ class RewardProcess:
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
-        made, gathered = await asyncio.gather(
-            self._in_thread(self._results, [call for call in calls if not call.is_async]),
-            asyncio.gather(
-                *(
-                    self.rubric.result(call, slots=self._slots, time_limit_s=self.time_limit_s)
-                    for call in calls
-                    if call.is_async
-                )
-            ),
-        )
+        sync_job = self._in_thread(self._results, [call for call in calls if not call.is_async])
+        async_jobs = [
+            self.rubric.result(call, slots=self._slots, time_limit_s=self.time_limit_s)
+            for call in calls
+            if call.is_async
+        ]
+        made, gathered = await asyncio.gather(sync_job, asyncio.gather(*async_jobs))
         sync_results, async_results = iter(made), iter(gathered)
         return [
             self.rubric.scores(

@@ -129,7 +129,8 @@ class Muon:
         updates = []
         for part_AB in parts.values():
             update_AB = orthogonalize(part_AB.to(dtype), num_iterations=NUM_ITERATIONS)
-            updates.append(update_AB.to(whole.dtype) * _scale(part_AB))
+            # The factor that gives an update the size of AdamW's, so that one lr suits both.
+            updates.append(update_AB.to(whole.dtype) * (0.2 * math.sqrt(max(part_AB.shape))))
         if len(updates) == 1 and updates[0].shape == whole.shape:
             return updates[0].contiguous()
         assert self.adapter is not None
@@ -149,11 +150,6 @@ def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def _scale(matrix_AB: Tensor) -> float:
-    """Return the factor that gives an update the size of AdamW's, so that one lr suits both."""
-    return 0.2 * math.sqrt(max(matrix_AB.shape))
 
 
 def _device_of(parameter: nn.Parameter) -> torch.device:

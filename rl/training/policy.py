@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl.distributed.compile import CompileConfig, compile_function
+from rl.distributed.compile import compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import RankInfo
@@ -77,18 +77,23 @@ class Policy:
         self.converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=device)
         self.loaded_from: str | None = None
         """Hugging Face folder of the plain model's weights, if all came from one."""
-        self._options = _sharding_options(config, training, rank)
+        self._options = ShardingOptions(
+            parallelism=config.parallelism,
+            param_dtype=getattr(torch, training.param_dtype),
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            cpu_offload=training.cpu_offload,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            expert_mesh=rank.expert_mesh,
+        )
         self._chunk_logprobs = compile_function(logprobs_of_chunk, config.compile)
         seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
         self.model = self._build_model()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
-        self._shares_prompts = shares_prompts(
-            training,
-            compile=config.compile,
-            has_context=self.context is not None,
-            has_experts=spec.model.has_experts,
-        )
+        # A router would count a shared prompt only once for the balance of experts.
+        needs_own = spec.model.has_experts or self.context is not None or config.compile.includes("model")
+        self._shares_prompts = training.share_prompts and not needs_own
         if config.print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.model)
 
@@ -233,20 +238,6 @@ class Policy:
         )
 
 
-def _sharding_options(
-    config: TrainingEngine.Config, training: TrainingConfig, rank: RankInfo
-) -> ShardingOptions:
-    return ShardingOptions(
-        parallelism=config.parallelism,
-        param_dtype=getattr(torch, training.param_dtype),
-        reduce_dtype=getattr(torch, training.reduce_dtype),
-        cpu_offload=training.cpu_offload,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        expert_mesh=rank.expert_mesh,
-    )
-
-
 class TokenValues:
     """One number for each target of each sample, collected from the micro-batches of all ranks."""
 
@@ -317,16 +308,6 @@ class ReferencePolicy:
             attached.append(batch)
         self.policy.release()
         return attached
-
-
-def shares_prompts(
-    training: TrainingConfig, *, compile: CompileConfig, has_context: bool, has_experts: bool
-) -> bool:
-    """Return whether samples of a micro-batch share their prompt.
-
-    A router would count a shared prompt only once for the balance of experts.
-    """
-    return training.share_prompts and not (has_context or compile.includes("model") or has_experts)
 
 
 def num_positions(spec: ModelSpec) -> int:

@@ -83,7 +83,6 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(co
             assert self.store is not None
             await self.store.start(cast(Any, None))
             assert self.store._folder is not None
-            self.store._folder.mkdir(parents=True)
             folders.append(self.store._folder)
 
         async def close(self) -> None: ...

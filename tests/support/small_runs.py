@@ -21,7 +21,7 @@ import torch
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.json import to_dict
-from rl.local import LocalBackend, LocalRewarder
+from rl.local import LocalBackend
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
@@ -42,6 +42,7 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import Message, OptimParams, Problem, Rollout
+from tests.support.fakes import RubricRewarder
 
 ASKED = "abcdefgh"
 MAX_TOKENS = 16
@@ -168,7 +169,7 @@ async def _train(
                 publisher=local,
                 rollouts=RolloutSetup(
                     generator=local,
-                    rewarder=LocalRewarder(rubric=rubric),
+                    rewarder=RubricRewarder(rubric=rubric),
                     renderer=make_renderer(
                         RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
                     ),

@@ -168,7 +168,10 @@ class _Chunk:
             values |= {
                 "prompt": self._prompt(turn.get("prompt_ids")),
                 "num_prompt": len(turn.get("prompt_ids") or ()),
-                "tokens": [self._piece(pair) for pair in zip(ids, self.token_texts.pieces(ids), strict=True)],
+                "tokens": [
+                    self._pieces.setdefault(pair, len(self._pieces))
+                    for pair in zip(ids, self.token_texts.pieces(ids), strict=True)
+                ],
                 "logprobs": [short(p) for p in turn.get("logprobs") or ()],
                 "diffs": [short(d) for d in _differences(turn)],
                 "advantages": _numbers(turn.get("advantages", advantage)),
@@ -182,9 +185,6 @@ class _Chunk:
 
     def _text(self, text: Any) -> int | None:
         return None if text is None else self._texts.setdefault(str(text), len(self._texts))
-
-    def _piece(self, pair: tuple[int, str]) -> int:
-        return self._pieces.setdefault(pair, len(self._pieces))
 
 
 def _differences(turn: Line) -> list[float | None]:
