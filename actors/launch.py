@@ -64,6 +64,8 @@ KILL_GRACE_S = 60.0
 LOST_STOP_TIMEOUT_S = 5.0
 """Time for Monarch to notice the end of a role whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+WAKE_UP = signal.SIGRTMIN + 6
+"""Signal that nobody sends."""
 MAX_SIGNALS = 3
 """Signals after which the event loop is taken for blocked, and interrupted where it is."""
 
@@ -285,6 +287,10 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
         before.clear()
     for number in before:
         signal.signal(number, on_signal)
+    if before:
+        # With any handler of its own the loop wakes up for every signal, also for one that the kernel gave to
+        # another thread of this process.
+        loop.add_signal_handler(WAKE_UP, lambda: None)
     try:
         try:
             yield launcher
@@ -300,6 +306,7 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
             raise KeyboardInterrupt from None
         raise
     finally:
+        loop.remove_signal_handler(WAKE_UP)
         for number, handler in before.items():
             signal.signal(number, handler)
 
