@@ -1,12 +1,9 @@
 """Real processes of roles: environments, deadlines, signals and cleanup."""
 
-import asyncio
 import json
 import os
 import signal
 import socket
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -156,21 +153,6 @@ def read_until(controller, line):
     assert controller.stdout is not None
     while (found := controller.stdout.readline()) != line:
         assert found, f"the controller ended before it said {line!r}"
-
-
-@pytest.mark.timeout(20)
-def test_signal_that_another_thread_receives_ends_an_idle_run():
-    def receive():
-        time.sleep(0.2)  # until the event loop is idle
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-
-    async def main(launcher):
-        threading.Thread(target=receive).start()
-        await asyncio.sleep(600)
-
-    with pytest.raises(SystemExit) as raised:
-        launch.run(main)
-    assert raised.value.code == 143
 
 
 @pytest.mark.medium
