@@ -11,11 +11,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, CallGroup, all_or_cancel
+from actors.calls import ActorLostError, CallGroup
 from actors.recovery import RestartsUsedUpError, Role
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
+from rl.utils.threads import all_or_cancel
 
 logger = logging.getLogger(__name__)
 

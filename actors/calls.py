@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -237,13 +237,3 @@ def describe_loss(error: SupervisionError) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; a remote traceback may follow it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together and return their results; the first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0]  # noqa: B904  (its own cause is what callers look for)
-    return [task.result() for task in tasks]

@@ -22,7 +22,6 @@ from actors.calls import (
     ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    all_or_cancel,
     causes,
     first_line,
 )
@@ -39,7 +38,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
 from rl.utils.errors import RunError
-from rl.utils.threads import run_aside
+from rl.utils.threads import all_or_cancel, run_aside
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.calls import ActorLostError, all_or_cancel
+from actors.calls import ActorLostError
 from rl.protocols import ResumableGenerator
 from rl.types import Completion, SamplingParams
+from rl.utils.threads import all_or_cancel
 
 if TYPE_CHECKING:
     from actors.config import Strategy

@@ -136,6 +136,8 @@ class _FileHandler(logging.Handler):
 def _log_uncaught(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    if error is not None and not issubclass(kind, SystemExit):
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error or kind(), trace)
+    elif error is not None and not issubclass(kind, SystemExit):
         name = threading.current_thread().name
         logging.getLogger(__name__).critical("uncaught exception in %s", name, exc_info=(kind, error, trace))

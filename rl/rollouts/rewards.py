@@ -18,6 +18,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.errors import RunError
-from rl.utils.threads import WorkerThread, run_now
+from rl.utils.threads import WorkerThread, all_or_cancel, run_now
 
 GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
@@ -100,20 +101,12 @@ class RewardProcess:
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
-        sync_job = self._in_thread(self._results, [call for call in calls if not call.is_async])
-        async_jobs = [
-            self.rubric.result(call, slots=self._slots, time_limit_s=self.time_limit_s)
-            for call in calls
-            if call.is_async
-        ]
-        made, gathered = await asyncio.gather(sync_job, asyncio.gather(*async_jobs))
-        sync_results, async_results = iter(made), iter(gathered)
+        sync, others = ([call for call in calls if call.is_async == is_async] for is_async in (False, True))
+        result = partial(self.rubric.result, slots=self._slots, time_limit_s=self.time_limit_s)
+        made = await all_or_cancel([self._in_thread(self._results, sync), all_or_cancel(map(result, others))])
+        results = dict(zip((False, True), map(iter, made), strict=True))
         return [
-            self.rubric.scores(
-                group,
-                of_group,
-                [next(async_results if call.is_async else sync_results) for call in of_group],
-            )
+            self.rubric.scores(group, of_group, [next(results[call.is_async]) for call in of_group])
             for group, of_group in zip(groups, by_group, strict=True)
         ]
 

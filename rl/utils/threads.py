@@ -1,4 +1,4 @@
-"""Threads that run blocking code beside the event loop and never delay the exit of the process."""
+"""Threads that run blocking code beside the event loop and never delay the exit of the process; calls together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +27,16 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return a coroutine's result to synchronous code, even while an event loop runs in this thread."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
+
+
+async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together and return their results; the first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904  (its own cause is what callers look for)
+    return [task.result() for task in tasks]
 
 
 class OverdueError(RunError, TimeoutError):

@@ -165,6 +165,7 @@ def read_until(controller, line):
     ],
 )
 def test_first_signal_lets_the_loop_save_and_a_second_ends_everything_at_once(how, second, said, code):
+    """The second is received by another thread while the event loop is idle."""
     controller, run = read_run(how)
     read_until(controller, "training\n")
     os.killpg(controller.pid, signal.SIGINT)

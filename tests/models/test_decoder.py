@@ -44,3 +44,9 @@ def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset(make_config):
     for bias in buffers.values():
         assert bias.dtype == torch.float32
         assert bias.tolist() == [0.0] * 6
+
+
+def test_persistent_buffers_are_read_without_the_hooks_of_state_dict(make_model):
+    model = make_model(num_experts=6)
+    model.register_state_dict_pre_hook(lambda *_: pytest.fail("FSDP's hook would shard the model again"))
+    assert len(persistent_buffers(model)) == 2

@@ -35,7 +35,8 @@ def failed(scores):
 
 
 def test_scores_come_in_order_with_weights_and_unweighted_parts(driven):
-    first, empty, second = driven.score([replied("1"), replied("0.5")], [], [replied("0")])
+    """One of the functions runs an event loop of its own."""
+    first, empty, second = driven.score([replied("own_loop"), replied("0.5")], [], [replied("0")])
     assert [s.reward for s in first] == [2.0, 1.0]
     assert first[1].parts == {"obey": 0.5}
     assert (empty, second[0].reward) == ([], 0.0)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,8 @@ async def train(stop: StopRequest, *, save_s: float) -> None:
             print("training", flush=True)
             await stop.interrupting(asyncio.sleep(600))
     except StopRequestedError:
+        # The kernel gives a second signal to another thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         print("saves", flush=True)
         await asyncio.sleep(save_s)
         print("saved", flush=True)

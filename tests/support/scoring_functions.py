@@ -48,6 +48,11 @@ def wait_a_little(rollout):
     return 1.0
 
 
+def own_loop(rollout):
+    asyncio.run(asyncio.sleep(0))
+    return 1.0
+
+
 def end(rollout):
     os._exit(3)
 
