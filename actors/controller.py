@@ -23,8 +23,8 @@ from rl.config.configurable import Configurable
 from rl.config.json import to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.loop.stop_request import StopRequest
+from rl.observability.console import print_line
 from rl.observability.metrics import read_metrics
-from rl.observability.progress import print_line
 from rl.observability.summary import summary
 from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError

@@ -27,10 +27,10 @@ from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup
+from rl.observability.console import progress
 from rl.observability.events import read_events
 from rl.observability.machine_limits import LimitSink
 from rl.observability.metrics import MetricsWriter, Sink
-from rl.observability.progress import progress
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import cut_back
 from rl.observability.sinks import RunSinks, open_sinks

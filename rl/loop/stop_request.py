@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rl.observability.progress import print_line
+from rl.observability.console import print_line
 
 T = TypeVar("T")
 

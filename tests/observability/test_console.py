@@ -15,9 +15,10 @@ from rl.observability.console import (
     LiveConsole,
     fitting_columns,
     make_console,
+    print_line,
+    progress,
 )
 from rl.observability.metrics import Mean, Record
-from rl.observability.progress import print_line, progress
 from rl.observability.spans import SpanRecorder
 
 STEP: Record = {
