@@ -16,7 +16,7 @@ from rl.distributed.runtime import check_seed
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
-from rl.observability.machine_limits import LimitsConfig
+from rl.observability.machine import LimitsConfig
 from rl.observability.recorder import RecorderConfig
 from rl.observability.sinks import SinksConfig
 from rl.observability.spans import TimelineConfig

@@ -13,7 +13,7 @@ from actors.cluster import Cluster, num_gpus
 from actors.config import RunConfig
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
-from rl.observability.machine_limits import MachineLimits, RunLimits
+from rl.observability.machine import MachineLimits, RunLimits
 
 logger = logging.getLogger(__name__)
 

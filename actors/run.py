@@ -35,10 +35,9 @@ from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields
 from rl.loop.stop_request import StopRequest
 from rl.observability.console import print_line, progress
-from rl.observability.environment import write_environment
 from rl.observability.events import Events
 from rl.observability.logs import setup_logging
-from rl.observability.machine_limits import RunLimits
+from rl.observability.machine import RunLimits, write_environment
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import RECORDER, STATE_FOLDER
 from rl.observability.stacks import catch_signal, stop_writing_stacks

@@ -29,7 +29,7 @@ from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import progress
 from rl.observability.events import read_events
-from rl.observability.machine_limits import LimitSink
+from rl.observability.machine import LimitSink
 from rl.observability.metrics import MetricsWriter, Sink
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import cut_back

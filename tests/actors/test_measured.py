@@ -9,7 +9,7 @@ from actors.calls import ActorCallError
 from actors.config import Timeouts
 from actors.limits import run_limits
 from configs.sum_digits import tiny
-from rl.observability.machine_limits import MachineLimits
+from rl.observability.machine import MachineLimits
 
 LIMITS = MachineLimits(flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
 

