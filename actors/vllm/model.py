@@ -29,7 +29,7 @@ from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import persistent_buffers, reset_buffers
 from rl.models.hf import read_json_object
-from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
+from rl.models.parallelize import generator_head, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
 

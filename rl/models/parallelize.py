@@ -1,20 +1,30 @@
-"""The trainer's parallel plan for decoders: tensor parallelism with sequence parallelism, experts, FSDP2.
+"""The parallel plans for decoders: the trainer's and the generator's.
 
-Between the blocks each tensor-parallel rank holds T / tp tokens at full width; inside attention and feed-forward
-all T tokens of its own heads and feed-forward rows. A fused projection gathers the tokens, the output projection
-scatters them again. Every parameter becomes a DTensor on the `tp` axis, including replicated ones, so that with
-FSDP2 all of them live on one two-dimensional mesh and each gradient is right.
+The trainer has tensor parallelism with sequence parallelism, experts and FSDP2. Between the blocks each
+tensor-parallel rank holds T / tp tokens at full width; inside attention and feed-forward all T tokens of its own
+heads and feed-forward rows. A fused projection gathers the tokens, the output projection scatters them again. Every
+parameter becomes a DTensor on the `tp` axis, including replicated ones, so that with FSDP2 all of them live on one
+two-dimensional mesh and each gradient is right. Context parallelism only changes the axis that FSDP2 shards over: the
+batch tells attention which tokens belong to this rank (`rl.models.attention`).
 
-Context parallelism only changes the axis that FSDP2 shards over: the batch tells attention which tokens belong
-to this rank (`rl.models.attention`).
+The generator has tensor parallelism alone, for any number of tokens, and no backward. Every rank sees all tokens. The
+fused projections, the embedding and the output head hold this rank's rows; the output projections hold its columns
+and sum their results over the ranks. A mixture's router is whole on every rank and chooses the same experts there;
+each rank computes its part of each expert, and one sum per layer combines the parts. Parameters are DTensors, so
+weights move between this layout and any other by name. The forward works on their local shards with explicit
+collectives, because DTensor's dispatch costs a small layer several times its arithmetic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,12 +34,30 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rl.distributed.mesh import DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
-from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
-from rl.models.decoder import Decoder, FeedForward, TransformerBlock
+from rl.distributed.sharding import (
+    ShardingOptions,
+    distributed,
+    local_tensor,
+    prepare_blocks,
+    shard_data_parallel,
+)
+from rl.models.decoder import Decoder, FeedForward, TransformerBlock, linear_head
 from rl.models.low_rank import follow_base_layers
 
 TOKENS = 0
 HEADS = 1
+"""Dimensions of activations."""
+ROWS = 0
+COLUMNS = 1
+"""Dimensions of weights."""
+_GENERATOR_SPLITS = {
+    "embed_tokens": ROWS, "lm_head": ROWS, "qkv_proj": ROWS, "gate_up_proj": ROWS,
+    "o_proj": COLUMNS, "down_proj": COLUMNS,
+}  # fmt: skip
+"""Dimension over which the generator's plan splits each layer's weight."""
+
+
+# The trainer
 
 
 def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: ShardingOptions) -> Decoder:
@@ -42,7 +70,7 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
     if mesh is not None and mesh[TP].size() > 1:
         _shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
-    mixtures: list[Any] = [block.feed_forward for block in model.layers] if model.config.has_experts else []
+    mixtures = _mixtures(model)
     if mesh is not None:
         for layer in mixtures:
             layer.shard(mesh, config=config)
@@ -54,6 +82,10 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
             apart = [(layer.experts, expert_mesh[axes]) for layer in mixtures]
         shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config, apart=apart)
     return model
+
+
+def _mixtures(model: Decoder) -> list[Any]:
+    return [block.feed_forward for block in model.layers] if model.config.has_experts else []
 
 
 def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig) -> None:
@@ -118,3 +150,80 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
             "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
         }
     return plan
+
+
+# The generator
+
+
+def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
+    """Shard the model in place over a mesh of one axis, preferably on the meta device.
+
+    Nothing is sent: every rank holds the same weights, or none yet. On a mesh of size 1 the model keeps its
+    plain tensors. Norms are whole, plain tensors on every rank. `check_tensor_parallel` allows the size of the
+    mesh.
+    """
+    if mesh.size() == 1:
+        return model
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if (dim := _GENERATOR_SPLITS.get(name)) is None:
+                continue
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, ShardedLinear(layer, mesh, dim=dim))
+            elif isinstance(layer, nn.Embedding):
+                setattr(parent, name, VocabShardedEmbedding(layer, mesh))
+    for mixture in _mixtures(model):
+        mixture.shard_for_generation(mesh)
+    return model
+
+
+def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the logits [T, V] on every rank, from a plain or a vocabulary-sharded head weight."""
+    if not isinstance(weight_VE, DTensor):
+        return linear_head(hidden_TE, weight_VE)
+    mesh = weight_VE.device_mesh
+    part = F.linear(hidden_TE, local_tensor(weight_VE))
+    parts = [torch.empty_like(part) for _ in range(mesh.size())]
+    dist.all_gather(parts, part, group=mesh.get_group())
+    return torch.cat(parts, dim=1)
+
+
+class ShardedLinear(nn.Module):
+    """Linear layer with this rank's rows, which returns its part of the output, or columns, which returns the sum
+    over all ranks."""
+
+    def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
+        super().__init__()
+        self.weight = distributed(layer.weight, mesh, [Shard(dim)])
+        self.bias = layer.bias
+        if layer.bias is not None and dim == ROWS:
+            self.bias = distributed(layer.bias, mesh, [Shard(ROWS)])
+        self.group = mesh.get_group() if dim == COLUMNS else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else local_tensor(self.bias)
+        if self.group is None:
+            return F.linear(x, local_tensor(self.weight), bias)
+        out = F.linear(x, local_tensor(self.weight))
+        dist.all_reduce(out, group=self.group)
+        return out if bias is None else out + bias
+
+
+class VocabShardedEmbedding(nn.Module):
+    """Embedding of which each rank looks up its part of the vocabulary; the sum over ranks is complete."""
+
+    def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = distributed(layer.weight, mesh, [Shard(ROWS)])
+        self.group = mesh.get_group()
+        self.num_rows = layer.num_embeddings // mesh.size()
+        self.first_row = mesh.get_local_rank() * self.num_rows
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        rows_T = token_ids_T - self.first_row
+        elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
+        out_TE = F.embedding(rows_T.masked_fill(elsewhere_T, 0), local_tensor(self.weight))
+        out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0)
+        dist.all_reduce(out_TE, group=self.group)
+        return out_TE

@@ -15,8 +15,7 @@ from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
 from rl.distributed.sharding import ShardingOptions, whole_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.logprobs import token_logprobs
-from rl.models.parallelize import parallelize_decoder
-from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
+from rl.models.parallelize import generator_head, parallelize_decoder, parallelize_decoder_generator
 from tests.support.distributed import run_ranks
 
 CASES: dict[str, dict[str, Any]] = {

@@ -18,8 +18,7 @@ from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh
 from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers
-from rl.models.parallelize import parallelize_decoder
-from rl.models.parallelize_generator import parallelize_decoder_generator
+from rl.models.parallelize import parallelize_decoder, parallelize_decoder_generator
 from rl.types import BoxSum
 from rl.weights import store as weights
 from rl.weights.store import Snapshot, WeightStore

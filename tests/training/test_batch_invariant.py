@@ -14,7 +14,7 @@ from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.float8 import Float8
 from rl.models.generate import prompt_logprobs
-from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
+from rl.models.parallelize import generator_head, parallelize_decoder_generator
 from rl.training.checks import check_batch_invariant
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
