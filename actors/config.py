@@ -12,7 +12,6 @@ from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.effect import only_if, unless
 from rl.config.tree import check_bounds
-from rl.distributed.runtime import check_seed
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
@@ -314,7 +313,7 @@ class RunConfig(ClusterConfig):
     parity: ParityConfig = field(default_factory=ParityConfig)
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_bounds(self, "seed", at_least=0, below=2**63)
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose another"

@@ -20,11 +20,11 @@ from actors.vllm.requests import GeneratorError
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
-from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.types import BoxSum
+from rl.utils.processes import use_threads
 from rl.weights.store import Snapshot, WeightStore
 
 

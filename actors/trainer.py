@@ -25,12 +25,12 @@ from torch import Tensor
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
-from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep
+from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.store import Shard, WeightStore
 

@@ -10,7 +10,6 @@ import torch
 from rl.config.configurable import Configurable
 from rl.config.effect import unless
 from rl.config.tree import check_bounds
-from rl.distributed.runtime import check_seed
 from rl.models.parallelize import check_tensor_parallel
 
 ENVIRONMENT = {
@@ -75,7 +74,7 @@ class GeneratorConfig(Configurable.Config):
     """Longest wait in seconds of a tensor-parallel rank for the others, in a step or an update."""
 
     def __post_init__(self) -> None:
-        check_seed(self.seed, field="generator.seed", below=2**32)
+        check_bounds(self, "seed", at_least=0, below=2**32)
         check_bounds(self, "tensor_parallel_degree", "max_num_seqs", "num_threads", at_least=1)
         check_bounds(self, "cpu_kv_cache_gib", "rank_timeout_s", above=0)
         check_bounds(self, "max_model_len", at_least=2)

@@ -26,12 +26,12 @@ from actors.vllm.model import register_policy
 from actors.vllm.requests import Drawn, Request
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
-from rl.distributed.runtime import use_threads
 from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine
 from rl.models.hf import read_json_object
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
+from rl.utils.processes import use_threads
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 START_TIMEOUT_S = 300

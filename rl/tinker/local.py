@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from rl.config.tree import check_bounds
-from rl.distributed.runtime import use_threads
 from rl.local import LocalBackend
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
+from rl.utils.processes import use_threads
 
 
 class LocalTinkerBackend(TinkerBackend):

@@ -7,7 +7,6 @@ from typing import Literal
 
 from rl.config.effect import check_refused, refused, unless
 from rl.config.tree import check_bounds
-from rl.distributed.runtime import check_seed
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -57,7 +56,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_refused(self)
-        check_seed(self.seed)
+        check_bounds(self, "seed", at_least=0, below=2**63)
         check_bounds(
             self,
             "max_tokens_per_microbatch",

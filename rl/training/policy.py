@@ -22,7 +22,6 @@ from rl.distributed.compile import compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import RankInfo
-from rl.distributed.runtime import seed_everything
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, local_tensor, materialize, reshard
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
@@ -36,6 +35,7 @@ from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
+from rl.utils.processes import seed_everything
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchstore.transport import Request, TensorSlice
 from torchstore.utils import get_slice_intersection
 
-from rl.distributed.runtime import use_threads
 from rl.types import BoxSum
+from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.checksum import box_sum, checksum
 from rl.weights.types import WeightMismatchError

@@ -31,7 +31,7 @@ from monarch.actor import current_rank, endpoint
 from torch import Tensor
 from torchstore.storage_volume import StorageVolume
 
-from rl.distributed.runtime import use_threads
+from rl.utils.processes import use_threads
 from rl.weights.boxes import PackedPart, within_box
 from rl.weights.types import SharedMemoryError, VersionExistsError, VersionNotFoundError
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl.distributed.runtime import seed_everything, use_threads
+from rl.utils.processes import seed_everything, use_threads
 
 COUNT_POOLS = """
 import os, threading
 import pytest
 import torch
-from rl.distributed.runtime import use_threads
+from rl.utils.processes import use_threads
 
 def work():
     torch.zeros(1_000_000).add_(1)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl.distributed.runtime import use_threads
 from rl.models.model_cost import ModelWork
 from rl.observability.machine import (
     LimitSink,
@@ -16,6 +15,7 @@ from rl.observability.machine import (
     machine_limits,
 )
 from rl.observability.metrics import Max, Mean
+from rl.utils.processes import use_threads
 from tests.support.fakes import ListSink
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from configs.sum_digits import tiny
-from rl.distributed.runtime import use_threads
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
+from rl.utils.processes import use_threads
 from tests.training.parts import make_sample
 
 FILE = Path(__file__).with_name("golden.json")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from losses.policy import GRPOLoss
-from rl.distributed.runtime import seed_everything
 from rl.models.hf import HFFolder, read_parameters
 from rl.models.lora import LoRA
 from rl.models.peft import CONFIG_FILE
@@ -21,6 +20,7 @@ from rl.training.checkpoint_tensors import saved_shapes
 from rl.training.config import ReferenceConfig
 from rl.training.optimizer import LRSchedule
 from rl.types import LoopPosition
+from rl.utils.processes import seed_everything
 from tests.training.parts import (
     assert_near,
     make_engine,

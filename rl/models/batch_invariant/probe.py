@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.distributed.runtime import use_threads
 from rl.models.batch_invariant.model import ROW_MULTIPLE
 from rl.models.decoder import Decoder
+from rl.utils.processes import use_threads
 
 MAX_PRODUCTS = 5e8
 """Multiply-adds of the largest tested product beyond one tile; a fraction of a second."""

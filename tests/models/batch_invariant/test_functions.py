@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.distributed.runtime import use_threads
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.batch_invariant.functions import (
     attend,
@@ -16,6 +15,7 @@ from rl.models.batch_invariant.functions import (
     store_in_cache,
     swiglu,
 )
+from rl.utils.processes import use_threads
 
 pytestmark = pytest.mark.medium
 
