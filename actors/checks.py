@@ -35,7 +35,7 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from rl.training.checks import trainer_checks
+from rl.training.config import trainer_checks
 from rl.training.memory import check_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 

@@ -38,7 +38,6 @@ from rl.tinker.types import (
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
 from rl.training.models import ModelError
-from rl.training.policy import num_positions
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -102,7 +101,7 @@ class Base(Configurable):
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = start.spec
         _, stop_token_ids = start.tokenizer()
-        context = num_positions(self.spec) if context is None else context
+        context = self.spec.model.rope.max_positions if context is None else context
         _check_room(config.name, context, training)
         self.model = BaseModel(
             name=config.name,

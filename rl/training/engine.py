@@ -38,8 +38,7 @@ from rl.models.hf import HFFolder
 from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
-from rl.training.checks import trainer_checks
-from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig
+from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
 from rl.training.export import export_hf, load_hf, save_adapter
 from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator

@@ -172,7 +172,7 @@ class Policy:
                 samples,
                 max_tokens=self.training.max_tokens_per_microbatch,
                 max_sequences=self.training.max_sequences_per_microbatch,
-                max_length=self.training.max_sequence_length or num_positions(self.spec),
+                max_length=self.training.max_sequence_length or self.spec.model.rope.max_positions,
                 pad_multiple=multiple,
                 share_prompts=self._shares_prompts,
                 rank=self.data_rank.index,
@@ -308,11 +308,6 @@ class ReferencePolicy:
             attached.append(batch)
         self.policy.release()
         return attached
-
-
-def num_positions(spec: ModelSpec) -> int:
-    """Return the number of positions that the model has, which bounds the length of a sample."""
-    return spec.model.rope.max_positions
 
 
 def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

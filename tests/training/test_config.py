@@ -13,7 +13,7 @@ from losses.types import LossOutput
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
-from rl.training.checks import trainer_checks
+from rl.training.config import trainer_checks
 from rl.types import OptimParams
 from tests.training.layouts import parallelism
 from tests.training.parts import (

@@ -12,8 +12,7 @@ from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
 from rl.models.moe import ExpertRouter, MoE
-from rl.training.checks import check_experts
-from rl.training.config import ExpertBalanceConfig
+from rl.training.config import ExpertBalanceConfig, check_experts
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
 from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
