@@ -50,7 +50,6 @@ from rl.training.checkpoint_tensors import (
     saved_shapes,
     write_tensors,
 )
-from rl.training.export import load_hf
 from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy, ReferencePolicy
@@ -190,7 +189,10 @@ class Checkpointer(Configurable):
         self.wait()
         path = Path(folder).absolute()
         if not is_checkpoint(path):
-            self._load_exported(path)
+            if is_peft_folder(path):
+                self.policy.lora.load_peft(path)
+            else:
+                self.policy.load_hf(HFFolder(path))
             self._start_anew()
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
@@ -289,12 +291,6 @@ class Checkpointer(Configurable):
         share = slice(self._rank, None, 1 if self._group is None else dist.get_world_size(self._group))
         on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
         return read_state(path)
-
-    def _load_exported(self, path: Path) -> None:
-        if is_peft_folder(path):
-            self.policy.lora.load_peft(path)
-        else:
-            load_hf(self.policy, HFFolder(path))
 
     def _start_anew(self) -> None:
         """Treat the present weights as the start of training."""

@@ -39,7 +39,6 @@ from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
-from rl.training.export import export_hf, load_hf, save_adapter
 from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
@@ -138,22 +137,22 @@ class TrainingEngine(Configurable):
         self.config = config
         self.hf_assets_path, self.failure_folder = hf_assets_path, failure_folder
         self._owns_rank = rank is None
-        offload = config.training.cpu_offload  # FSDP does the copying, so that one process needs a mesh too.
         self._rank = rank or RankInfo.join(
             degrees,
             world=world,
             device=self.device,
             comm=config.comm,
-            always=offload,
+            always=config.training.cpu_offload,  # FSDP copies, so that one process needs a mesh too.
             record_in=failure_folder,
         )
-        self.mesh = self._rank.mesh
         make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
         self.experts = _expert_balance(config.experts, self.policy)
-        _set_weights(self.policy, folder)
-        has_reference = config.reference.enable
-        self.reference = ReferencePolicy(self.policy, build=make_policy) if has_reference else None
+        if folder is None:
+            self.policy.init_weights()
+        else:
+            self.policy.load_hf(folder)
+        self.reference = ReferencePolicy(self.policy, build=make_policy) if config.reference.enable else None
         self.optimizer = config.optimizer.build(
             parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
@@ -317,7 +316,7 @@ class TrainingEngine(Configurable):
         """
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
-            export_hf(self.policy, folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
+            self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
         """Write the LoRA adapters as a folder that PEFT opens.
@@ -328,7 +327,7 @@ class TrainingEngine(Configurable):
             ValueError: there is no LoRA among the converters.
         """
         with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
-            save_adapter(self.policy, folder)
+            self.policy.save_adapter(folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's parameters, adapters merged, and persistent buffers by name.
@@ -384,13 +383,6 @@ def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, Mo
         return None, spec
     folder = HFFolder(path, tokenizer=True)
     return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
-
-
-def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
-    if folder is None:
-        policy.init_weights()
-    else:
-        load_hf(policy, folder)
 
 
 def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:

@@ -1,4 +1,4 @@
-"""The model in training: packing, forward pass and logprobs in any parallel layout.
+"""The model in training: weights from and to files, packing, forward pass and logprobs in any parallel layout.
 
 Shape legend: T packed tokens of one micro-batch, t the tokens of this context-parallel rank, K targets of each
 token where there are several.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,15 +24,25 @@ from torch import Tensor, nn
 from rl.distributed.compile import compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
-from rl.distributed.process_group import RankInfo
-from rl.distributed.sharding import ShardingOptions, call_in_dtype, local_tensor, materialize, reshard
+from rl.distributed.process_group import RankInfo, barrier
+from rl.distributed.sharding import (
+    ShardingOptions,
+    call_in_dtype,
+    local_shard_of,
+    local_tensor,
+    materialize,
+    reshard,
+    whole_tensor,
+)
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
+from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import parallelize_decoder
+from rl.models.peft import write_peft_folder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
@@ -48,7 +61,7 @@ TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Policy:
     """A model that is built on the meta device, converted, sharded, and only then given memory.
 
-    Its parameters hold no values until `rl.training.export.load_hf` or `init_weights`.
+    Its parameters hold no values until `load_hf` or `init_weights`.
     """
 
     def __init__(
@@ -141,6 +154,81 @@ class Policy:
         names = set(self.converters.plain_names)
         self.model.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
+
+    @torch.no_grad()
+    def load_hf(self, folder: HFFolder) -> None:
+        """Fill the parameters from a Hugging Face folder; every rank reads and slices without communication.
+
+        Raises:
+            ValueError: a tensor is missing or unknown, or the folder is of another architecture or size.
+        """
+        spec = self.spec
+        config = spec.adapter.config_from_hf(folder.config)
+        if config != spec.model:
+            raise ValueError(
+                f"{folder.path}: a checkpoint of another architecture or size: its config is {config}, the "
+                f"model's {spec.model}"
+            )
+        adapter = spec.adapter(spec.model)
+        names = self.converters.plain_names
+        folder.check(self.model, adapter, names=set(names))
+        for name, whole in read_parameters(folder, adapter, names):
+            parameter = self.parameters[name]
+            local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+        buffers = hf_buffers(self.model, adapter)
+        for buffer in buffers.values():
+            buffer.zero_()
+        for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
+            buffers[name].copy_(whole)
+        self.loaded_from = str(folder.path.expanduser().absolute())
+        self.converters.weights_loaded(self.model, fresh=True)
+
+    def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
+        """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers.
+
+        Raises:
+            FileExistsError: the folder exists and is not empty.
+        """
+        adapter = self.spec.adapter(self.spec.model)
+        # An absent buffer is read as zero, and other programs know the model only without it.
+        buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
+        tensors = (
+            (name, whole_tensor(tensor)) for name, tensor in chain(self.plain_tensors(), buffers.items())
+        )
+        with self._gathering(tensors) as writes:
+            if writes:
+                write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers.
+
+        Raises:
+            FileExistsError: the folder exists and is not empty.
+            ValueError: there is no LoRA among the converters.
+        """
+        config, factors = self.lora.config, self.lora.peft_factors()
+        with self._gathering(factors) as writes:
+            if writes:
+                write_peft_folder(
+                    folder, factors, rank=config.rank, alpha=config.alpha, base_model=self.base_model
+                )
+                if self.base_model is None:
+                    logger.warning(
+                        "adapter %s: the Hugging Face folder of its base weights is unknown, so the adapter "
+                        "names none (docs/training.md)",
+                        folder,
+                    )
+
+    @contextmanager
+    def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
+        """Yield whether this rank writes, then consume what is left of `gathered`, on every rank."""
+        try:
+            yield self.is_first_rank
+        finally:
+            # The other ranks gather here, and so does the first rank after an error.
+            for _ in gathered:
+                pass
+        barrier()
 
     def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
         """Note that a checkpoint, whose `base_model` is given, has set these parameters and buffers."""
