@@ -9,8 +9,7 @@ from typing import Literal
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
-from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
-from rl.config.effect import only_if, unless
+from rl.config.configurable import HIDDEN, ONE_RUN, Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup

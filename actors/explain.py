@@ -2,7 +2,8 @@
 
 Nothing is started and nothing is written. The explanation is one dict of sections, printed as JSON or as YAML; sizes
 are in GB of 10^9 bytes. Refusals come from the run's own checks: all of them, not only the first. A field without
-effect is declared beside the field (`rl.config.effect`), or here where fields of different components decide together.
+effect is declared beside the field (`rl.config.configurable`), or here where fields of different components decide
+together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from actors.cluster import trains_on_gpu
 from actors.config import RunConfig
 from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
-from rl.config.effect import idle_options
+from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import walk

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl.config.configurable import Configurable
-from rl.config.effect import unless
+from rl.config.configurable import Configurable, unless
 from rl.config.tree import check_bounds
 from rl.models.parallelize import check_tensor_parallel
 

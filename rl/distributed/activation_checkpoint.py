@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 from rl.distributed.compat import replaced_parameters
 
 KEPT_OPS = {

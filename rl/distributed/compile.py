@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 from rl.distributed.compat import enable_micro_pipeline
 
 NUM_VARIANTS = 32

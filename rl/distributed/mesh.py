@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl.config.effect import check_refused, refused, unless
+from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds
 
 DP_REPLICATE = "dp_replicate"

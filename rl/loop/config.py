@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rl.config.configurable import Configurable
-from rl.config.effect import unless
+from rl.config.configurable import Configurable, unless
 from rl.config.tree import check_bounds
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.episode import EpisodeLimits, Sampling

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
 from rl.observability.spans import read_states

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from rl.config.effect import unless
+from rl.config.configurable import unless
 from rl.config.tree import check_bounds
 from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console, ConsoleConfig, make_console

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from rl.config.effect import only_if
+from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
 from rl.utils.files import BoundedFile
 from rl.utils.processes import ProcessId, identify

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.config.effect import check_refused, refused
+from rl.config.configurable import check_refused, refused
 from rl.config.tree import check_bounds
 from rl.protocols import TokenGenerator
 from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, Environments

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl.config.effect import unless
+from rl.config.configurable import unless
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Rewarder

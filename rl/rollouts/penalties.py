@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from losses.ops import KL_ESTIMATORS
-from rl.config.effect import only_if, unless
+from rl.config.configurable import only_if, unless
 from rl.config.tree import check_bounds
 
 

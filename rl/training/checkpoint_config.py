@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rl.config.configurable import Configurable
-from rl.config.effect import all_of, check_refused, only_if, refused, unless
+from rl.config.configurable import Configurable, all_of, check_refused, only_if, refused, unless
 from rl.config.tree import check_bounds
 from rl.training.checkpoint_files import (
     HF_FOLDER,

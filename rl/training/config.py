@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from losses.types import Loss
-from rl.config.effect import check_refused, refused, unless
+from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model

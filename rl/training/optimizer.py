@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rl.config.configurable import Configurable
-from rl.config.effect import check_refused, only_if, refused, unless
+from rl.config.configurable import Configurable, check_refused, only_if, refused, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix

@@ -9,7 +9,7 @@ from actors.checks import Machine
 from actors.explain import explain, idle_beside_others, memory, staleness, step_arithmetic
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
-from rl.config.effect import idle_options
+from rl.config.configurable import idle_options
 from rl.config.json import write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import rebuild

@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from configs.sum_digits import tiny
-from rl.config.effect import EFFECT, all_of, idle_options, only_if, unless
+from rl.config.configurable import EFFECT, all_of, idle_options, only_if, unless
 from rl.config.tree import rebuild, walk
 
 
