@@ -88,7 +88,6 @@ class _SelectRows(torch.autograd.Function):
 
 
 def inverse_permutation(order_S: Tensor) -> Tensor:
-    """Return the position of each number in a permutation."""
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
     return inverse_S

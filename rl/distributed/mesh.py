@@ -42,7 +42,6 @@ class Degrees:
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks that share the parameters, apart from tensor parallelism."""
         return self.dp_shard * self.cp
 
 

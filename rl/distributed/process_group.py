@@ -56,9 +56,7 @@ class RankInfo:
     """Meshes of one rank and its process group; several engines of a process can share them."""
 
     mesh: DeviceMesh | None
-    """Device mesh of the ranks; None for a single process."""
     expert_mesh: DeviceMesh | None
-    """Device mesh of expert parallelism; None without it."""
     joined: bool
     """True if the process group was created here and is left by `leave`."""
 
@@ -100,7 +98,6 @@ class RankInfo:
             set_group_timeout(timedelta(seconds=timeout_s), group)
 
     def leave(self) -> None:
-        """Leave the process group if it was created here."""
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
         self.joined = False

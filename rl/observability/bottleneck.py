@@ -40,7 +40,6 @@ class Bottleneck:
     """Part of a step that takes the most time."""
 
     sentence: str
-    """Explanation with numbers."""
     setting: str
     """Command-line option that would move the bottleneck, with a value if one is known."""
 
@@ -138,7 +137,6 @@ def _doubled(config: Config, path: str) -> str:
 
 
 def _number(config: Config, path: str) -> float:
-    """Return the number at the path, or 0."""
     value = value_at(config, path)
     return float(value) if isinstance(value, int | float) else 0.0
 

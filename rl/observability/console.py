@@ -28,7 +28,6 @@ MAX_PROCESS_LINES = 12
 MIN_ROWS = 3
 """Steps that a low terminal shows at least."""
 GAP = "  "
-"""Blanks between two columns."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,8 +113,6 @@ def progress(
 
 
 class Column(NamedTuple):
-    """One metric of a step's line."""
-
     title: str
     metric: str
     form: str
@@ -130,7 +127,6 @@ class Column(NamedTuple):
         return self.title.rjust(self.width)
 
     def cell(self, record: Record) -> str:
-        """Return the metric as text of the column's width."""
         value = reduced(record.get(self.metric))
         if value is None:
             return "-".rjust(self.width)
@@ -179,7 +175,6 @@ def make_console(
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Return whether the stream can show a live table."""
     from rich.console import Console as RichConsole
 
     return stream.isatty() and RichConsole(file=stream).is_interactive

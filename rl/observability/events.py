@@ -42,7 +42,6 @@ class Events:
         self._lock = threading.Lock()
 
     def add(self, event: EventName, **fields: object) -> None:
-        """Append one event."""
         line = to_json({"time": round(self._wall_clock(), 3), "event": event} | fields) + "\n"
         with self._lock, optional_write(self.file), closing(AppendFile(self.file)) as file:
             file.append(line)

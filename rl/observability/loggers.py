@@ -43,8 +43,6 @@ class TensorBoardConfig:
 
 
 class TensorBoardLogger(MetricsLogger):
-    """Event files of TensorBoard."""
-
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:

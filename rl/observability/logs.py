@@ -28,7 +28,6 @@ QUIET_ENVIRONMENT = {
 """Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
 
 _undo: Callable[[], None] | None = None
-"""Undo function of the current set-up, if any."""
 
 
 def setup_logging(

@@ -76,7 +76,6 @@ class TrainedRollout:
     """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them."""
 
     def by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        """Return the recorded fields of each turn."""
         values = {"advantages": self.advantages, "trainer_logprobs": self.trainer_logprobs}
         values["mask"] = None if self.mask is None else self.mask.astype(np.int8)
         ends = np.cumsum([len(turn.completion.token_ids) for turn in turns])[:-1]
@@ -92,7 +91,6 @@ class Entry:
     rollout: Rollout
     score: Score
     head: Mapping[str, Any]
-    """Fields at the beginning of the line."""
     trained: TrainedRollout | None = None
     id: RolloutId | None = None
     """Position of a scored rollout in its batch."""

@@ -39,7 +39,6 @@ class Series:
         return max(1, min(max(3, round(0.2 * len(self))), len(self) // 2))
 
     def since(self, step: int) -> Series:
-        """Return the part from this step on."""
         return self._of(i for i, s in enumerate(self.steps) if s >= step)
 
     def before(self, step: int) -> Series:
@@ -87,14 +86,12 @@ class Finding:
     since_step: int
     """First step that shows the problem."""
     sentence: str
-    """Observation with its numbers."""
     advice: str
     """First thing to look at or change; docs/troubleshooting.md says more."""
     evidence: tuple[Evidence, ...]
 
 
 def metric(records: Iterable[Mapping[str, float]], name: str) -> Series:
-    """Return the finite values of a metric."""
     return series(name, {int(r["step"]): r[name] for r in records if math.isfinite(r.get(name, math.nan))})
 
 
@@ -134,7 +131,6 @@ def rollout_evidence(rollout: dict[str, Any], *, note: str = "") -> RolloutEvide
 
 
 def reply_of(rollout: dict[str, Any]) -> str:
-    """Return the replies of all turns."""
     return "\n".join(str(turn.get("reply", "")) for turn in rollout["turns"])
 
 

@@ -50,7 +50,6 @@ MIN_SHARE = 0.8
 MAX_OTHERS = 0.1
 """Share of the losers that may have the pattern."""
 EMPTY = frozenset({""})
-"""Words of an empty reply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -293,13 +293,11 @@ class Checkpointer(Configurable):
         return read_state(path)
 
     def _start_anew(self) -> None:
-        """Treat the present weights as the start of training."""
         self.optimizer.reset()
         if self.reference is not None:
             self.reference.follow(self.policy)
 
 
 def _names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
-    """Return the names within a part of the checkpoint."""
     prefix = f"{part}."
     return {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}

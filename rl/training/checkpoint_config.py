@@ -122,12 +122,10 @@ class CheckpointConfig(Configurable.Config):
 
     @property
     def saves(self) -> bool:
-        """True if the run writes checkpoints."""
         return self.enable and not self.load_only
 
     @property
     def exports(self) -> bool:
-        """True if the run ends with a Hugging Face folder."""
         return self.saves and self.last_save_in_hf
 
     @property

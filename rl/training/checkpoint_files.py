@@ -37,7 +37,6 @@ TENSORS_SUFFIX, METADATA = ".distcp", ".metadata"
 HF_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
 """Names beside the steps of a run's last weights, in the formats of Hugging Face and PEFT."""
 DAMAGED = ".damaged"
-"""Suffix of a checkpoint that was set aside."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 20
 
@@ -49,7 +48,6 @@ class DamagedCheckpointError(RunError, ValueError):
 
 
 Skip = Callable[[Path, DamagedCheckpointError], None]
-"""Callback for a damaged checkpoint that is passed over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,19 +64,15 @@ class SavedState:
     base_model: str | None = None
     """Hugging Face folder of the frozen base weights, if there is one (`Policy.base_model`)."""
     tokenizer: TokenizerFingerprint | None = None
-    """Fingerprint of the run's tokenizer, or None if the run had none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSum:
-    """Size and checksum of a file as it was written."""
-
     num_bytes: int
     crc32: int
 
 
 def step_folder(folder: str | Path, step: int) -> Path:
-    """Return the path of a step's checkpoint."""
     return Path(folder) / f"step-{step}"
 
 
@@ -166,7 +160,6 @@ def _check_content(file: Path, written: FileSum) -> None:
 
 
 def sum_of_file(file: Path) -> FileSum:
-    """Read a file and return its size and checksum."""
     crc32 = num_bytes = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -219,7 +212,6 @@ def put_aside(path: Path, error: DamagedCheckpointError) -> None:
 
 
 def damaged_folders(folder: str | Path) -> list[Path]:
-    """Return the checkpoints that `put_aside` renamed."""
     return sorted(Path(folder).glob(f"*{DAMAGED}*"))
 
 

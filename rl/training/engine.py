@@ -104,7 +104,6 @@ class TrainingEngine(Configurable):
             return degrees
 
         def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
-            """Return the memory that one rank needs."""
             return estimate(spec, self, degrees=degrees, on_gpu=on_gpu)
 
     def __init__(
@@ -242,7 +241,6 @@ class TrainingEngine(Configurable):
         )
 
     def drop_gradient(self) -> None:
-        """Drop the gradient that was accumulated since the last step."""
         self._gradient.drop()
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:

@@ -51,7 +51,6 @@ class ExpertBalance:
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
     def reduce(self) -> ExpertLoad:
-        """Return the load since the last `reduce` over all ranks."""
         counts_LN, self._of_call_LN = self._of_call_LN, torch.zeros_like(self._of_call_LN)
         if self.mesh is not None:
             dist.all_reduce(counts_LN)

@@ -93,7 +93,6 @@ def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
 
 
 def read_batch(file: str | Path) -> list[TrainingSample]:
-    """Read the samples that `write_batch` wrote."""
     samples: dict[str, dict[str, Any]] = {}
     with np.load(file, allow_pickle=False) as content:
         for key in content:

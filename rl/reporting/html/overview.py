@@ -23,7 +23,6 @@ _OUTSIDE_STEP = ("step", "push", "pull", "canary", "eval")
 _IDLE = "_idle"
 LIMITS = ("decode", "train", "sync", "idle")
 MAX_POINTS = 1000
-"""Points of a curve."""
 MAX_BAD_STEPS = 100
 """Listed steps of a curve whose value is not finite."""
 _DIGITS = 6

@@ -44,8 +44,6 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRollouts:
-    """Rollouts of one run, packed."""
-
     index: dict[str, Any]
     """`columns` by name, `first_of_chunk`, `num_recorded`, and whether the texts of tokens are known."""
     chunks: list[str]
@@ -135,8 +133,6 @@ def _row(line: Line) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rollouts that are packed together."""
-
     token_texts: TokenTexts
     num_tokens: int = 0
     rollouts: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -197,7 +193,6 @@ def _differences(turn: Line) -> list[float | None]:
 
 
 def _finite(value: Any) -> float | None:
-    """Return the value as a finite number, or None."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -216,7 +211,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _mean(value: Any) -> float | None:
-    """Return the mean of one number or a list of numbers."""
     numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
     return short(sum(numbers) / len(numbers)) if numbers else None
 
