@@ -45,11 +45,9 @@ _ABSENT = "a registry function can turn it on"
 
 
 def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
-    """Parse the command line, build the run's root component and run it.
+    """Parse the command line, build the run's root component and run it; return the exit status.
 
-    Returns:
-        The exit status: 0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after
-        Ctrl-C; with --explain 0, or 2 for a config that cannot run anywhere.
+    0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
     """
     with without_collections():  # the config's module imports everything that the run needs
         run = parse_cli(
@@ -80,13 +78,7 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
 def parse_cli(
     argv: Sequence[str], *, default_module: str, default_config: str | None = None, prog: str | None = None
 ) -> ResolvedRun:
-    """Return the run that a command line describes.
-
-    Args:
-        argv: the arguments without the program's name.
-        default_module: registry module if `--module` is not given.
-        default_config: function if `--config` is not given; None requires `--config`.
-        prog: the program's name in `--help`.
+    """Return the run that a command line describes; without `default_config` it must have `--config`.
 
     Raises:
         SystemExit: 2 after errors on stderr that name what is wrong and what is valid; 0 after `--help`.

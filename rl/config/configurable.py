@@ -60,11 +60,7 @@ class Configurable:
         owner: ClassVar[type[Configurable]]
 
         def build(self, **runtime: Any) -> Any:
-            """Return `Owner(config=copy of self, **runtime)`.
-
-            Raises:
-                ConfigError: an edited field is not of its type, or its value is refused.
-            """
+            """Return `Owner(config=copy of self, **runtime)`; raises ConfigError if an edited field is refused."""
             check_fields(self)
             return self.owner(config=copy.deepcopy(self), **runtime)  # type: ignore[call-arg]
 

@@ -29,11 +29,7 @@ LOCATION = ("name", "dump_folder", "overwrite")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return every field of a config, nested, as JSON values.
-
-    Raises:
-        TypeError: a field is neither plain data nor marked `metadata=HIDDEN`.
-    """
+    """Return every field of a config, nested, as JSON values; raises TypeError for code that is not HIDDEN."""
     return {entry.name: _dump(entry) for entry in children(config)}
 
 
@@ -81,10 +77,7 @@ def read_json(path: Path) -> ResolvedRun:
 
 
 def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return value before and value now of each leaf that differs between two results of `to_dict`, by path.
-
-    None also stands for a leaf that is missing.
-    """
+    """Return value before and now of each leaf that differs between two results of `to_dict`; None if missing."""
     ours, theirs = dict(leaves(values)), dict(leaves(before))
     return {
         path: (theirs.get(path), ours.get(path))
@@ -95,10 +88,7 @@ def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 
 
 def changed_fields(file: Path, config: Any) -> list[str]:
-    """Return a line for each field that differs from a config.json: `loop.num_steps: 80 -> 160`.
-
-    The location of the run's folder is left out.
-    """
+    """Return a line for each field that differs from a config.json, except `LOCATION`: `loop.num_steps: 80 -> 160`."""
     found = differences(to_dict(config), json.loads(file.read_text())["values"])
     return [
         f"{path}: {json.dumps(before)} -> {json.dumps(value)}"

@@ -38,12 +38,7 @@ class ResolvedRun:
 
 
 def resolve(module: str, function: str) -> ResolvedRun:
-    """Call a registry function and return its config.
-
-    Raises:
-        ConfigError: there is no such module (the message lists those of `configs`) or function (the message lists the
-            module's), or the function does not return a config.
-    """
+    """Call a registry function and return its config; raises ConfigError with the valid names if there is none."""
     functions = registry_functions(load_module(module))
     if function not in functions:
         names = ", ".join(functions) or "none"

@@ -64,11 +64,7 @@ class ConfigEntry:
 
 
 def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
-    """Return the fields of one node, in the order of their definition.
-
-    Raises:
-        TypeError: a field that is not hidden holds code.
-    """
+    """Return the fields of one node, in order; raises TypeError for code in a field that is not hidden."""
     if isinstance(node, list | tuple):
         return [
             ConfigEntry(path=f"{prefix}{i}", kind="node", value=item, annotation=type(item), owner=type(node))
@@ -153,11 +149,7 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
 
 
 def check_fields(node: Any) -> None:
-    """Validate a config again, whose fields may have been edited since its construction.
-
-    Raises:
-        ConfigError: like `rebuild`.
-    """
+    """Validate a config whose fields may have been edited since its construction; raises as `rebuild`."""
     rebuild(node)
 
 
@@ -192,13 +184,10 @@ def is_node(value: Any) -> bool:
 
 
 def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
-    """Return a value as its annotated type: a list as a tuple, an integer as a float.
+    """Return a value as its annotated type (a list as a tuple, an integer as a float), or raise ValueError.
 
-    With `from_json` paths and infinite numbers are read from strings. Types that cannot be
-    checked, such as protocols, accept any value.
-
-    Raises:
-        ValueError: the value cannot be of that type.
+    With `from_json` paths and infinite numbers are read from strings. Types that cannot be checked, such as
+    protocols, accept any value.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     again = functools.partial(convert, from_json=from_json)

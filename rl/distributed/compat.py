@@ -20,13 +20,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 def use_one_gloo_worker() -> None:
     """Give every gloo group created from now on one worker thread, because two corrupt the heap.
 
-    PyTorch 2.13 runs a group's collectives on two threads. When a collective ends and its caller has been
-    notified, each thread assigns the collective's name to a string that both share, without a lock
-    (`lastCompletedWorkName`, in `ProcessGroupGloo::runLoop`). Names of up to 15 characters are stored in the
-    string object; the name of a functional all-gather, which DTensor uses, is ALLGATHER_COALESCED and lives on
-    the heap. When two threads assign at once, one writes into memory that the other has freed, or both free it,
-    and the process dies at a later allocation. All-gathers and sums of 4 numbers, 32 in flight at a time, crash
-    within 0.2 s.
+    PyTorch 2.13 runs a group's collectives on two threads. At the end of a collective each thread assigns the
+    collective's name to a string that both share, without a lock (`lastCompletedWorkName`, in
+    `ProcessGroupGloo::runLoop`). A name of more than 15 characters, as of DTensor's all-gather, lives on the heap:
+    two threads free it at once, and the process dies at a later allocation. All-gathers and sums of 4 numbers, 32
+    in flight at a time, crash within 0.2 s.
 
     With one thread a group's collectives run in the order in which they were started, which has to be the same
     on all ranks anyway; it is no slower. PyTorch accepts options of groups from its callers, but none of gloo's,

@@ -44,11 +44,7 @@ class ContextParallel:
         return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return start and end of a rank's pieces, in order; adjacent pieces are joined.
-
-        Args:
-            rank: None for this rank.
-        """
+        """Return start and end of the pieces of a rank (this one), in order; adjacent pieces are joined."""
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
         assert size * 2 * self.num_ranks == num_tokens, "the packed tokens do not divide into equal pieces"
@@ -62,11 +58,7 @@ class ContextParallel:
         return joined_ranges(self.pieces(num_tokens))
 
     def gather(self, values_t: Tensor, places_T: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens, [T], in order and alike on every rank. Differentiable.
-
-        Args:
-            places_T: result of `places`.
-        """
+        """Return the values of all ranks' tokens, [T], in the order of `places`, alike on every rank."""
         gathered = GatherAlike.apply(values_t, self.rank, self.num_ranks, self.group)
         return gathered.index_select(0, places_T)
 

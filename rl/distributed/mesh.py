@@ -36,11 +36,6 @@ class Degrees:
     """Number of ranks that share each expert: 1 or `tp`."""
 
     @property
-    def dp(self) -> int:
-        """Number of ranks with different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
     def fsdp(self) -> int:
         return self.dp_shard * self.cp
 
@@ -128,11 +123,7 @@ class ParallelismConfig:
             )
 
     def degrees(self, world_size: int) -> Degrees:
-        """Return the sizes of all axes for a number of processes.
-
-        Raises:
-            ValueError: if the degrees do not multiply to `world_size`.
-        """
+        """Return the sizes of all axes for a number of processes; raise ValueError if they do not multiply to it."""
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
         if shard == -1:
@@ -159,11 +150,7 @@ class ParallelismConfig:
 
 
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
-    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp` and `tp`; None for a single process.
-
-    Args:
-        always: build a mesh for a single process too, which then needs a process group.
-    """
+    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`; a single process has one only if `always`."""
     shape = (degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     if shape == (1, 1, 1, 1) and not always:
         return None

@@ -71,14 +71,11 @@ class RankInfo:
         always: bool,
         record_in: str | None = None,
     ) -> RankInfo:
-        """Join the process group and build the meshes.
+        """Join the process group and build the meshes, as `connect`.
 
         Args:
             always: have a group and a mesh for a single process too.
             record_in: folder that receives the latest collectives of a rank that hangs.
-
-        Raises:
-            TimeoutError: not all ranks appeared in time.
         """
         if record_in is not None:
             # NCCL's watchdog writes its pickled record to this path and the rank.
@@ -190,13 +187,9 @@ def barrier() -> None:
 
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
-    """Add the call and the rank to the error of a failed collective.
+    """Add the call and the rank to the error of a failed collective, which is a CollectiveTimeoutError if overdue.
 
-    Args:
-        record_in: folder that receives the latest collectives of this rank.
-
-    Raises:
-        CollectiveTimeoutError: if the collective failed because of its deadline.
+    The folder `record_in` receives the latest collectives of this rank.
     """
     started = time.monotonic()
     try:

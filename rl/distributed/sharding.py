@@ -162,10 +162,7 @@ def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
     """Return the part of a whole tensor that corresponds to this rank's part of `like`, as a view.
 
     If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier one (FSDP)
-    splits its shards, the order in which the plans are applied.
-
-    Raises:
-        ValueError: if the shapes differ.
+    splits its shards, the order in which the plans are applied. Raises ValueError if the shapes differ.
     """
     if full.shape != like.shape:
         raise ValueError(f"shape {tuple(full.shape)} differs from the model's {tuple(like.shape)}")

@@ -1,10 +1,7 @@
 """Hugging Face names, tensors and config.json of decoders whose checkpoints follow Llama's naming.
 
-A family is a subclass of `DecoderAdapter` that names what differs.
-
 Our fused weights order their rows by key-value head (`rl.models.decoder`), so each consists of several Hugging
 Face weights, regrouped; all other parameters are renamed.
-
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ _LAYER = {
 
 
 class DecoderAdapter:
-    """Translation between our parameters and Hugging Face's tensors, one parameter at a time.
+    """Translation between our parameters and Hugging Face's tensors; a family is a subclass that names what differs.
 
-    One of our parameters consists of one or more of their tensors (fused projections), so a large model is read
-    and written as a stream of whole, unsharded CPU tensors. Meta tensors work too, for shapes alone.
+    A large model is read and written as a stream of whole, unsharded CPU tensors. Meta tensors work too, for shapes.
     """
 
     model_type: ClassVar[str]
@@ -165,10 +161,7 @@ class DecoderAdapter:
         return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the fields of `config.json` that all families share; a family adds its own.
-
-        Token ids and dtype are added by the writer of the folder.
-        """
+        """Return the fields of `config.json` that all families share, without token ids and dtype."""
         config, attention = self.config, self.config.block.attention
         fields = {
             "architectures": [self.architecture],
@@ -228,11 +221,7 @@ def _rope_theta(hf: dict[str, Any]) -> float:
 
 
 def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:
-    """Return a field of a `config.json`: a boolean, or a positive and finite number.
-
-    Raises:
-        ValueError: if the field is missing without a default, or is something else.
-    """
+    """Return a field of a `config.json`: a boolean, or a positive and finite number; else raise ValueError."""
     value = hf.get(name, default)
     if kind is bool and isinstance(value, bool):
         return kind(value)

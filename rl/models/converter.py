@@ -40,14 +40,11 @@ class ModelConverter(Configurable):
     """Divisor of the number of tokens of every forward, ensured by padding."""
 
     def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
-        """Store the arguments; a subclass checks them.
+        """Store the arguments; a subclass raises ValueError if the config cannot work here.
 
         Args:
             degrees: parallel degrees of the future layout.
             device: future device of the model; "meta" for checks alone.
-
-        Raises:
-            ValueError: if the config cannot work here.
         """
         self.config = config
         self.spec = spec
@@ -55,11 +52,7 @@ class ModelConverter(Configurable):
         self.device = device
 
     def convert(self, model: nn.Module) -> None:
-        """Change the model in place; it is whole and on the meta device.
-
-        Raises:
-            ValueError: if the model lacks something that the config names.
-        """
+        """Change the model in place, which is whole and on the meta device; raise ValueError if that cannot work."""
         raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
 
     def saved_settings(self) -> dict[str, Any]:

@@ -77,8 +77,7 @@ def completion_requests(
 ) -> list[CompletionRequest]:
     """Return `sampling.num_samples` requests for each prompt, in order; raise ValueError as `generate`.
 
-    Args:
-        context: largest number of tokens of a prompt and its completion.
+    `context` is the largest number of tokens of a prompt and its completion.
     """
     check_sampling(sampling)
     for i, prompt in enumerate(prompts):

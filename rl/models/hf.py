@@ -33,10 +33,7 @@ _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 
 
 class HFFolder:
-    """A folder with complete files.
-
-    Args:
-        tokenizer: require the tokenizer's files too.
+    """A folder with complete files, with `tokenizer` also the tokenizer's.
 
     Raises:
         ValueError: naming the folder, file or tensor that is missing, or the file that is truncated.
@@ -199,10 +196,8 @@ def write_hf_folder(
 def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Path:
     """Write a random model with a tokenizer of bytes, unless the folder exists; deterministic given the seed.
 
-    Two processes may call this at once: each writes its own copy, and the first to finish names the folder.
-
-    Raises:
-        ValueError: if the folder exists and does not hold a complete model of the spec.
+    Two processes may call this at once: each writes its own copy, and the first to finish names the folder. Raises
+    ValueError if the folder exists and does not hold a complete model of the spec.
     """
     folder = Path(folder)
     adapter = spec.adapter(spec.model)

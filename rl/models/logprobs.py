@@ -34,12 +34,6 @@ class VocabularyShard:
     """Name of the process group that shares the vocabulary."""
 
 
-ChunkLogprobs = Callable[
-    [Tensor, Tensor, Tensor, Tensor, VocabularyShard | None, bool], tuple[Tensor, Tensor]
-]
-"""`logprobs_of_chunk` or a compiled form of it."""
-
-
 def token_logprobs(
     hidden_TE: Tensor,
     weight_VE: Tensor,
@@ -48,7 +42,7 @@ def token_logprobs(
     temperatures_T: Tensor,
     chunk_tokens: int | None = None,
     loss_parallel: bool = True,
-    chunk_logprobs: ChunkLogprobs | None = None,
+    chunk_logprobs: Callable[..., tuple[Tensor, Tensor]] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the entropy.

@@ -27,10 +27,7 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class LoRA(ModelConverter):
-    """Converter that freezes the model and adds trained adapters.
-
-    There is no dropout, because the trained policy has to be the one that samples.
-    """
+    """Converter that freezes the model and adds adapters; without dropout, so that the trained policy samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
@@ -171,11 +168,7 @@ class LoRA(ModelConverter):
 
     @torch.no_grad()
     def load_peft(self, folder: str | Path) -> None:
-        """Load the adapters of a folder in PEFT's format; every rank reads it.
-
-        Raises:
-            ValueError: if the folder is malformed, has other settings, or belongs to another model.
-        """
+        """Load the adapters of a folder in PEFT's format; every rank reads it. Raises ValueError if it does not fit."""
         found = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
             rows = self._hf_rows(weight, adapter.lora_b.size(0))

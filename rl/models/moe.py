@@ -211,12 +211,9 @@ def _sum_over_ranks(
 
 
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Multiply each run of rows by the weight of its group, [S, F].
+    """Multiply each run of rows, which ends at the group's `ends_N` (int64, the last one S), by its weight, [S, F].
 
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
-
-    Args:
-        ends_N: int64, end of each group's run of rows; non-decreasing, the last one S.
     """
     if _has_kernel(x_SE, weight_NFE):
         return one_kernel(x_SE, weight_NFE, ends_N)

@@ -47,11 +47,7 @@ def model_spec(family: str, flavor: str) -> ModelSpec:
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of the model that a Hugging Face `config.json` describes.
-
-    Raises:
-        ValueError: if its `model_type` is no family, or the family does not support its settings.
-    """
+    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(

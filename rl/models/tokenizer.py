@@ -55,11 +55,7 @@ def byte_characters() -> list[str]:
 
 
 def build_byte_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer with one token per byte, so that every text is representable.
-
-    Token ids 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`, 262 in all. The files are
-    tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
-    """
+    """Write a tokenizer whose tokens 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
@@ -98,11 +94,7 @@ def check_tokenizer_files(folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the folder's transformers tokenizer without contacting a model hub.
-
-    Raises:
-        ValueError: if the folder or a tokenizer file is missing, or tokenizer.json is malformed.
-    """
+    """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if it is not whole."""
     check_tokenizer_files(folder)
     if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
         read_tokenizer_json(file)

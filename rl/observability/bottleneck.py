@@ -1,8 +1,4 @@
-"""The bottleneck of a run, and the setting that would move it.
-
-found = bottleneck(typical(records), config)
-print(found.sentence, found.setting)
-"""
+"""The bottleneck of a run, and the setting that would move it."""
 
 from __future__ import annotations
 
@@ -54,11 +50,9 @@ def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:
-    """Return the bottleneck, or None if the record has no times.
+    """Return the bottleneck of a step's record, or of `typical`; None if the record has no times.
 
-    Args:
-        record: record of a step, or `typical` of several.
-        config: `values` of the run's config.json; without it, the advice may be a setting that the run has.
+    Without the run's config the advice may be a setting that the run has.
     """
     config, step_s = config or {}, record.get("time/step_s", 0.0)
     names = {part: f"time/{part}_s" for part in _PARTS}

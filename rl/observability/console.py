@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
@@ -68,12 +68,6 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
     TolerantStream(stream or sys.stdout).write(f"{text}\n")
 
 
-class Advance(Protocol):
-    """Callback that counts items as done; the note is shown beside their number until the next call."""
-
-    def __call__(self, num: int = 1, *, note: str = "") -> None: ...
-
-
 @contextlib.contextmanager
 def progress(
     title: str,
@@ -82,12 +76,14 @@ def progress(
     stream: TextIO | None = None,
     interval_s: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Advance]:
+) -> Iterator[Callable[..., None]]:
     """Print the progress of an operation, at most one line every `interval_s`.
 
-    with progress("warm-up", total=150) as advance:
-        for loss in ...:
-            advance(note=f"loss {loss:.3f}")
+        with progress("warm-up", total=150) as advance:
+            for loss in ...:
+                advance(note=f"loss {loss:.3f}")
+
+    The note is shown until the next call. `advance(n)` counts n items as done.
     """
     start_s = printed_s = clock()
     num_done, count = 0, ""

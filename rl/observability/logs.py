@@ -38,18 +38,13 @@ def setup_logging(
     console_level: int | str = logging.WARNING,
     console: TextIO | None = None,
 ) -> Callable[[], None]:
-    """Set up logging in this process, for uncaught exceptions too; an earlier set-up is replaced.
+    """Set up logging in this process, for uncaught exceptions too, and return a function that undoes the set-up.
 
-    Records below INFO are kept only if `console_level` is lower.
+    An earlier set-up is replaced. Records below INFO are kept only if `console_level` is lower.
 
     Args:
-        role: `controller`, `trainer`, `generator`, `reward`.
         folder: folder of `<role>-<rank>.log`; None writes no file.
-        console_level: level from which records are printed, for example "INFO".
-        console: stream; None is the current standard error.
-
-    Returns:
-        Function that undoes the set-up.
+        console: stream of the printed records; None is the current standard error.
     """
     global _undo
     if _undo is not None:

@@ -172,16 +172,14 @@ class RunLimits:
     """True if a step's completions end before those of the next step begin."""
 
     def of_step(self, record: Record) -> dict[str, float]:
-        """Return the shares that a step's record has enough metrics for.
-
-        A share is at most 1: more means that the machine was busy while it was measured.
-        """
+        """Return the shares, up to 1, that a step's record has enough metrics for."""
         shares = {
             "limit/decode": self._decode(record),
             "limit/train": self._train(record),
             "limit/sync": self._sync(record),
             "limit/idle": self._idle(record),
         }
+        # More than 1 means that the machine was busy while it was measured.
         return {name: min(1.0, share) for name, share in shares.items() if share is not None}
 
     def _decode(self, record: Record) -> float | None:

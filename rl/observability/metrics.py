@@ -1,11 +1,8 @@
 """Metrics: values with their reduction, and the file metrics.jsonl.
 
-`metrics.jsonl` has one JSON object a line: a step's (`step`, `policy_version`, `reward/mean`,
-`loss/mean`, `time/step_s`, ...) or an evaluation's (it has the key `eval/correct`). The lines are
-strictly valid JSON: numbers that are not finite are the strings "nan", "inf" and "-inf", which
-`read_metrics` turns back.
-
-Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
+The file has one JSON object a line: a step's (`step`, `policy_version`, `reward/mean`, `time/step_s`, ...) or an
+evaluation's (it has the key `eval/correct`). Lines are strictly valid JSON: numbers that are not finite are the strings
+"nan", "inf" and "-inf". Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -148,15 +145,11 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         """Open the file; raises UnwrittenError."""
-        self._num_records = len(read_metrics(path))
+        self.num_records = len(read_metrics(path))
+        """Number of lines of the file, including those of an earlier writer."""
         self._file = AppendFile(path)
         with writing(path):
             self._file.open()
-
-    @property
-    def num_records(self) -> int:
-        """Number of lines of the file, including those of an earlier writer."""
-        return self._num_records
 
     async def flush_to_disk(self) -> None:
         """Wait until the lines are on the disk; raises UnwrittenError, also after `WRITE_S`."""
@@ -164,15 +157,11 @@ class MetricsWriter:
             await run_aside(self._file.sync, name="fsync", limit_s=WRITE_S)
 
     def write(self, record: Record) -> None:
-        """Append one line, without empty metrics.
-
-        Raises:
-            UnwrittenError: the line cannot be written; the file is unchanged.
-        """
+        """Append one line, without empty metrics; after an UnwrittenError the file is unchanged."""
         line = {name: value for name, metric in record.items() if (value := reduced(metric)) is not None}
         with writing(self._file.path):
             self._file.append(to_json(line) + "\n")
-        self._num_records += 1
+        self.num_records += 1
 
     def close(self) -> None:
         self._file.close()

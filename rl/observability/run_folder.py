@@ -131,11 +131,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Lock the folder of a run that has ended, to continue the run after `reopen`.
-
-        Raises:
-            ValueError: the folder is not a run's, or the run is still going on.
-        """
+        """Lock the folder, to continue its run after `reopen`; raises ValueError unless a run of it has ended."""
         folder = cls.to_read(path, checkpoints=checkpoints)
         folder._lock = lock_folder(
             path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed"
@@ -144,11 +140,7 @@ class RunFolder:
 
     @classmethod
     def to_read(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Open the folder for reading, without its lock.
-
-        Raises:
-            ValueError: the folder is not a run's.
-        """
+        """Open the folder for reading, without its lock; raises ValueError if it is not a run's."""
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
         return cls(path, checkpoints=checkpoints)
@@ -172,11 +164,7 @@ class RunFolder:
         _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
-        """Mark the run as finished.
-
-        Raises:
-            UnwrittenError: status.json cannot be written, so the run still counts as unfinished.
-        """
+        """Mark the run as finished; after an UnwrittenError it still counts as unfinished."""
         with writing(self.path / STATUS):
             _write_status(self.path, "finished")
 
@@ -286,8 +274,6 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
     A run that starts from the beginning keeps its earlier files under another name.
 
     Args:
-        metrics: path of metrics.jsonl.
-        rollouts: path of rollouts.jsonl; rollouts.1.jsonl is truncated too.
         position: position of the checkpoint; None if the run starts from the beginning.
 
     Raises:

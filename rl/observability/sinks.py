@@ -257,13 +257,7 @@ def open_sinks(
 ) -> RunSinks:
     """Return the sinks that the config enables, which `check_sinks` has checked.
 
-    No logger is opened before the first attempt.
-
-    Args:
-        folder: the run's folder.
-        title: the run's name in the dashboards.
-        settings: the run's config, for the dashboards.
-        stream: the console's stream; standard output if None.
+    No logger is opened before the first attempt. Dashboards show the title, and the run's config as the settings.
     """
     logs, values = folder / "logs", dict(settings or {})
     loggers: list[MetricsLogger] = []

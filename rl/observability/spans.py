@@ -98,9 +98,9 @@ class SpanRecorder:
         self._num_writes = 0
 
     def start(self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> Path:
-        """Record under this name from now on, and return the state file.
+        """Record under this name from now on, and return the state file; raises OSError.
 
-        Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be made.
+        Without `timeline` only the open spans are recorded.
         """
         file = logs / STATE_FOLDER / f"{role}-{rank}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -304,12 +304,7 @@ class ProcessState:
 
 
 def read_state(file: Path) -> ProcessState:
-    """Read the state file of one process.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a state file.
-    """
+    """Read the state file of one process; raises FileNotFoundError, or ValueError if it is not a state file."""
     for _ in range(_READ_ATTEMPTS):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(file.read_bytes())

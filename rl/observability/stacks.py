@@ -146,10 +146,7 @@ def _coroutine_frames(coroutine: Any) -> str:
 
 
 def excerpt(text: str) -> list[str]:
-    """Return a line for each stack with our code, threads before tasks.
-
-    Text without stacks is returned as it is.
-    """
+    """Return a line for each stack with our code, threads before tasks; text without stacks as it is."""
     stacks = re.split(rf"^(.*) {re.escape(ORDER)}\n", text, flags=re.MULTILINE)
     if len(stacks) == 1:
         return [line for line in text.splitlines() if line.strip()]

@@ -36,10 +36,6 @@ def summary(
       report          python -m rl.report outputs/x
       bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
       would move it   --loop.max_off_policy_steps 1
-
-    Args:
-        records: records of metrics.jsonl.
-        config: `values` of config.json.
     """
     num_steps = round(max((record["step"] for record in records), default=0))
     lines = [f"finished: {num_steps} steps in {datetime.timedelta(seconds=round(run_s))}"]
@@ -63,10 +59,7 @@ def summary(
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """Draw reward and correctness over steps.
-
-    A full disk is a warning, since the numbers are in the file.
-    """
+    """Draw reward and correctness over steps; a full disk is a warning."""
     # pyplot would share its global state with a notebook.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

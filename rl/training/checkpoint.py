@@ -77,10 +77,7 @@ class Checkpointer(Configurable):
         reference: ReferencePolicy | None = None,
         assets: str | None = None,
     ) -> None:
-        """
-        Args:
-            assets: folder of the tokenizer, which a checkpoint records; None without one.
-        """
+        """A checkpoint records the tokenizer in `assets`, if there is one."""
         self.config = config
         self.policy = policy
         self.optimizer = optimizer

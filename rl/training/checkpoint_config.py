@@ -179,11 +179,7 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
 
 
 def initial_source(config: CheckpointConfig) -> LoadSource | None:
-    """Return what `initial_load_path` asks to load, or None.
-
-    Raises:
-        ValueError: the folder is missing, damaged or of another kind.
-    """
+    """Return what `initial_load_path` asks to load, or None; raises ValueError as `find_load_source`."""
     load_step = config.load_step
     if config.initial_load_path is None:
         if load_step != LATEST or config.load_only:
@@ -213,14 +209,11 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
 
 
 def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
-    """Return the latest checkpoint that a run saved in its own folder, or None.
+    """Return the latest checkpoint of a run's own folder, or None; raises ValueError if it cannot be continued.
 
     Args:
         num_steps: number of steps that the run is to have in all.
         skip: called for each damaged checkpoint; None sets them aside.
-
-    Raises:
-        ValueError: the latest undamaged checkpoint cannot be continued.
     """
     return newest_usable(folder, lambda path: _continued(path, num_steps=num_steps), skip=skip)
 

@@ -99,12 +99,7 @@ def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSu
 
 
 def read_state(folder: str | Path) -> SavedState:
-    """Read the state that `write_description` wrote.
-
-    Raises:
-        DamagedCheckpointError: the file is missing or no JSON.
-        ValueError: another version of this project wrote the file.
-    """
+    """Read the state that `write_description` wrote; raises ValueError if it is damaged or of another version."""
     values = _read_json(Path(folder) / STATE)
     if (position := values["position"]) is not None:
         values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
@@ -196,11 +191,7 @@ def keep_latest(path: Path, k: int) -> None:
 
 
 def put_aside(path: Path, error: DamagedCheckpointError) -> None:
-    """Rename a damaged checkpoint, so that nothing loads it, and log a warning.
-
-    Raises:
-        DamagedCheckpointError: the folder cannot be renamed.
-    """
+    """Rename a damaged checkpoint, so that nothing loads it, and log a warning."""
     names = (f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
     aside = next(free for free in map(path.with_name, names) if not free.exists())
     try:

@@ -109,13 +109,10 @@ def check_tokenizer(
     model_only: bool,
     exclude: Sequence[str],
 ) -> None:
-    """Check that the run has the tokenizer that the checkpoint was trained with.
+    """Raise ValueError unless the run has the tokenizer that the checkpoint was trained with.
 
     A run that continues needs the same tokenizer and chat template; a run that takes only the weights needs
     the same token ids. An unknown tokenizer (None) is accepted.
-
-    Raises:
-        ValueError: the tokenizers differ.
     """
     if saved is None or present is None or excluded(TOKENIZER, exclude):
         return
@@ -177,11 +174,7 @@ def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_tensors(folder: Path, state: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> list[Path]:
-    """Write and flush the tensors of all ranks; return this rank's files.
-
-    Raises:
-        OSError: a rank could not write; raised on every rank.
-    """
+    """Write and flush the tensors of all ranks; return this rank's files, or raise a rank's OSError on every rank."""
     rank = 0 if group is None else dist.get_rank(group)
     with plain_errors():
         state_dict_saver.save(

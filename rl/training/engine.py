@@ -82,8 +82,7 @@ class TrainingEngine(Configurable):
         def check(self, spec: ModelSpec, *, world_size: int, device: torch.device) -> Degrees:
             """Return the degrees of a trainer of this model with `world_size` processes.
 
-            Raises:
-                ValueError: a field is out of range, or contradicts another field, the model or the machine.
+            Raises ValueError for a field that is out of range, or contradicts another field, the model or the machine.
             """
             check_fields(self)
             check_decoder_layout(spec.model, self.parallelism)

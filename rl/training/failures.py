@@ -20,15 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RunError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; raised on every rank after the gradient is dropped."""
+    """A loss or gradient, `what`, is NaN or infinite; raised on every rank after the gradient is dropped."""
 
     def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
-        """
-        Args:
-            what: the quantity and its value.
-            policy_version: version of the weights that produced it.
-            batch_file: npz file of the samples since the last step, if one was written.
-        """
+        """The samples since the last step are in the npz file `batch_file`, if one was written."""
         super().__init__(what, policy_version, batch_file)
         self.what = what
         self.policy_version = policy_version

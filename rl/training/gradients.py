@@ -48,14 +48,11 @@ class GradientAccumulator:
         experts: Any,
         failure_folder: str | None,
     ) -> None:
-        """
-        Args:
-            experts: `rl.training.experts.ExpertBalance`, or None for a dense model.
-            failure_folder: receives the samples of a loss that is not finite.
-        """
+        """`failure_folder` receives the samples of a loss that is not finite."""
         self._policy = policy
         self._reference = reference
         self._experts = experts
+        """`rl.training.experts.ExpertBalance`, or None for a dense model."""
         self._failure_folder = failure_folder
         self.num_calls = 0
         """Calls since the last `optim_step`."""
@@ -104,11 +101,7 @@ class GradientAccumulator:
         return result
 
     def scale(self, *, allow_empty: bool = False) -> float:
-        """Return the factor by which the summed gradient is multiplied.
-
-        Raises:
-            ValueError: nothing is accumulated or no token was valid, unless `allow_empty` is set.
-        """
+        """Return the factor of the summed gradient; raises ValueError as `TrainingEngine.optim_step`."""
         if allow_empty and not self.denominator:
             return 1.0
         if not self.num_calls:
@@ -122,11 +115,7 @@ class GradientAccumulator:
         return 1.0 / self.denominator
 
     def finish(self, *, scale: float, max_norm: float, version: int) -> float:
-        """Sum over ranks, multiply by `scale`, clip, and return the norm before clipping.
-
-        Raises:
-            NonFiniteLossError: the norm is NaN or infinite.
-        """
+        """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises NonFiniteLossError."""
         parameters = list(self._policy.trained_parameters.values())
         if not self.num_calls:
             for parameter in parameters:
@@ -192,10 +181,7 @@ class CallSums:
     """Micro-batches of one call, and sums over them that stay on the device until the end of the call."""
 
     def __init__(self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]) -> None:
-        """
-        Args:
-            wanted: indices of the samples whose logprobs are returned.
-        """
+        """`wanted` are the indices of the samples whose logprobs are returned."""
         if not samples:
             raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples)

@@ -68,10 +68,7 @@ class Muon:
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None,
     ) -> None:
-        """
-        Args:
-            adapter: splits a parameter into its matrices; a parameter that it does not know is one matrix.
-        """
+        """The adapter splits a parameter into its matrices; a parameter that it does not know is one matrix."""
         self.config = config
         self.parameters = dict(parameters)
         self.adapter = adapter

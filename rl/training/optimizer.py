@@ -63,11 +63,7 @@ class Optimizer(Configurable):
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None = None,
     ) -> None:
-        """
-        Args:
-            parameters: by name; frozen ones are skipped.
-            adapter: splits parameters into matrices for Muon.
-        """
+        """Frozen parameters are skipped. The adapter splits parameters into matrices for Muon."""
         self.config = config
         self.muon: Muon | None = None
         parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -83,11 +79,7 @@ class Optimizer(Configurable):
         )
 
     def settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
-        """Return the settings of one step: the configured ones, `lr` of the schedule, and then `params`.
-
-        Raises:
-            ValueError: a setting is out of range.
-        """
+        """Return one step's settings: the configured ones, `lr` of the schedule, `params`; raises ValueError."""
         settings: dict[str, Any] = {
             "lr": lr,
             "betas": tuple(self.config.betas),

@@ -73,11 +73,7 @@ class Policy:
         rank: RankInfo,
         device: torch.device,
     ) -> None:
-        """Build one rank's part of the model; `training` replaces the config's.
-
-        Raises:
-            ValueError: the mesh does not divide the model, or a converter does not fit it.
-        """
+        """Build one rank's part of the model, or raise ValueError; `training` replaces the config's."""
         mesh = rank.mesh
         self.spec = spec
         self.mesh = mesh
@@ -159,8 +155,7 @@ class Policy:
     def load_hf(self, folder: HFFolder) -> None:
         """Fill the parameters from a Hugging Face folder; every rank reads and slices without communication.
 
-        Raises:
-            ValueError: a tensor is missing or unknown, or the folder is of another architecture or size.
+        Raises ValueError if a tensor is missing or unknown, or the folder is of another architecture or size.
         """
         spec = self.spec
         config = spec.adapter.config_from_hf(folder.config)
@@ -184,11 +179,7 @@ class Policy:
         self.converters.weights_loaded(self.model, fresh=True)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
-        """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers.
-
-        Raises:
-            FileExistsError: the folder exists and is not empty.
-        """
+        """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers."""
         adapter = self.spec.adapter(self.spec.model)
         # An absent buffer is read as zero, and other programs know the model only without it.
         buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
@@ -200,12 +191,7 @@ class Policy:
                 write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers.
-
-        Raises:
-            FileExistsError: the folder exists and is not empty.
-            ValueError: there is no LoRA among the converters.
-        """
+        """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""
         config, factors = self.lora.config, self.lora.peft_factors()
         with self._gathering(factors) as writes:
             if writes:
@@ -247,8 +233,7 @@ class Policy:
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """Return this rank's micro-batches; all ranks get the same number.
 
-        Raises:
-            ValueError: a sample does not fit (`rl.rollouts.packing.pack`), or a target is not in the vocabulary.
+        Raises ValueError if a sample does not fit (`rl.rollouts.packing.pack`), or a target is not in the vocabulary.
         """
         _check_targets(samples, vocab_size=self.spec.model.vocab_size)
         tp = 1 if self.mesh is None else self.mesh[TP].size()
@@ -332,12 +317,7 @@ class TokenValues:
     def __init__(
         self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int] | None = None
     ) -> None:
-        """
-        Args:
-            samples: all samples that are packed.
-            wanted: indices of the samples to collect; None for all. Only micro-batches with such samples
-                are copied from the device.
-        """
+        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples are copied."""
         self._policy = policy
         indices = range(len(samples)) if wanted is None else wanted
         self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}

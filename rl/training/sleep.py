@@ -38,8 +38,7 @@ class TrainerSleep:
     def sleep(self) -> int:
         """Move weights, optimizer state and reference policy to the host; return the bytes freed. Idempotent.
 
-        Raises:
-            ValueError: a gradient is accumulated, which would be lost.
+        Raises ValueError if a gradient is accumulated, which would be lost.
         """
         if self.asleep:
             return 0

@@ -63,10 +63,7 @@ def optional_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def error_context(where: str) -> Iterator[None]:
-    """Add the position in the run to errors: to the message of a `RunError`, as a note to any other.
-
-    The process's activity shows the position too while the block runs.
-    """
+    """Add the position in the run to errors, as a note unless it is a `RunError`, and show it as a span."""
     try:
         with span(where):
             yield

@@ -46,8 +46,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `path`, flushed to disk, unless the block raises.
 
-    Raises:
-        FileExistsError: `path` already exists and is not an empty folder.
+    Raises FileExistsError if `path` exists and is not an empty folder.
     """
     path = Path(path).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -87,11 +86,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a temporary folder to disk, then rename it to `path`.
-
-    Raises:
-        FileExistsError: `path` exists and is not an empty folder.
-    """
+    """Flush a temporary folder to disk, then rename it to `path`; raises FileExistsError as `atomic_folder`."""
     for file in (*temporary.rglob("*"), temporary):
         _flush(file)
     try:
@@ -139,11 +134,7 @@ def folder_errors(path: Path, as_what: str) -> Iterator[None]:
 
 
 def make_folder(path: Path, as_what: str) -> None:
-    """Make a folder and its parents.
-
-    Raises:
-        ValueError: the folder cannot be made.
-    """
+    """Make a folder and its parents; raises ValueError."""
     with folder_errors(path, as_what):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -180,10 +171,7 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and object of each line that is not blank, with None for a damaged line.
-
-    A missing file has no lines.
-    """
+    """Yield number and object of each line that is not blank, None for a damaged line; a missing file has no lines."""
     with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -210,11 +198,7 @@ class AppendFile:
         return self._file
 
     def append(self, text: str) -> None:
-        """Hand the text to the kernel, which writes it even if this process is killed.
-
-        Raises:
-            OSError: the text cannot be written; the file is unchanged.
-        """
+        """Hand the text to the kernel, which writes it even if this process is killed; on an OSError undo the part."""
         file = self.open()
         size = os.fstat(file.fileno()).st_size
         rest = memoryview(text.encode("utf-8", errors="backslashreplace"))

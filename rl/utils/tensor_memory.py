@@ -6,7 +6,7 @@ release the memory of its weights and its key-value cache.
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 from torch import Tensor
@@ -24,19 +24,11 @@ def memory_of(tensor: Tensor, *, dtype: str, num_elements: int | None = None) ->
     num_elements = tensor.numel() if num_elements is None else num_elements
     if num_elements == 0:
         return np.empty(0, dtype)
-    return np.asarray(_Memory(tensor, f"<{dtype}", num_elements))
-
-
-class _Memory:
-    """Array interface (version 3) of a tensor; NumPy holds a reference to it for the array's lifetime."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Tensor, typestr: str, num_elements: int) -> None:
-        self.tensor = tensor
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": (num_elements,),
-            "typestr": typestr,
-            "data": (tensor.data_ptr(), False),
-        }
+    interface = {
+        "version": 3,
+        "shape": (num_elements,),
+        "typestr": f"<{dtype}",
+        "data": (tensor.data_ptr(), False),
+    }
+    # NumPy holds a reference to this object, and so to the tensor, for the array's lifetime.
+    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))

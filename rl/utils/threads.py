@@ -44,12 +44,9 @@ class OverdueError(RunError, TimeoutError):
 
 
 async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
-    """Run a function in a daemon thread and return its result.
+    """Run a function in a daemon thread and return its result; raises OverdueError after `limit_s`.
 
     `asyncio.to_thread` would wait for the thread when the process ends.
-
-    Raises:
-        OverdueError: the function is still running after `limit_s`.
     """
     thread = WorkerThread(name)
     limit = asyncio.timeout(limit_s)
@@ -116,11 +113,7 @@ class BackgroundWriter:
         self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
 
     async def finish(self) -> None:
-        """Wait for the write that is under way, and raise its error once.
-
-        Raises:
-            OverdueError: the disk hangs.
-        """
+        """Wait for the write that is under way, and raise its error once; OverdueError if the disk hangs."""
         if (writing := self._writing) is not None:
             try:
                 await asyncio.shield(writing)

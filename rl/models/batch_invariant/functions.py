@@ -1,7 +1,4 @@
-"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads.
-
-Shape legend: as in `kernels.py`.
-"""
+"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads; shapes as in `kernels.py`."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
 
 
 def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.device) -> None:
-    """Replace kernels in place if the spec asks for it; parameters stay.
-
-    Only the trainer's core attention is replaced.
-    """
+    """Replace kernels in place if the spec asks for it; of core attentions only the trainer's."""
     if not spec.batch_invariant:
         return
     on_cpu = device.type == "cpu"

@@ -32,12 +32,7 @@ Layer = Callable[[Tensor], Tensor]
 def check_machine(
     config: Decoder.Config, *, dtype: torch.dtype, max_rows: int, tensor_parallel_degree: int = 1
 ) -> None:
-    """Test a model's layers at different numbers of rows, with the calling thread's number of threads.
-
-    Args:
-        dtype: dtype of the forward.
-        max_rows: largest number of tokens of a forward.
-        tensor_parallel_degree: number of ranks that share a layer.
+    """Test a model's layers with up to `max_rows` rows, with the calling thread's number of threads.
 
     Raises:
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
@@ -102,11 +97,7 @@ def check_rows(
     counts: Iterable[int],
     tile: int = ROW_MULTIPLE,
 ) -> None:
-    """Compare rows in batches of different sizes with the same rows in tiles on one thread.
-
-    Raises:
-        ValueError: naming the layer, the dtype, the machine and the numbers of rows that differ.
-    """
+    """Compare rows in batches of different sizes with the same rows in tiles on one thread; raise ValueError."""
     counts = list(counts)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(max(counts), width, generator=generator).to(dtype)
