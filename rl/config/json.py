@@ -34,11 +34,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
-    """Return a copy of `config` with the values of `to_dict`, which must have exactly its fields.
-
-    Raises:
-        ConfigError: names all unknown and missing keys, and all values of a wrong type.
-    """
+    """Return a copy of `config` with the values of `to_dict`; raises ConfigError with all wrong keys and values."""
     changes: dict[str, Any] = {}
     problems: list[str] = []
     _collect(config, values, prefix="", changes=changes, problems=problems)
@@ -55,11 +51,7 @@ def write_json(run: ResolvedRun, path: Path) -> None:
 
 
 def read_json(path: Path) -> ResolvedRun:
-    """Return the run of a `config.json`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a config.json, or does not fit its registry function.
-    """
+    """Return the run of a `config.json`; raises ConfigError if the file does not fit its registry function."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:

@@ -137,12 +137,10 @@ class World:
 
 
 def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
-    """Join the other ranks and return whether this call created a group.
-
-    An existing group is used as it is. A single process creates none unless `always` is set.
+    """Join the other ranks and return whether this call created a group; a single process does so only if `always`.
 
     Raises:
-        ValueError: if the existing group has another size.
+        ValueError: if there is a group of another size.
         TimeoutError: if not all ranks appear within `init_timeout_s`.
     """
     if device.type == "cuda":

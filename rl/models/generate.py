@@ -38,13 +38,8 @@ def generate(
     """Return `sampling.num_samples` completions of each prompt ([M] int token ids), in order.
 
     With a seed, a prompt's completions depend only on the seed and the prompt, not on the rest of the call, up to
-    the rounding of the kernels. A completion that fills the model's context ends as "length".
-
-    Args:
-        max_sequences: largest number of completions decoded at once; bounds the cache.
-
-    Raises:
-        ValueError: if a prompt is empty or fills the context, or a setting is out of range.
+    the rounding of the kernels. A completion that fills the model's context ends as "length". At most `max_sequences`
+    completions are decoded at once. Raises ValueError for an empty or too long prompt, or a setting out of range.
     """
     if sampling.stop_texts:
         raise ValueError(

@@ -73,16 +73,10 @@ class HFFolder:
     def check(
         self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None
     ) -> None:
-        """Check that the tensors are exactly those of the model's parameters.
+        """Raise ValueError, naming the first difference, unless the tensors are those of the model's parameters.
 
         The model may be on the meta device or sharded. A folder of a tied model may contain an output head, and
-        any folder may contain the model's persistent buffers.
-
-        Args:
-            names: parameters to check; None for all.
-
-        Raises:
-            ValueError: naming the first tensor that is missing, has another shape, or is unknown.
+        any folder may contain the model's persistent buffers. `names` restricts the check to some parameters.
         """
         needed = {
             hf_name: tuple(tensor.shape)

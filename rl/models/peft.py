@@ -57,14 +57,11 @@ def write_peft_folder(
     alpha: float,
     base_model: str | None,
 ) -> None:
-    """Write a folder that PEFT can open, atomically.
+    """Write a folder that PEFT can open, atomically; raises FileExistsError if the folder exists and is not empty.
 
     Args:
         factors: Hugging Face name of a weight, A and B.
         base_model: folder of the base model's weights.
-
-    Raises:
-        FileExistsError: if the folder exists and is not empty.
     """
     with atomic_folder(folder) as temporary:
         tensors: dict[str, Tensor] = {}
@@ -94,10 +91,7 @@ def write_peft_folder(
 def read_peft_folder(
     folder: str | Path, *, rank: int, alpha: float, widths: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Read A [R, I] and B [O, R] of each Hugging Face weight from a folder that we or PEFT wrote.
-
-    Args:
-        widths: (I, O) of every weight that must have factors.
+    """Read A [R, I] and B [O, R] of each Hugging Face weight, with (I, O) in `widths`, from an adapter's folder.
 
     Raises:
         ValueError: if a file is missing or truncated, the adapter is more than a low-rank product, its rank or

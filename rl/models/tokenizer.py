@@ -119,13 +119,8 @@ def read_tokenizer_json(file: Path) -> Any:
 def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any, tuple[int, ...]]:
     """Return the transformers tokenizer and the tokens that end a reply.
 
-    Those are the tokenizer's end of turn and the ones of generation_config.json.
-
-    Args:
-        vocab_size: number of token ids of the model; None: do not check.
-
-    Raises:
-        ValueError: a file is missing or malformed, or a token id is beyond the model's vocabulary.
+    Those are the tokenizer's end of turn and the ones of generation_config.json. Raises ValueError if a file is missing
+    or malformed, or a token id is beyond the model's vocabulary.
     """
     try:
         tokenizer = load_tokenizer(folder)

@@ -114,9 +114,7 @@ def _span(event: dict[str, Any], role: str, rank: int) -> Span:
 def write_timeline(logs: Path, destination: Path) -> int:
     """Replace `destination` by the timeline of a run, which may still go on; return the number of spans.
 
-    Raises:
-        ValueError: no spans were recorded.
-        OSError: the file cannot be written; an earlier file stays.
+    Raises ValueError if no spans were recorded; after an OSError an earlier file stays.
     """
     spans = read_spans(logs)
     if not spans:

@@ -63,14 +63,10 @@ class RunData:
 
 
 def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
-    """Read a run's folder.
+    """Read a run's folder; raises ValueError if it is missing, or is not a run's.
 
-    Args:
-        tokens_mb: megabytes of rollouts above which the tokens of only every second, third, ... step are
-            kept, to bound memory; texts and rewards are always kept.
-
-    Raises:
-        ValueError: the folder is missing, or is not a run's.
+    Beyond `tokens_mb` megabytes of rollouts the tokens of only every second, third, ... step are kept, to bound memory;
+    texts and rewards are always kept.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -142,11 +142,7 @@ class Checkpointer(Configurable):
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait for the background save, at most `timeout_s`.
-
-        Raises:
-            CheckpointError: the save failed or is still in progress.
-        """
+        """Wait for the background save; raises CheckpointError if it failed, or is in progress after `timeout_s`."""
         if self._pending is None:
             return
         path, done = self._pending

@@ -150,11 +150,8 @@ class LoadSource:
 def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
     """Return what the config asks to load, after checking that its files are complete.
 
-    Args:
-        repairs: set damaged checkpoints at the end of `folder` aside and take the one before.
-
-    Raises:
-        ValueError: something is missing or damaged, or the run could not save into `folder` later.
+    With `repairs`, damaged checkpoints at the end of `folder` are set aside and the one before is taken. Raises
+    ValueError if something is missing or damaged, or the run could not save into `folder` later.
     """
     if not config.enable:
         return None

@@ -34,10 +34,9 @@ METRIC = "metric "
 
 
 class GradientAccumulator:
-    """The gradient between two optimizer steps.
+    """The gradient between two optimizer steps; every rank makes the same calls with the same samples.
 
-    Every rank makes the same calls with the same samples. A call that fails after it has started drops the whole
-    accumulated gradient; a call that is refused changes nothing.
+    A call that fails after it has started drops the whole gradient; a call that is refused changes nothing.
     """
 
     def __init__(

@@ -87,11 +87,7 @@ class TrainedModels:
         device: torch.device | str | None = None,
         world: World | None = None,
     ) -> None:
-        """Join the other ranks; `config` is that of every model, except for its converters.
-
-        Raises:
-            ValueError: the config is invalid, or does not fit the model or the number of ranks.
-        """
+        """Join the other ranks, or raise ValueError; `config` is that of every model, except for its converters."""
         self.config = config
         self.spec = spec
         self._world = World.from_env() if world is None else world

@@ -59,10 +59,7 @@ TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Policy:
-    """A model that is built on the meta device, converted, sharded, and only then given memory.
-
-    Its parameters hold no values until `load_hf` or `init_weights`.
-    """
+    """A model that is built on the meta device, converted, sharded, and only then given memory, without values yet."""
 
     def __init__(
         self,
@@ -153,10 +150,7 @@ class Policy:
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:
-        """Fill the parameters from a Hugging Face folder; every rank reads and slices without communication.
-
-        Raises ValueError if a tensor is missing or unknown, or the folder is of another architecture or size.
-        """
+        """Fill the parameters from a Hugging Face folder that fits, each rank its part, without communication."""
         spec = self.spec
         config = spec.adapter.config_from_hf(folder.config)
         if config != spec.model:
@@ -231,10 +225,7 @@ class Policy:
         return self.converters.plain_tensors(self.parameters)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        """Return this rank's micro-batches; all ranks get the same number.
-
-        Raises ValueError if a sample does not fit (`rl.rollouts.packing.pack`), or a target is not in the vocabulary.
-        """
+        """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample that does not fit."""
         _check_targets(samples, vocab_size=self.spec.model.vocab_size)
         tp = 1 if self.mesh is None else self.mesh[TP].size()
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
