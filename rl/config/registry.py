@@ -38,7 +38,7 @@ class ResolvedRun:
 
 
 def resolve(module: str, function: str) -> ResolvedRun:
-    """Call a registry function and return its config; raises ConfigError with the valid names if there is none."""
+    """Call a registry function and return its config; raises ConfigError, which lists the valid names."""
     functions = registry_functions(load_module(module))
     if function not in functions:
         names = ", ".join(functions) or "none"

@@ -44,7 +44,7 @@ class ContextParallel:
         return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return start and end of the pieces of a rank (this one), in order; adjacent pieces are joined."""
+        """Return start and end of a rank's pieces (None: this rank), in order; adjacent pieces are joined."""
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
         assert size * 2 * self.num_ranks == num_tokens, "the packed tokens do not divide into equal pieces"

@@ -123,7 +123,7 @@ class ParallelismConfig:
             )
 
     def degrees(self, world_size: int) -> Degrees:
-        """Return the sizes of all axes for a number of processes; raise ValueError if they do not multiply to it."""
+        """Return the sizes of all axes for a number of processes; raise ValueError if the degrees do not fit."""
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
         if shard == -1:

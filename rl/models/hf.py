@@ -33,7 +33,7 @@ _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 
 
 class HFFolder:
-    """A folder with complete files, with `tokenizer` also the tokenizer's.
+    """A folder with complete files; with `tokenizer`, those of the tokenizer too.
 
     Raises:
         ValueError: naming the folder, file or tensor that is missing, or the file that is truncated.

@@ -27,7 +27,7 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class LoRA(ModelConverter):
-    """Converter that freezes the model and adds adapters; without dropout, so that the trained policy samples."""
+    """Converter that freezes the model and adds adapters, without dropout: the policy that is trained also samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):

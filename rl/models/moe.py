@@ -211,7 +211,7 @@ def _sum_over_ranks(
 
 
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Multiply each run of rows, which ends at the group's `ends_N` (int64, the last one S), by its weight, [S, F].
+    """Multiply each group's rows, up to its end in `ends_N` (int64, the last one S), by its weight, [S, F].
 
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
     """

@@ -77,7 +77,7 @@ class Checkpointer(Configurable):
         reference: ReferencePolicy | None = None,
         assets: str | None = None,
     ) -> None:
-        """A checkpoint records the tokenizer in `assets`, if there is one."""
+        """`assets` is the folder of the tokenizer, which checkpoints record; None without one."""
         self.config = config
         self.policy = policy
         self.optimizer = optimizer

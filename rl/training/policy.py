@@ -59,7 +59,10 @@ TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Policy:
-    """A model that is built on the meta device, converted, sharded, and only then given memory, without values yet."""
+    """A model, built on the meta device, converted, sharded, and only then given memory.
+
+    Its parameters hold no values until `load_hf` or `init_weights`.
+    """
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Policy:
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:
-        """Fill the parameters from a Hugging Face folder that fits, each rank its part, without communication."""
+        """Fill each rank's parameters from a Hugging Face folder, without communication; raises ValueError."""
         spec = self.spec
         config = spec.adapter.config_from_hf(folder.config)
         if config != spec.model:

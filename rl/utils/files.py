@@ -198,7 +198,7 @@ class AppendFile:
         return self._file
 
     def append(self, text: str) -> None:
-        """Hand the text to the kernel, which writes it even if this process is killed; on an OSError undo the part."""
+        """Hand the text to the kernel, which keeps it even if this process is killed; an OSError changes nothing."""
         file = self.open()
         size = os.fstat(file.fileno()).st_size
         rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
