@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from losses.types import Loss
 from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
@@ -132,7 +131,7 @@ def trainer_checks(
     yield partial(check_experts, spec.model, balance=config.experts)
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
-    yield partial(check_reference, config.reference, loss=config.loss)
+    yield partial(_check_reference, config)
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:
@@ -155,10 +154,9 @@ def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type
         )
 
 
-def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
-    """Raise ValueError for a KL term without a reference policy."""
-    coef = getattr(loss, "kl_coef", 0.0)
-    if coef and not config.enable:
+def _check_reference(config: TrainingEngine.Config) -> None:
+    coef = getattr(config.loss, "kl_coef", 0.0)
+    if coef and not config.reference.enable:
         raise ValueError(f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True")
 
 

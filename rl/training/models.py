@@ -59,10 +59,6 @@ class InvariantKernels(ModelConverter):
     differently. A sampler in this process runs the adapters unmerged as well, so that both compute the same bits.
     """
 
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(ModelConverter.Config):
-        pass
-
     token_multiple = ROW_MULTIPLE
 
     def convert(self, model: nn.Module) -> None:
