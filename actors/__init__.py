@@ -1,1 +1,1 @@
-import rl.weights.monarch_env  # noqa: F401  (before any module here loads Monarch)
+import rl.weights  # noqa: F401  (sets Monarch's environment before any module here loads it)

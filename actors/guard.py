@@ -1,26 +1,37 @@
-"""Process that cleans up once the controller has ended, however it ended: `python -m actors.guard NAME RUN`.
+"""Guards, and a folder for temporary files: nothing of a run outlives its controller, however it ends.
 
-Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed. The controller
-writes to the guard's stdin what has to be called then. When the controller ends, stdin closes, and the guard
-kills what is left of the run on this machine and makes that call. Monarch is imported only then.
+Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed. For each of them a
+guard process (`python -m actors.guard NAME RUN`) waits: the controller writes to its stdin what has to be called
+then. When the controller ends, stdin closes, and the guard kills what is left of the run on this machine and makes
+that call. Monarch is imported only then.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from actors import processes
 from actors.processes import RUN_VARIABLE, carrying_environment, import_path
 from rl.utils.processes import is_alive, kill
 
 END_LIMIT_S = 120
+PREFIX = "relay-tmp-"
+MAX_PATH = 45
+"""Characters of the temporary folder's path: the sockets in it are limited to 107 characters."""
+GUARD_NAME = "temporary-files"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Guard:
@@ -44,6 +55,42 @@ class Guard:
         """End the guard: the controller has cleaned up itself."""
         self._process.kill()
         self._process.communicate()
+
+
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Point TMPDIR at a guarded folder, for this process and the processes it starts.
+
+    Monarch, vLLM and multiprocessing keep sockets there. The folder is made in the current TMPDIR, or in /tmp if that
+    path is too long for sockets.
+    """
+    # Compiled kernels are for later runs too: their cache is not in the folder.
+    cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    folder, _ = _guarded_folder()
+    settings = {"TMPDIR": folder, INDUCTOR_CACHE: os.environ.get(INDUCTOR_CACHE, cache)}
+    before, python_before = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
+    os.environ.update(settings)
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = python_before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@functools.cache
+def _guarded_folder() -> tuple[str, Guard]:
+    """Make this process's folder: one for all its runs, as Monarch's client keeps its sockets from run to run."""
+    # The cache also keeps the guard: its pipe must stay open until this process ends.
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent / f"{PREFIX}12345678")) > MAX_PATH:
+        parent = Path("/tmp")
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    return folder, Guard(functools.partial(shutil.rmtree, folder, ignore_errors=True), name=GUARD_NAME)
 
 
 def main(run: str) -> None:

@@ -1,4 +1,4 @@
-"""Hosts of a run, taken from Monarch's jobs.
+"""Hosts of a run, taken from Monarch's jobs: simulated ones, one SLURM job, or Kubernetes (`actors.kubernetes_job`).
 
 hosts = Hosts(launch, placements)
 await hosts.start()
@@ -13,16 +13,18 @@ import asyncio
 import importlib
 import logging
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from monarch.actor import HostMesh
 from monarch.config import configure
-from monarch.job import ProcessJob
+from monarch.job import ProcessJob, SlurmJob
 
 from actors.calls import ActorCallError
 from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
@@ -158,7 +160,7 @@ class Hosts:
             raise ActorCallError(f"no hosts from {asked.name}: {type(error).__name__}: {error}") from error
         self._failed -= set(groups)
         for group in groups:
-            name = _jobs(launch).mesh_name(launch, group) if launch.on_cluster else group
+            name = _kubernetes().mesh_name(launch, group) if launch.hosts == "kubernetes" else group
             self.meshes[group] = getattr(found_hosts, name)
 
 
@@ -173,18 +175,45 @@ async def _applied(job: Any) -> None:
 
 
 def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, int]) -> Any:
-    """Return Monarch's job for these groups of hosts; it is not yet applied."""
+    """Return Monarch's job for these groups of hosts; it is not yet applied.
+
+    A job of a cluster changes how this process talks to actors (TCP), so make it before anything else of Monarch.
+    """
     if launch.hosts == "process":
         return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
-    return _jobs(launch).make_job(launch, groups, gpus_of=gpus_of_groups(launch, placements))
+    gpus_of = {group: placements.gpus_of(group) for group in placements.host_groups()}
+    if launch.gpus_per_host is not None:
+        gpus_of = {group: launch.gpus_per_host if num else 0 for group, num in gpus_of.items()}
+    if launch.hosts == "kubernetes":
+        return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
+    slurm = launch.slurm
+    return SlurmJob(
+        dict(groups),
+        python_exe=launch.python or sys.executable,
+        slurm_args=slurm.sbatch_args,
+        monarch_port=slurm.port,
+        job_name=launch.job_name,
+        time_limit=slurm.time_limit,
+        partition=slurm.partition,
+        log_dir=str(Path(slurm.log_folder).expanduser().absolute()),
+        exclusive=slurm.exclusive,
+        gpus_per_node=max(gpus_of.values()) or None,
+        cpus_per_task=slurm.cpus_per_host,
+        mem=slurm.memory_per_host,
+        job_start_timeout=max(1, round(launch.start_timeout_s)),
+        account=slurm.account,
+        qos=slurm.qos,
+    )
 
 
-def gpus_of_groups(launch: LaunchConfig, placements: Placements) -> dict[str, int]:
-    """Return the devices to ask for on each host of a group."""
-    needed = {group: placements.gpus_of(group) for group in placements.host_groups()}
-    if launch.gpus_per_host is None:
-        return needed
-    return {group: launch.gpus_per_host if num else 0 for group, num in needed.items()}
+def _kubernetes() -> ModuleType:
+    """Return `actors.kubernetes_job`, whose package may be missing."""
+    try:
+        return importlib.import_module("actors.kubernetes_job")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"launch.hosts='kubernetes' needs the package {error.name}: pip install 'relay-rl[kubernetes]'"
+        ) from error
 
 
 def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
@@ -204,14 +233,3 @@ def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
             f"launch.controller_address=None: this host's name {hostname!r} resolves to {address}, where hosts "
             f"of {launch.hosts} cannot reach it: give the address at which they can"
         )
-
-
-def _jobs(launch: LaunchConfig) -> ModuleType:
-    """Return `actors.jobs.slurm` or `actors.jobs.kubernetes`, whose package may be missing."""
-    try:
-        return importlib.import_module(f"actors.jobs.{launch.hosts}")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"launch.hosts={launch.hosts!r} needs the package {error.name}: "
-            f"pip install 'relay-rl[{launch.hosts}]'"
-        ) from error

@@ -20,7 +20,7 @@ from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
 from rl.utils.processes import ProcessId, without_collections
-from rl.weights.monarch_env import SETTINGS
+from rl.weights import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def process_env(at: Placement) -> dict[str, str]:
         "OMP_NUM_THREADS": str(at.threads),
         "PYTHONPATH": import_path(),
     }
-    # `rl.weights.monarch_env` has set these in this process only; other hosts lack them.
+    # `rl.weights` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}
     if at.gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, at.gpus))

@@ -22,13 +22,13 @@ from functools import partial
 from actors.backend import GeneratorClient, RewardClient, TrainerClient
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, RunConfig, Strategy
+from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.limits import run_limits
 from actors.members import LogSettings, record_process
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
 from actors.router import Router
-from actors.temporary_files import temporary_files
 from actors.training import load_start
 from rl.config.json import changed_fields, to_dict, write_json
 from rl.config.registry import ResolvedRun

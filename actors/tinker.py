@@ -24,12 +24,12 @@ from actors.checks import named_as_options
 from actors.cluster import Cluster, num_gpus, trains_on_gpu
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
+from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.placement import place_actors
 from actors.reward import RewardActor
 from actors.run import make_router
-from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.models.generate import PromptLogprobs

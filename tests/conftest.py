@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-import rl.weights.monarch_env  # noqa: F401  (before any test module loads Monarch)
+import rl.weights  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
 from tests.support.sharing import pytest_xdist_make_scheduler
 

@@ -12,7 +12,7 @@ from actors import launch, members, processes
 from actors.calls import ActorTimeoutError
 from actors.placement import Placement
 from rl.utils.processes import identify
-from rl.weights.monarch_env import SETTINGS
+from rl.weights import SETTINGS
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.runs import start_controller, wait_until_gone

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from actors import processes, temporary_files
+from actors import guard, processes
+from actors.guard import MAX_PATH, PREFIX
 from actors.processes import RUN_VARIABLE, carrying_environment, mapped_shared_memory, remove_unmapped
-from actors.temporary_files import MAX_PATH, PREFIX
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from tests.support.forked import run_in_fork
 
 INSIDE = """
 import json, os, sys, tempfile
-from actors.temporary_files import temporary_files
+from actors.guard import temporary_files
 with temporary_files():
     inside = tempfile.mkdtemp()
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
@@ -45,8 +45,8 @@ def in_run(parent, function):
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
         processes.RUN = uuid.uuid4().hex[:8]
-        temporary_files._guarded_folder.cache_clear()
-        with temporary_files.temporary_files():
+        guard._guarded_folder.cache_clear()
+        with guard.temporary_files():
             return function()
 
     return run_in_fork(run)

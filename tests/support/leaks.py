@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 import psutil
 import pytest
 
+from actors.guard import GUARD_NAME
 from actors.processes import SHARED_MEMORY, mapped_shared_memory
-from actors.temporary_files import GUARD_NAME
 
 MARK = "RELAY_TEST_SESSION"
 GRACE_S = 10.0

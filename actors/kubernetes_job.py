@@ -1,4 +1,7 @@
-"""Hosts from Kubernetes: a MonarchMesh resource a group of hosts, whose pods are the hosts."""
+"""Hosts from Kubernetes: a MonarchMesh resource for each group of hosts, whose pods are the hosts.
+
+A module of its own, since it needs the package `kubernetes`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from monarch._src.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 from actors.compat import quiet_jobs
 from actors.config import KubernetesConfig, LaunchConfig
 from actors.processes import RUN
-from rl.weights.monarch_env import SETTINGS
+from rl.weights import SETTINGS
 
 quiet_jobs()
 
 
 class PodsOfRun(KubernetesJob):
-    """Monarch's job; its pods are told how Monarch is set here, and have the claim with the run's folder."""
+    """Monarch's job, whose pods also get Monarch's settings of this process and the claim with the run's folder."""
 
     def __init__(self, *, config: KubernetesConfig, timeout_s: float) -> None:
         kubeconfig = None if config.kubeconfig is None else KubeConfig.from_path(config.kubeconfig)
@@ -47,10 +50,7 @@ def mesh_name(launch: LaunchConfig, group: str) -> str:
 
 
 def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> PodsOfRun:
-    """Monarch's job for these groups of hosts, `gpus_of` each host of them; nothing is asked for yet.
-
-    It changes how this process talks to actors (TCP), so it is made before anything else of Monarch.
-    """
+    """Return the job of these groups of hosts, with the devices of each host; it is not yet applied."""
     config = launch.kubernetes
     assert config.image is not None, "refused by LaunchConfig"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
