@@ -6,25 +6,28 @@
         await run.trainer.forward_backward(samples)
         await run.trainer.optim_step()
 
-docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run` checks the config and
-makes the run's folder, `started_run` starts the actors.
+docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run`, then `started_run`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from actors.backend import GeneratorClient, RewardClient, TrainerClient
-from actors.cluster import Cluster
+from actors.calls import ActorCallError
+from actors.checks import converted_model
+from actors.cluster import Cluster, num_gpus
 from actors.config import ClusterConfig, RunConfig, Strategy
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
-from actors.limits import run_limits
 from actors.members import LogSettings, record_process
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
@@ -34,6 +37,8 @@ from rl.config.json import changed_fields, to_dict, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields
 from rl.loop.stop_request import StopRequest
+from rl.models.model_cost import model_work
+from rl.models.spec import ModelSpec
 from rl.observability.console import print_line, progress
 from rl.observability.events import Events
 from rl.observability.logs import setup_logging
@@ -90,12 +95,12 @@ class Run(CheckedRun):
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """Check a config, start its actors, load the starting weights, and end everything with the block.
 
-    It works in a script and in a notebook. Nothing is published yet: the first call is a push. A process that
-    dies is replaced as in a controller run; only the loss of the trainer is an error, after which
-    `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
+    Nothing is published yet: the first call is a push. A process that dies is replaced as in a controller run; only
+    the loss of the trainer is an error, after which `run.cluster.restart_trainer(error)` starts a new one with the
+    starting weights.
 
     Raises:
-        ValueError: the config cannot run; nothing was started, and nothing written but the lock of a checkpoint folder.
+        ValueError: the config cannot run, as in `checked_run`.
         RunError: a process did not come up, or ran into an error.
     """
     if Launcher.current is not None:
@@ -110,9 +115,6 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 @contextmanager
 def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRun]:
     """Check a config, then open the folder of a new or resumed run, with its log and its events.
-
-    Args:
-        source: origin of the config, which is written to the folder.
 
     Raises:
         ValueError: the config cannot run; an earlier run of that name is as it was. Nothing was written, except that a
@@ -288,6 +290,58 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
 def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:
     """Return one generator over all generators of the pool."""
     return Router([GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool)
+
+
+async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) -> RunLimits | None:
+    """Let the actors measure the machines of each role in turn; return None if that is disabled or fails.
+
+    A failure is logged, since a run does not need the limits.
+    """
+    if not config.limits.enable:
+        return None
+    trainer, generator, loop = config.trainer, config.generator, config.loop
+    converted, _ = converted_model(config, model_spec=spec, num_gpus=num_gpus())
+    trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
+    itemsize = int(getattr(torch, generator.dtype).itemsize)
+    # On shared devices the trainer measures for both.
+    of_generator = cluster.trainer if config.launch.share_gpus else cluster.pool.members[0]
+    tp = generator.tensor_parallel_degree
+    asked = (
+        (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
+        (of_generator, generator.dtype, sampled.parameters // tp),
+    )
+    found = []
+    try:
+        for group, dtype, number in asked:
+            limits, *_ = await group.call("measure_machine", dtype, number * itemsize)
+            logger.info("%s: %s", group.name, limits)
+            found.append(limits)
+    except ActorCallError as error:
+        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
+        return None
+    num_running = loop.groups_per_batch * loop.group_size * (1 + loop.max_off_policy_steps)
+    on_cluster = config.launch.on_cluster
+    return RunLimits(
+        trainer=found[0],
+        num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
+        generator=found[1],
+        num_generator_ranks=_at_once(generator.num_replicas * tp, generator.num_threads, on_cluster),
+        num_replicas=generator.num_replicas,
+        shares_devices=config.launch.share_gpus,
+        trained=trained,
+        sampled=sampled,
+        itemsize=itemsize,
+        num_samples=loop.group_size,
+        most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
+        waits_for_the_longest=loop.max_off_policy_steps == 0,
+    )
+
+
+def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
+    """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its cores."""
+    if on_cluster or num_gpus():
+        return num_ranks
+    return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))
 
 
 @asynccontextmanager

@@ -8,16 +8,13 @@
     await store.pull(snapshot, state_dict=...)                    # every generator rank, in place
     await store.prune()                                           # controller, after all of them
 
-A version is published under a new key, readable once it is announced, and never overwritten. In shared memory it is
-kept while somebody reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in
-docs/architecture.md.
+A version is readable once it is announced, never overwritten, and kept in shared memory while a process reads it.
+Trainer and generator may be sharded differently. A drawing of the whole way is in docs/architecture.md.
 
     shared memory   processes of one host: written once, read in place
     messages        generators on other hosts, by Monarch's messages
     RDMA            the same, by torchstore's transport where there is hardware
     files           one file of each rank in a folder that all hosts see
-
-Push and pull return checksums of what was sent and of what then was there, for `rl.weights.checksum.check_sums`.
 """
 
 from __future__ import annotations
@@ -58,11 +55,11 @@ from rl.weights.boxes import (
     Read,
     batches,
     lay_out,
+    num_bytes,
     outgoing_parts,
     parts_of,
     plan_reads,
 )
-from rl.weights.files import read_file, write_file
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, key_of, this_host
 from rl.weights.types import (
     VersionExistsError,
@@ -80,7 +77,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What one trainer rank has stored of a version."""
+    """The part of a version that one trainer rank has stored."""
 
     version: int
     rank: int
@@ -88,12 +85,11 @@ class Shard:
     place: SegmentRef | Path | None
     """The shared memory or the file that holds the boxes; None if there are none."""
     sums: tuple[BoxSum, ...]
-    """The checksum of each box."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """An announced version: where its boxes lie."""
+    """An announced version."""
 
     version: int
     shards: tuple[Shard, ...]
@@ -188,21 +184,20 @@ class WeightStore(Configurable):
     ) -> Shard:
         """Store this rank's part of the weights; every rank of the trainer calls it with its own part.
 
-        Floating-point tensors are cast to `dtype`, except the buffers in `buffer_names`. A box that several
-        ranks of a mesh hold is sent by the first. A tensor that is no DTensor counts as equal on all ranks. The
-        tensors must not change before the call returns.
+        `outgoing_parts` says which boxes are sent, and in which dtype. The tensors must not change before the call
+        returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
             SharedMemoryError: there is not enough memory for all versions.
             ValueError: names a tensor whose layout cannot be sent.
-            WeightTimeoutError: names version, number of tensors, rank and what was awaited.
+            WeightTimeoutError: see `_operation`.
         """
         rank = current_torch_rank()
         outgoing = outgoing_parts(
             state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names, rank=rank
         )
-        parts, num_bytes = lay_out(outgoing)
+        parts, size = lay_out(outgoing)
 
         async def copy_to(data: Tensor) -> list[BoxSum]:
             pairs = zip(outgoing, parts, strict=True)
@@ -215,13 +210,13 @@ class WeightStore(Configurable):
         async with self._operation("push", version, len(state_dict)):
             if self._folder is not None:
                 place = self._folder / f"v{version}" / f"rank{rank}.bin"
-                data = np.empty(num_bytes, dtype=np.uint8)
+                data = np.empty(size, dtype=np.uint8)
                 sums = await copy_to(torch.from_numpy(data))
                 await write_file(place, data)
             elif outgoing:
                 num_versions = self.config.keep_versions + 1
                 volume = self._volume(rank)
-                ref: SegmentRef = await volume.reserve.call_one(version, parts, num_bytes, num_versions)
+                ref: SegmentRef = await volume.reserve.call_one(version, parts, size, num_versions)
                 place = ref
                 self._maps.begin_operation()
                 with self._maps.holding(ref, pinned=outgoing[0].local.is_cuda) as memory:
@@ -229,11 +224,7 @@ class WeightStore(Configurable):
         return Shard(version=version, rank=rank, parts=tuple(parts), place=place, sums=tuple(sums))
 
     def announce(self, shards: Sequence[Shard]) -> Snapshot:
-        """Make a version readable, given what every trainer rank has pushed; controller only.
-
-        Raises:
-            VersionExistsError: the version is already announced.
-        """
+        """Make a version readable, given the shards of every trainer rank; controller only."""
         (version,) = {shard.version for shard in shards}
         if version in self._snapshots:
             raise VersionExistsError(f"version {version} is already announced")
@@ -245,11 +236,7 @@ class WeightStore(Configurable):
         return list(self._snapshots)
 
     def snapshot(self, version: int) -> Snapshot:
-        """Return a readable version; controller only.
-
-        Raises:
-            VersionNotFoundError: not announced, or deleted; lists the versions there are.
-        """
+        """Return a readable version, or raise VersionNotFoundError; controller only."""
         if version not in self._snapshots:
             raise VersionNotFoundError(f"version {version} is not in the store; there are {self.versions()}")
         return self._snapshots[version]
@@ -263,7 +250,7 @@ class WeightStore(Configurable):
         Raises:
             VersionNotFoundError: the version was deleted, and its memory is used again.
             WeightMismatchError: a name is missing on one side, a shape differs, or a trainer rank has not pushed.
-            WeightTimeoutError: names version, number of tensors, rank and what was awaited.
+            WeightTimeoutError: see `_operation`.
         """
         version, shards = snapshot.version, snapshot.shards
         reads = plan_reads(version, parts_of(state_dict), [shard.parts for shard in shards])
@@ -276,7 +263,7 @@ class WeightStore(Configurable):
         """Fill the destinations from one shard's boxes, by the fastest way there is."""
         place = shard.place
         if isinstance(place, Path):
-            stored = await read_file(place, [read.stored for read in reads])
+            stored = await _read_file(place, [read.stored for read in reads])
             return await self._receive(reads, map(Read.within, reads, stored))
         assert place is not None, "a shard that is read has boxes"
         if self.config.transport == "auto" and place.host == this_host():
@@ -286,9 +273,9 @@ class WeightStore(Configurable):
             return await self._fetch_by_rdma(shard, reads)
         sums: list[BoxSum] = []
         for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
-            packed, num_bytes = lay_out([read.part for read in batch])
+            packed, size = lay_out([read.part for read in batch])
             wanted = [(read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)]
-            message = await self._volume(shard.rank).read.call_one(shard.version, wanted, num_bytes)
+            message = await self._volume(shard.rank).read.call_one(shard.version, wanted, size)
             flat = torch.from_numpy(message)
             sums += await self._receive(batch, [part.view(flat) for part in packed])
         return sums
@@ -306,7 +293,7 @@ class WeightStore(Configurable):
         return await self._receive(reads, await _gather_all(get(read.part) for read in reads))
 
     async def _receive(self, reads: Sequence[Read], sources: Iterable[Tensor]) -> list[BoxSum]:
-        """Copy boxes to where they were read for; return their checksums."""
+        """Copy boxes to their destinations; return their checksums."""
         pairs = zip(reads, sources, strict=True)
         return await self._copier.run(
             [Copy(part=r.part, source=source, destination=r.part.local) for r, source in pairs]
@@ -364,6 +351,47 @@ class WeightStore(Configurable):
             raise
         except SupervisionError as error:
             raise WeightStoreError(f"{what} failed: lost {awaited}: {error}") from error
+
+
+async def write_file(file: Path, data: np.ndarray) -> None:
+    """Write [bytes] uint8 to a new file.
+
+    Raises:
+        VersionExistsError: the file exists.
+        WeightStoreError: the file was not written.
+    """
+
+    def write() -> None:
+        file.parent.mkdir(exist_ok=True)
+        with file.open("xb") as opened:
+            data.tofile(opened)
+
+    try:
+        await run_aside(write, name="weight-file")
+    except OSError as error:
+        if isinstance(error, FileExistsError) and file.exists():
+            raise VersionExistsError(f"the version is already pushed: {file} exists") from error
+        raise WeightStoreError(f"weights were not written to {file}: {error}") from error
+
+
+async def _read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
+    """Return some of a file's boxes.
+
+    Raises:
+        VersionNotFoundError: the file was deleted.
+        WeightStoreError: the file cannot be read.
+    """
+
+    def load(part: PackedPart) -> Tensor:
+        data = np.fromfile(file, dtype=np.uint8, count=num_bytes(part), offset=part.offset)
+        return torch.from_numpy(data).view(part.dtype).view(part.box.local_shape)
+
+    try:
+        return await run_aside(lambda: [load(part) for part in parts], name="weight-file")
+    except FileNotFoundError as error:
+        raise VersionNotFoundError(f"the version was deleted: there is no {file}") from error
+    except (OSError, RuntimeError) as error:
+        raise WeightStoreError(f"the files of a version cannot be read: {error}") from error
 
 
 def current_torch_rank() -> int:

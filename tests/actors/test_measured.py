@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from actors.calls import ActorCallError
 from actors.config import Timeouts
-from actors.limits import run_limits
+from actors.run import run_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
 

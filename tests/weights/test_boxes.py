@@ -23,8 +23,7 @@ from rl.weights.boxes import (
     plan_reads,
 )
 from rl.weights.checksum import checksum
-from rl.weights.files import write_file
-from rl.weights.store import WeightStore
+from rl.weights.store import WeightStore, write_file
 from rl.weights.types import WeightStoreError
 
 WORLD_SIZE = 4
