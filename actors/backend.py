@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 def _on_engine(
     method: Callable[Concatenate[TrainingEngine, P], ResultT],
 ) -> Callable[Concatenate[TrainerClient, P], Coroutine[Any, Any, ResultT]]:
-    """Return the call of a method of the engine on all ranks, of which rank 0 answers."""
+    """Return the call of a method of the engine on all ranks; rank 0 answers."""
 
     @wraps(method)
     async def on_engine(self: TrainerClient, /, *args: P.args, **options: P.kwargs) -> ResultT:
@@ -55,7 +55,6 @@ class TrainerClient:
     save_adapter = _on_engine(TrainingEngine.save_adapter)
 
     async def finish_saving(self) -> None:
-        """Wait for a checkpoint that is being written in the background."""
         await self.trainer.call("finish_saving")
 
 
@@ -74,7 +73,6 @@ class GeneratorClient:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """See `ResumableGenerator.generate`; `session` makes no difference to a single generator."""
         call_id = uuid.uuid4().hex
         try:
             answers = await self.generator.call(
@@ -106,13 +104,8 @@ class GeneratorClient:
 class RewardClient:
     """A `Rewarder` over the processes of a `RewardActor`: each group goes to the process with the fewest rollouts.
 
-    Calls overlap. The run stops if an answer takes longer than `timeouts.score_s` and the time limits of the reward
-    functions together.
-
-    Args:
-        num_procs: processes of the actor's mesh.
-        longest_s: longest time that the reward functions of a number of rollouts may take in one process
-            (`rl.rollouts.rewards.longest_s`).
+    The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the time limits of the
+    reward functions for a number of rollouts (`rl.rollouts.rewards.longest_s`).
     """
 
     def __init__(

@@ -25,8 +25,7 @@ LOOK_EVERY_S = 0.5
 REPORT_GRACE_S = 3.0
 """Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s."""
 PEER_GRACE_S = 1.0
-"""Time until a process is seen dead whose peers have already lost it: the kernel closes its connections
-first."""
+"""Time until a process is seen dead whose peers have already lost it."""
 TIMEOUT_OF_ENDPOINT = {
     **dict.fromkeys(("setup", "measure_machine", "create_model"), "setup_s"),
     "generate": "generate_s",
@@ -41,10 +40,9 @@ TIMEOUT_OF_ENDPOINT = {
 
 
 class ActorTimeoutError(RunError, TimeoutError):
-    """No answer from an actor within its deadline."""
+    """No answer within a deadline, from an actor of `role` where that is known."""
 
     def __init__(self, message: str, *, role: str = "") -> None:
-        """`role` is the one that gave no answer, if known."""
         super().__init__(message)
         self.role = role
 
@@ -54,10 +52,9 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead, or its actor cannot go on: the group must be restarted."""
+    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: it must be restarted."""
 
     def __init__(self, message: str, *, role: str, ranks: Sequence[int] = ()) -> None:
-        """`ranks` are the ranks known to be lost."""
         super().__init__(message)
         self.role = role
         self.ranks = tuple(ranks)
@@ -74,9 +71,7 @@ class CallGroup(Protocol):
 
     def call(
         self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
-    ) -> Coroutine[Any, Any, list[Any]]:
-        """Call `endpoint` on every rank; see `ActorGroup.call`."""
-        ...
+    ) -> Coroutine[Any, Any, list[Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +84,8 @@ class ActorGroup:
     processes: Mapping[int, ProcessId] = field(default_factory=dict)
     """Processes of this host, by rank."""
     num_ranks: int | None = None
-    """Number of ranks of the whole group, if this is one rank of it."""
     rank: int | None = None
-    """Number of this rank, if this is one rank of a group."""
+    """Set, with the number of ranks of the whole group, if this is one rank of a group."""
 
     def at_rank(self, rank: int) -> ActorGroup:
         """Return the actor of one rank alone; its errors name the rank."""
@@ -197,14 +191,13 @@ def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then its cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def is_caused_by_timeout(error: BaseException) -> bool:
-    """Return whether an error is a timeout or was raised because of one, here or in an actor."""
+    """Return whether a timeout caused an error, here or in an actor."""
     return any(
         isinstance(cause, TimeoutError) or isinstance(getattr(cause, "exception", None), TimeoutError)
         for cause in causes(error)
@@ -223,7 +216,7 @@ def may_hang(role: str, *, after: BaseException) -> bool:
 
 
 def describe_loss(error: SupervisionError) -> str:
-    """Return which rank of a role is dead and why, from Monarch's report."""
+    """Return which rank is dead and why, from Monarch's report."""
     report = str(error)
     # The rank's coordinates on the mesh: {'procs': 1/2}, or {'hosts': 0/2, 'procs': 1/2}.
     place = re.search(r"\{(?:'hosts': (\d+)/(\d+), )?'procs': (\d+)/(\d+)\}", report)

@@ -82,9 +82,7 @@ def check_config(config: RunConfig, *, spec: ModelSpec, machine: Machine, resume
 def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False) -> Faults:
     """Return what is wrong with degrees, lengths, devices and settings that depend on each other.
 
-    Args:
-        num_gpus: GPUs of this machine.
-        resumes: the run replaces the results of its earlier end.
+    `num_gpus` are on this machine. With `resumes` the run replaces the results of its earlier end.
     """
     trainer, loop, faults = config.trainer, config.loop, Faults()
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
@@ -111,7 +109,6 @@ def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes:
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
-    """Yield an error for each pair of settings that contradict each other."""
     trainer, generator, loop, timeouts = config.trainer, config.generator, config.loop, config.timeouts
     max_model_len, training = generator.max_model_len, trainer.training
     if loop.sampling.max_tokens >= max_model_len:
@@ -231,12 +228,8 @@ def named_as_options(name: str, config: Configurable.Config) -> Iterator[None]:
 def converted_model(
     fleet: ClusterConfig, *, model_spec: ModelSpec, num_gpus: int
 ) -> tuple[nn.Module, ModelConverters]:
-    """Return the trainer's model on the meta device, and the converters that changed it.
-
-    Raises:
-        ValueError: names the converter by its number, and the field.
-    """
-    # A GPU is asked by its own process: this one is to hold nothing on it.
+    """Return the trainer's model on the meta device and its converters; a ValueError names converter and field."""
+    # Only the trainer's own processes may hold memory on a GPU.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
     with named_as_options("trainer", fleet.trainer):
         degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
@@ -250,7 +243,6 @@ def converted_model(
 
 
 def has_lora(fleet: ClusterConfig) -> bool:
-    """Return whether the trainer trains adapters."""
     return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
 
 

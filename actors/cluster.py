@@ -83,8 +83,7 @@ class Cluster:
         Args:
             launcher: starts the processes; nothing was started by it yet.
             hf_assets_path: folder that trainer and generators are set up from.
-            parity: text of the logprob parity.
-            drains: a pull first waits for running completions.
+            parity, drains: see `GeneratorPool`.
             rubric: needed if there are reward processes.
             trainer_arguments: arguments of the trainer actor besides its config and the store.
             events: records losses and replacements of actors.
@@ -151,11 +150,7 @@ class Cluster:
                 logger.warning("not a clean end, its processes are killed: %s", problem)
 
     async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
-        """Run `training`, and end it also if the trainer dies while no call to it is made.
-
-        Raises:
-            ActorLostError: the trainer is dead.
-        """
+        """Run `training`; raise ActorLostError also if the trainer dies while no call to it is made."""
         running = asyncio.ensure_future(training)
         try:
             await self.trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
@@ -167,8 +162,8 @@ class Cluster:
     async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
         """Replace a lost trainer by a new one with the starting weights; the caller loads a checkpoint.
 
-        All pushed versions are gone, and the generators drop their requests; they stay, and serve nothing
-        until the next version. The training that `error` ended must have ended.
+        All pushed versions are gone; the generators drop their requests and serve nothing until the next version. The
+        training that `error` ended must have ended.
 
         Args:
             at_least: number of times the trainer was lost without any progress.
@@ -259,7 +254,7 @@ class Cluster:
         return group
 
     async def _set_up_in_turns(self, trainer: ActorGroup, generators: Sequence[ActorGroup]) -> None:
-        """Set up trainer and generators that share devices, each while the others hold no memory."""
+        """Set up trainer and generators that share devices, one after the other."""
         await trainer.call("setup", self._hf_assets_path)
         await trainer.call("sleep")
         await asyncio.gather(*(group.call("setup", self._hf_assets_path) for group in generators))
@@ -277,7 +272,6 @@ class Cluster:
         return role
 
     def _group(self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any) -> ActorGroup:
-        """Spawn the actors of a role in its processes."""
         actors = role.mesh.spawn(at.role, config.owner, config=config, **arguments)
         return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local)
 
@@ -290,12 +284,11 @@ class Cluster:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def trains_on_gpu(launch_config: LaunchConfig, *, num_gpus: int) -> bool:
-    """Return whether the trainer's hosts have GPUs; `num_gpus` is the number on this machine."""
+    """Return whether the trainer's hosts have GPUs; `num_gpus` are on this machine."""
     return launch_config.gpus_per_host != 0 if launch_config.on_cluster else num_gpus > 0

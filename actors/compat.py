@@ -10,19 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import monarch.actor
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import MeshFailure
 
-__all__ = [
-    "SupervisionError",
-    "prepare_client_gateway",
-    "quiet_client_start",
-    "quiet_jobs",
-    "run_actor_process",
-    "settle_monarch",
-    "simulated_host_pids",
-]
-# SupervisionError is what a call to a dead process raises; no public module exports it.
+# A call to a dead process raises it; no public module exports it.
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
+from monarch.actor import MeshFailure
 
 
 def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:

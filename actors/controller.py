@@ -1,7 +1,4 @@
-"""Controller: runs a config from its check to its learning curve.
-
-It drives an ordinary Python loop in this process; the actors do the work in theirs.
-"""
+"""Controller: runs a config from its check to its learning curve, in this process; the actors work in theirs."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 class Controller(Configurable):
-    """One run, from its config to its learning curve."""
-
     Config: TypeAlias = RunConfig
 
     def __init__(self, *, config: RunConfig, run: ResolvedRun) -> None:
@@ -43,11 +38,10 @@ class Controller(Configurable):
         self.source = run
 
     def run(self) -> Path:
-        """Run to the end and return the run's folder; with `launch.dry_run`, the folder it would be in.
+        """Run to the end and return the run's folder; with `launch.dry_run`, the parent of the folder.
 
         Raises:
-            ValueError: the config cannot run; nothing was started or written, and an earlier run
-                of that name is as it was.
+            ValueError: the config cannot run; nothing was started (`checked_run`).
             RunError: the run stopped.
         """
         config = self.config

@@ -30,7 +30,6 @@ class DeviceLock:
     """Owner of the shared devices; at first the trainer holds them and the generators sleep."""
 
     def __init__(self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], pull: Pull) -> None:
-        """`pull` lets generators pull a version again."""
         self._groups: dict[Side, Sequence[ActorGroup]] = {"trainer": [trainer], "generators": generators}
         self._pull = pull
         self._holder: Side = "trainer"

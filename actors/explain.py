@@ -1,9 +1,8 @@
-"""Explain a run without starting it: `python -m rl.simple_grpo_sum_digits --explain`.
+"""Explain a run without starting or writing anything: `python -m rl.simple_grpo_sum_digits --explain`.
 
-Nothing is started and nothing is written. The explanation is one dict of sections, printed as JSON or as YAML; sizes
-are in GB of 10^9 bytes. Refusals come from the run's own checks: all of them, not only the first. A field without
-effect is declared beside the field (`rl.config.configurable`), or here where fields of different components decide
-together.
+The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes. Refusals come from
+the run's own checks: all of them, not only the first. A field without effect is declared beside the field
+(`rl.config.configurable`), or here where fields of different components decide together.
 """
 
 from __future__ import annotations
@@ -207,7 +206,6 @@ def staleness(loop: LoopConfig) -> dict[str, int]:
 
 
 def _layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
-    """Return hosts, processes and devices of each role, and the trainer's mesh."""
     places = place_actors(config, num_gpus=num_gpus)
     mesh = {axis: size for axis, size in asdict(_degrees(config)).items() if size > 1}
     return {place.role: asdict(place) for place in places.all} | {"trainer_mesh": mesh}
@@ -260,18 +258,14 @@ def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
 
 
 def _gb(num_bytes: int) -> float:
-    """Return bytes in GB, with three digits."""
+    """Return GB, with three digits."""
     return float(f"{num_bytes / 1e9:.3g}")
 
 
 def ineffective(
     config: RunConfig, *, spec: ModelSpec, on_gpu: bool, changed: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the options without effect, those set in vain apart from the others, in the order of the config.
-
-    Args:
-        changed: paths of the fields that differ from the registry function.
-    """
+    """Return the options without effect in the order of the config, those that are set (`changed`) first."""
     entries = {entry.path: entry for entry in walk(config)}
     idle = {*idle_options(config), *idle_beside_others(config, spec=spec, on_gpu=on_gpu)}
     listed = [path for path in entries if path in idle and not _is_below(path, idle - {path})]
@@ -284,7 +278,6 @@ def ineffective(
 
 
 def _is_below(path: str, components: Collection[str]) -> bool:
-    """Return whether a path is one of the components or a field of one."""
     return any(f"{path}.".startswith(f"{component}.") for component in components)
 
 

@@ -44,8 +44,6 @@ class VLLMGenerator(Actor, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorConfig):
-        """Settings of the engine, and the number of engines."""
-
         num_replicas: int = 1
         """Number of generators, each with its own processes, devices and copy of the weights."""
 
@@ -54,7 +52,6 @@ class VLLMGenerator(Actor, Configurable):
             check_bounds(self, "num_replicas", at_least=1)
 
     def __init__(self, *, config: Config, model_spec: ModelSpec, store: WeightStore) -> None:
-        """`model_spec` gives the model's family; the sizes come from the served folder."""
         use_threads(1)  # The engine computes in another thread.
         self.config = config
         self.model_spec = model_spec
@@ -139,7 +136,6 @@ class VLLMGenerator(Actor, Configurable):
     @endpoint
     @span("close")
     async def close(self) -> None:
-        """End the engine; waiting calls fail. Idempotent."""
         if self.engine is not None:
             await self.engine.close()
 
@@ -154,6 +150,6 @@ class VLLMGenerator(Actor, Configurable):
 
 
 def generator_env(config: VLLMGenerator.Config) -> dict[str, str]:
-    """Return the environment of the generator's processes, which vllm reads when it is imported."""
+    """Return the environment variables that vllm reads when it is imported."""
     # vLLM runs on OMP_NUM_THREADS threads, or one where it is unset.
     return ENVIRONMENT | {"OMP_NUM_THREADS": str(config.num_threads)}

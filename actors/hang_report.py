@@ -1,7 +1,6 @@
 """Report of what a run's processes are doing when it ends because a call has timed out.
 
-Each process records its open spans in logs/state (`rl.observability.spans`) and writes its stacks on request.
-A few lines of each process go into the error's message, everything into logs/stacks-<n>.txt.
+A few lines of each process go into the error's message, all open spans and stacks into logs/stacks-<n>.txt.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ MAX_REPORTED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessReport:
-    """Open spans and stacks of one process, as text."""
-
     role: str
     name: str
     spans: str
@@ -44,7 +41,7 @@ class ProcessReport:
 async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> None:
     """Write the stacks of all processes of these roles if a timeout ends the run, and name the file in the error.
 
-    The error's message gets the busy stacks of the role that gave no answer; of all roles if that is not known.
+    The error's message gets the busy stacks of the role that gave no answer, or of all roles.
     """
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped one.

@@ -100,15 +100,10 @@ class Hosts:
             await self._ask_for(groups, self.launch)
 
     def start_failed(self, group: str) -> None:
-        """Take the hosts of a group for lost."""
         self._failed.add(group)
 
     async def renew_lost(self, group: str) -> None:
-        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end with their job.
-
-        Raises:
-            ActorCallError: no hosts are available; carries the scheduler's message.
-        """
+        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end with their job."""
         async with self._renewing:  # another role on the same hosts may be lost as well
             processes = self.processes.get(group, ())
             if group not in self._failed and all(map(is_alive, processes)):
@@ -123,7 +118,6 @@ class Hosts:
             await self._ask_for({group: self._placements.host_groups()[group]}, named)
 
     async def end(self) -> None:
-        """End every job; idempotent."""
         jobs = set(self._jobs.values())
         self._jobs.clear()
         for job in jobs:
@@ -217,11 +211,7 @@ def _kubernetes() -> ModuleType:
 
 
 def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
-    """Check that a cluster's hosts can reach this one by its name.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Raise ValueError, naming the field, unless a cluster's hosts can reach this one by its name."""
     if not launch.on_cluster or launch.controller_address is not None:
         return
     try:

@@ -88,11 +88,7 @@ class Launcher:
         self._num_stopping = 0
 
     async def start_hosts(self, config: LaunchConfig, placements: Placements) -> None:
-        """Start the hosts of a run; call it before `spawn_role`.
-
-        Raises:
-            ActorCallError: no hosts are available; carries the scheduler's message.
-        """
+        """Start the hosts of a run (`Hosts.start`); call it before `spawn_role`."""
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
 
@@ -107,8 +103,7 @@ class Launcher:
             logs: destination of the processes' log records, states and spans.
 
         Raises:
-            ActorTimeoutError: names the role and the number of processes.
-            ActorCallError: a process did not come up; names the role.
+            ActorTimeoutError, ActorCallError: a process did not come up; names the role.
         """
         command = default_bootstrap_cmd().with_env(process_env(at) | dict(env or {}))
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
@@ -189,7 +184,7 @@ class Launcher:
         """Stop every role that is left at once, then the hosts and every stray process of this run.
 
         Strays are children of a process that died earlier, or of a role that never came up. Background tasks
-        end first, as they would restart what is stopped here.
+        end first, as they would restart roles.
         """
         try:
             await self.end_background(timeout_s=STOP_TIMEOUT_S)
@@ -219,7 +214,6 @@ class Launcher:
             logger.warning("%s failed: %s", task.get_name(), error)
 
     async def end_background(self, *, timeout_s: float) -> None:
-        """Cancel all background tasks and wait until they have ended."""
         while tasks := set(self._background):  # a task that ends may have started another one
             for task in tasks:
                 task.cancel()
@@ -242,14 +236,12 @@ async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
 
 
 async def setup_process_group_env(role: RoleProcesses) -> None:
-    """Give every process of the role what `torch.distributed.init_process_group` reads.
+    """Give every process of the role the variables that `torch.distributed.init_process_group` reads.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the loopback
-    address when all are on one host, else that of rank 0's host; the port is free there.
+    MASTER_ADDR is the loopback address when all are on one host, else that of rank 0's host; the port is free there.
 
     Raises:
-        ActorTimeoutError: names the role.
-        ActorCallError: a process of the role is dead; names the role.
+        ActorTimeoutError, ActorCallError: a process of the role is silent or dead; names the role.
     """
     first = role.members.slice(**dict.fromkeys(role.members.sizes, 0))
     async with deadline(SPAWN_TIMEOUT_S, f"setting the process group of role {role.name!r}"):

@@ -31,7 +31,7 @@ HOOK_VARIABLE = "RELAY_HOOK"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
-    """Log records and spans of the actors."""
+    """Settings of the actors' log records and spans."""
 
     folder: Path
     console_level: str
@@ -91,8 +91,6 @@ class Member(Actor):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RoleProcesses:
-    """The processes of one role."""
-
     name: str
     mesh: ProcMesh
     members: Any
@@ -111,7 +109,7 @@ class RoleProcesses:
 
 
 def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> list[dict[str, str]]:
-    """Return, for each rank, the variables of `torch.distributed.init_process_group`; `hostnames` by rank."""
+    """Return, for each rank, the variables of `torch.distributed.init_process_group`."""
     return [
         {
             "RANK": str(rank),
@@ -136,7 +134,7 @@ def import_torch() -> None:
 
 
 def process_env(at: Placement) -> dict[str, str]:
-    """Return the variables that a role's processes get on top of their host's environment."""
+    """Return the variables of a role's processes on top of their host's environment."""
     env = {
         "RELAY_ROLE": at.role,
         RUN_VARIABLE: RUN,

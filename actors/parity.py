@@ -30,8 +30,6 @@ class LogprobParityError(WeightStoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityText:
-    """A fixed text and the largest accepted difference of its logprobs."""
-
     token_ids: np.ndarray
     """[T] int32."""
     max_diff: float
@@ -39,7 +37,6 @@ class ParityText:
 
     @property
     def sample(self) -> TrainingSample:
-        """The text as the trainer takes it."""
         return demonstration_sample(self.token_ids[:1], self.token_ids[1:])
 
     def check(self, *, policy_version: int, expected_T: np.ndarray, found: Mapping[str, np.ndarray]) -> float:

@@ -11,8 +11,6 @@ TRAINER, REWARD = "trainer", "reward"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Hosts, processes and devices of one role."""
-
     role: str
     """Name of the mesh, and `RELAY_ROLE` in the environment of the processes."""
     num_procs: int
@@ -41,12 +39,10 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
-    """Placement of all roles of a run."""
-
     trainer: Placement
     generators: tuple[Placement, ...]
     reward: Placement | None
-    """Placement of the reward processes; None in a run without them."""
+    """None in a run without reward processes."""
 
     @property
     def all(self) -> tuple[Placement, ...]:
@@ -63,10 +59,7 @@ class Placements:
 
 
 def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
-    """Return the placement of every role.
-
-    Args:
-        num_gpus: devices of this machine; those of slurm's and kubernetes' hosts are in `config.launch`.
+    """Return the placement of every role; `num_gpus` are on this machine.
 
     Raises:
         ValueError: names the fields that do not fit together, what is needed and what there is.

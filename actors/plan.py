@@ -53,17 +53,15 @@ class Plan:
     """Text of the logprob comparison."""
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
-        """Files and folders that the run reads, by the field that they come from."""
+        """Return the files and folders that the run reads, by the field that they come from."""
         return {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     """Check all that can be checked without starting or writing anything.
 
-    Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
-
-    Args:
-        resumes: folder of a run that goes on; None: it is a new one.
+    Checkpoints that turn out to be damaged are set aside where the run can go on from another one. `resumes` is the
+    folder of a run that goes on.
     """
     check_sinks(config.sinks)
     task: Task = config.task.build()
@@ -105,8 +103,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
 def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = None) -> LoadSource | None:
     """Return the latest checkpoint of a run that goes on, or None.
 
-    Args:
-        skip: called for each damaged checkpoint; None sets them aside.
+    `skip` is called for each damaged checkpoint; None sets them aside.
 
     Raises:
         ValueError: the run is finished and has no steps left, or no checkpoint, so that its results would be lost.
@@ -142,7 +139,7 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
 
 
 def untrained_start(config: RunConfig) -> StartingPoint:
-    """Return the starting point without a warm-up; nothing is written yet."""
+    """Return the starting point without a warm-up."""
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
         return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
@@ -150,7 +147,6 @@ def untrained_start(config: RunConfig) -> StartingPoint:
 
 
 def starting_points(dump_folder: str) -> Path:
-    """Return the folder of the starting points that runs share."""
     return Path(dump_folder).expanduser().absolute() / STARTING_POINTS
 
 
@@ -163,10 +159,7 @@ def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
 def starting_point(
     config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
-    """Return the origin of the run's weights and the model with its kernels; nothing is written yet.
-
-    `environments` play the demonstrations.
-    """
+    """Return the starting point of a run, whose warm-up `environments` demonstrate; nothing is written yet."""
     untrained = untrained_start(config)
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained

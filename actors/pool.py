@@ -4,9 +4,6 @@
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
     await pool.serve(await pool.push())
 
-After every pull the generators' checksums of all tensors must equal the trainer's, and so must, within a bound,
-their logprobs of a fixed text.
-
 A generator is lost when one of its processes ends or its engine fails, which shows in a call or in a look at
 the processes twice a second. It is restarted in the background, pulls the version that is served, is checked
 as after any pull, and only then receives prompts. No caller waits for it while another generator is up.
@@ -59,7 +56,6 @@ class GeneratorPool:
         """
         Args:
             members: the generators. Their restarts end with `join`.
-            trainer: the pushing side, whose processes hold the store's memory.
             parity: text of the logprob parity; None compares checksums only.
             drains: a pull first waits for running completions.
         """
@@ -87,22 +83,14 @@ class GeneratorPool:
                     member.lose(member.group, ActorLostError(message, role=member.name, ranks=dead))
 
     def up(self) -> list[int]:
-        """Return the numbers of the generators that can be called.
-
-        Raises:
-            RunError: a generator was lost too often.
-        """
+        """Return the numbers of the generators that can be called; raise RunError if one was lost too often."""
         for member in self.members:
             if member.failure is not None:
                 raise member.failure
         return [number for number, member in enumerate(self.members) if member.is_up]
 
     async def wait_until_one_is_up(self) -> None:
-        """Wait for a generator; restarts are limited in number and have deadlines.
-
-        Raises:
-            RunError: a generator was lost too often.
-        """
+        """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too often."""
         while not self.up():
             restarts = [member.restarting for member in self.members if member.restarting is not None]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +128,7 @@ class GeneratorPool:
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
-        # The Tinker backend never has more than `keep_versions` versions, so none of its snapshots is deleted here.
+        # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot here.
         await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 

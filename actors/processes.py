@@ -28,7 +28,7 @@ async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s:
     """Wait for processes that were killed.
 
     Raises:
-        RunError: a process outlived SIGKILL for `grace_s` (stuck in the kernel); names the role and the pids.
+        RunError: a process is stuck in the kernel; names the role and the pids.
     """
     deadline = time.monotonic() + grace_s
     while left := [process for process in processes if is_alive(process)]:
@@ -50,7 +50,7 @@ def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
 
 
 def carrying_environment(name: str, value: str) -> list[ProcessId]:
-    """Return the living processes that were started with this environment variable."""
+    """Return the living processes with this environment variable."""
     found: list[ProcessId] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -86,16 +86,12 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
 
 
 def outward_address() -> str:
-    """Return this host's address for other hosts.
-
-    The hostname may resolve to the loopback address (Debian's /etc/hosts); then the result is the address
-    from which a packet to another network would leave.
-    """
+    """Return this host's address for other hosts, even where its name is a loopback address (Debian's /etc/hosts)."""
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # Nothing is sent; 192.0.2.0/24 is reserved for documents.
+        # The address that a packet to another network would leave from. Nothing is sent; 192.0.2.0/24 is reserved.
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
     return address

@@ -1,9 +1,7 @@
-"""Restart of lost actors: generators one by one, reward processes and the trainer as a whole.
+"""Restart of lost actors: generators one by one (`actors.pool`), reward processes and the trainer as a whole.
 
 relay restarts processes that died. It does not restart processes that hang or compute wrong numbers; the run
 stops with an error.
-
-`actors.pool` says when a restarted generator serves again.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ PARITY_ERRORS = (LogprobParityError, WeightParityError)
 
 
 def no_event(event: str, /, **fields: Any) -> None:
-    """Record nothing."""
+    pass
 
 
 class RestartsUsedUpError(RunError):
@@ -54,7 +52,6 @@ class Supervisor:
         events: AddEvent = no_event,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`in_background` runs a restart beside the calls: `Launcher.in_background`."""
         self.config = config
         self.in_background = in_background
         self._events = events
@@ -68,7 +65,6 @@ class Supervisor:
         """Count one more restart; return its number within the window and the pause before it.
 
         Args:
-            cause: error of the loss.
             at_least: number that this restart has at least, however long ago the others were: restarts
                 without any progress between them do not expire.
 
@@ -101,7 +97,7 @@ class Supervisor:
 
         Raises:
             RestartsUsedUpError: the role was lost too often.
-            LogprobParityError, WeightParityError: the role holds or uses wrong weights.
+            LogprobParityError, WeightParityError: see `PARITY_ERRORS`.
         """
         lost_at = self._now_s()
         for counted in itertools.count(at_least):
@@ -158,7 +154,6 @@ class Role:
         return self.restarting is None and self.failure is None
 
     def replace(self, group: ActorGroup) -> None:
-        """Take these new actors for lost ones."""
         self.group, self.failure = group, None
 
     def call(
@@ -188,11 +183,7 @@ class Role:
         raise ActorLostError(f"{self.name}.{endpoint} failed: it is being started again", role=self.name)
 
     async def current(self) -> ActorGroup:
-        """Return the current actors, after a restart that is under way.
-
-        Raises:
-            RunError: the actors are lost and not restarted any more.
-        """
+        """Return the current actors, after a restart that is under way; raise `failure`, if there is one."""
         while self.restarting is not None:
             await asyncio.wait({self.restarting})
         if self.failure is not None:

@@ -50,7 +50,7 @@ class Router:
         self.strategy = strategy
         self._pool = pool
         self.num_running = [0] * len(self.replicas)
-        """Samples under way, by replica."""
+        """Unfinished samples, by replica."""
         self._turn = 0
         self._replica_of_session: OrderedDict[str, int] = OrderedDict()
 
@@ -62,7 +62,6 @@ class Router:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """See `ResumableGenerator.generate`."""
         if begun is not None and len(begun) != len(prompts):
             raise ValueError(f"begun has completions of {len(begun)} prompts, there are {len(prompts)}")
         groups: dict[int, list[Completion]] = {}

@@ -47,7 +47,7 @@ def check_task(
         The prompt of the first evaluation problem, or of the first training problem where there is none.
 
     Raises:
-        ValueError: names the problem and what its environment did, or the reward function and what it did.
+        ValueError: names the problem or the reward function, and what it did.
     """
     held_out = _held_out_problems(task, needed=loop.eval_every > 0)
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
@@ -91,13 +91,10 @@ def check_task(
 async def _open_all(
     problems: Iterable[Problem], environments: Environments
 ) -> tuple[list[tuple[Message, ...]], bool]:
-    """Open and close an environment of each problem.
+    """Open and close an environment of each problem; a ValueError names the problem.
 
     Returns:
         The opening messages of each, and True if the first one declares that it ends after one reply.
-
-    Raises:
-        ValueError: an environment does not open or close; names the problem.
     """
     openings: list[tuple[Message, ...]] = []
     has_one_turn = False
@@ -176,10 +173,7 @@ def check_demonstrations(
     max_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Raise ValueError for a demonstration of a warm-up's first problems that no model could give.
-
-    The message names the problem, and both lengths or what its environment did.
-    """
+    """Raise ValueError for a demonstration of a warm-up's first problems that no model could give."""
     for problem in islice(problems, NUM_PROBED_PROBLEMS):
         longest = max((len(renderer.reply(text)) for text in problem.demonstrations), default=0)
         if longest > max_tokens:

@@ -1,8 +1,8 @@
 """The Tinker backend over actors: a trainer of any layout, and vLLM generators.
 
-All models in training are in the trainer's processes; those with LoRA have the base's frozen weights in common there.
-A snapshot is a version in the weight store with adapters merged, from which the generators take it when its turn
-comes. All hosts of the trainer need to see the folders that models are saved in.
+All models in training are in the trainer's processes; those with LoRA share the base's frozen weights. A snapshot is a
+version in the weight store with adapters merged, which the generators pull when its turn comes. All hosts of the
+trainer need to see the folders that models are saved in.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TinkerTrainer(PolicyTrainer):
 
 
 class ActorBackend(TinkerBackend):
-    """A process has one at a time, beside no other actors."""
+    """Backend of a process that has no other actors."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
@@ -104,7 +104,6 @@ class ActorBackend(TinkerBackend):
         """Folder of the actors' logs; None keeps none."""
 
     def __init__(self, *, config: Config) -> None:
-        """Raise ValueError for invalid fields."""
         super().__init__(config=config)
         self.config = config
         if not isinstance(config.trainer, TinkerTrainer.Config):

@@ -1,11 +1,10 @@
 """The policy trainer: endpoints over the training engine, one actor a rank.
 
-The engine computes in a thread of its own, call after call in the order in which the controller
-made them: so the same on every rank, as their collectives need it. Meanwhile the actor answers,
-and pushes weights. Only what changes weights waits for a push that is going on.
+The engine computes in a thread of its own, call after call in the order in which the controller made them, which
+collectives need to be the same on every rank. Meanwhile the actor answers, and pushes weights. Only a call that changes
+weights waits for a running push.
 
-Extend it by subclassing: a subclass with its own `Config(PolicyTrainer.Config)` is what a
-run spawns when its root config holds one.
+Extend it by subclassing: a run spawns the class whose `Config(PolicyTrainer.Config)` its root config holds.
 """
 
 from __future__ import annotations
@@ -99,13 +98,12 @@ class PolicyTrainer(Actor, Configurable):
 
     @property
     def engine(self) -> TrainingEngine:
-        """Raises RuntimeError while the trainer sleeps: its tensors have no memory then."""
+        """The engine; raises RuntimeError while the trainer sleeps."""
         if self._turns.asleep:
             raise RuntimeError("the trainer is asleep: call wake first")
         return self._turns.engine
 
     def engine_of(self, model_id: str | None) -> TrainingEngine:
-        """Return the engine that a call is for; a run has one."""
         assert model_id is None, "a run's trainer has no models by id"
         return self.engine
 
@@ -173,25 +171,19 @@ class PolicyTrainer(Actor, Configurable):
         measure = partial(machine_limits, dtype=dtype, num_bytes=num_bytes, device=device)
         return await self._compute(measure)
 
-    # Devices that several roles share
-
     @concurrent_endpoint
     @span("sleep")
     async def sleep(self) -> int:
-        """Leave the device to somebody else; until `wake`, every other endpoint but `close` raises.
+        """Leave the device to another role and return the freed bytes; raise ValueError with an accumulated gradient.
 
-        Returns:
-            Bytes that this rank freed there.
-
-        Raises:
-            ValueError: a gradient is accumulated.
+        Until `wake`, every other endpoint but `close` raises.
         """
         return await self._change_weights(self._turns.sleep)
 
     @concurrent_endpoint
     @span("wake")
     async def wake(self) -> int:
-        """Come back, bit for bit; returns the bytes that this rank moved."""
+        """Return to the device, bit for bit; return the moved bytes."""
         return await self._compute(self._turns.wake)
 
     @concurrent_endpoint
@@ -205,7 +197,6 @@ class PolicyTrainer(Actor, Configurable):
             logger.warning("the engine's thread was still busy %g s after the end", STOP_TIMEOUT_S)
 
     async def _compute(self, function: Callable[..., T], *args: object) -> T:
-        """Run a function in the engine's thread, after all earlier calls."""
         return await self._thread.run(function, *args)
 
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:

@@ -135,12 +135,7 @@ class Training:
         """Names of the folders that were set aside and reported."""
 
     async def run(self) -> None:
-        """Train to the end.
-
-        Raises:
-            StopRequestedError: the run was asked to end.
-            RunError: the run cannot go on.
-        """
+        """Train to the end; raise StopRequestedError if the run was asked to stop, RunError if it cannot go on."""
         async with open_sinks(
             self.config.sinks,
             folder=self.folder.path,
@@ -266,7 +261,7 @@ class Training:
 
 
 def _position(source: LoadSource) -> LoopPosition | None:
-    """Return the position of the loop that saved the checkpoint; None if the loop starts anew."""
+    """Return the position of the loop that saved the checkpoint, or None."""
     if source.position is None or source.whole:
         return source.position
     # The checkpoint is another run's: this run has no record of its evaluation.
@@ -280,7 +275,7 @@ def _can_answer(trainer: Role, error: Exception) -> bool:
 
 @asynccontextmanager
 async def _last_save_ends(run: Run, *, in_background: bool) -> AsyncIterator[None]:
-    """Let the trainer finish a checkpoint in the background before a run ends early."""
+    """Let the trainer finish a background save before a run ends early."""
     try:
         yield
     except Exception as error:

@@ -49,10 +49,7 @@ def dr_grpo(config: Controller.Config) -> Controller.Config:
 
 
 def dapo(config: Controller.Config) -> Controller.Config:
-    """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong punishment.
-
-    The punishment starts in the last quarter of the token limit.
-    """
+    """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong punishment."""
     config.loop.drop_zero_advantage_groups = True
     config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=None)
     return _with(config, DAPOLoss(), Advantage(scale="group_std"))

@@ -1,8 +1,7 @@
 """Diagnosis of a run: `python -m rl.doctor outputs/x`.
 
 Prints the run's status, its last step, the open spans of each process, the latest events, and the stacks of all
-processes of this machine. Nothing in the folder is written or locked, and the run is not disturbed: its processes
-handle the signal that requests the stacks.
+processes of this machine. Nothing in the folder is written or locked, and the run is not disturbed.
 
 Exit status: 0 for a healthy or finished run, 1 if something is dead, stopped or waits for too long, 2 for a folder
 that is not a run's.
@@ -37,8 +36,6 @@ SHOWN_EVENTS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHealth:
-    """Health of a run and its processes."""
-
     status: Literal["running", "finished", "ended"]
     """`ended` means without having finished."""
     problems: tuple[str, ...]
@@ -51,7 +48,6 @@ class RunHealth:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
     options = _parse(argv)
     try:
         health = examine(Path(options.folder).expanduser(), expected_s=options.expected_s)

@@ -1,7 +1,7 @@
 """Trainer, generator and publisher in this process on one device, without actors or vLLM.
 
-For notebooks, examples and tests. It has the same training engine, and the same model definition sampled by
-`rl.models.generate`. Published weights are copies, so that the sampler never sees a half-finished step.
+The training engine and the model definition are the same; `rl.models.generate` samples. Published weights are copies,
+so that the sampler never sees a half-finished step.
 
     async with LocalBackend(config, spec=..., hf_assets_path=...) as local:
         await local.serve(await local.push())
@@ -9,8 +9,7 @@ For notebooks, examples and tests. It has the same training engine, and the same
         await local.forward_backward(samples)
         await local.optim_step()
 
-docs/scripts.md names the limits. With `models` it has several models by id, as the Tinker API needs them
-(`rl.training.models`).
+docs/scripts.md names the limits.
 """
 
 from __future__ import annotations
@@ -50,12 +49,7 @@ from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.models import TrainedModels, adapted
-from rl.types import (
-    RUN,
-    Completion,
-    SamplingParams,
-    ServeResult,
-)
+from rl.types import RUN, Completion, SamplingParams, ServeResult
 from rl.utils.threads import WorkerThread
 
 ResultT = TypeVar("ResultT")
@@ -67,14 +61,16 @@ GATHER_S = 0.005
 
 
 def _engine_call(
-    method: Callable[..., ResultT], *, span_name: str
+    method: Callable[..., ResultT], *, span_name: str | None = None
 ) -> Callable[..., Coroutine[Any, Any, ResultT]]:
-    """Return the asynchronous form of a method of an engine, that of a model by id or of the run."""
+    """Return the asynchronous form of an engine's method."""
+
+    name = method.__name__
 
     @wraps(method)
     async def asynchronous(self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
         return await self._run_in(
-            "trainer", span_name, lambda: getattr(self.engine_of(model_id), method.__name__)(*args, **options)
+            "trainer", span_name or name, lambda: getattr(self.engine_of(model_id), name)(*args, **options)
         )
 
     return asynchronous
@@ -117,8 +113,8 @@ class LocalBackend:
         """Take the arguments of `TrainingEngine`.
 
         Args:
-            models: have models by id, none at the start. Published adapters are not merged, and calls of `generate`
-                that come within `GATHER_S` are answered together.
+            models: have models by id (`rl.training.models`), none at the start. Published adapters are not merged, and
+                calls of `generate` that come within `GATHER_S` are answered together.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.
@@ -184,7 +180,6 @@ class LocalBackend:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close without blocking the event loop."""
         self._closed.set()  # In the event loop's thread, so that no call is queued after the end.
         # In another thread, so that callers of running calls get their results meanwhile.
         await asyncio.shield(asyncio.to_thread(self.close))
@@ -219,7 +214,7 @@ class LocalBackend:
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        """Return the completions of each prompt (`TokenGenerator.generate`).
+        """See `TokenGenerator.generate`.
 
         Raises:
             ValueError: a prompt is empty or fills the context, a setting is out of range, or there are stop texts
@@ -303,14 +298,12 @@ class LocalBackend:
 
     # Trainer
 
-    forward_backward = _engine_call(TrainingEngine.forward_backward, span_name="forward_backward")
-    forward = _engine_call(TrainingEngine.forward, span_name="forward")
-    drop_gradient = _engine_call(TrainingEngine.drop_gradient, span_name="drop_gradient")
-    optim_step = _engine_call(TrainingEngine.optim_step, span_name="optim_step")
-    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs, span_name="compute_logprobs")
-    compute_reference_logprobs = _engine_call(
-        TrainingEngine.compute_reference_logprobs, span_name="compute_reference_logprobs"
-    )
+    forward_backward = _engine_call(TrainingEngine.forward_backward)
+    forward = _engine_call(TrainingEngine.forward)
+    drop_gradient = _engine_call(TrainingEngine.drop_gradient)
+    optim_step = _engine_call(TrainingEngine.optim_step)
+    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs)
+    compute_reference_logprobs = _engine_call(TrainingEngine.compute_reference_logprobs)
     save_checkpoint = _engine_call(TrainingEngine.save_checkpoint, span_name="save")
     load_checkpoint = _engine_call(TrainingEngine.load_checkpoint, span_name="load")
     export_hf = _engine_call(TrainingEngine.export_hf, span_name="export")

@@ -61,9 +61,9 @@ class ResumableGenerator(TokenGenerator, Protocol):
         ...
 
     async def abort(self) -> int:
-        """Interrupt all running calls of `generate` and return the number of interrupted completions.
+        """Interrupt all running calls of `generate`, which return what they have; return the number of completions.
 
-        The calls return the tokens generated so far, with finish reason "abort" for incomplete completions.
+        Incomplete completions have finish reason "abort".
         """
         ...
 
@@ -76,10 +76,9 @@ class Trainer(Protocol):
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
-        """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
+        """Add the gradient of the summed loss (None: the configured one); k calls on parts equal one call.
 
         Args:
-            loss: None: the configured loss.
             return_logprobs: True to return the logprobs of all samples; or the indices of some, in this order.
         """
         ...

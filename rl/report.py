@@ -1,8 +1,6 @@
 """Report of a run as one HTML file: `python -m rl.report outputs/x`, also while the run goes on.
 
-The report has findings, curves, the timeline of each process, the time of a step by parts, rollouts down to the
-token, faults and recoveries, options and environment, and needs no network. A second folder is shown beside the
-first. The file is report.html in the first folder, or `--output`; nothing else is changed.
+A second folder is shown beside the first. The file needs no network.
 
 Exit status: 0 if the file was written, 2 otherwise.
 """
@@ -22,7 +20,6 @@ from rl.utils.processes import without_collections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
     options = _parse(argv)
     folders = [Path(folder).expanduser() for folder in options.folders]
     file = Path(options.output).expanduser() if options.output else folders[0] / REPORT

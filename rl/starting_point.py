@@ -44,7 +44,6 @@ class StartingPoint:
     folder: Path
     """Hugging Face folder with config, tokenizer and weights."""
     spec: ModelSpec
-    """Spec of the model in the folder."""
     warmed_up: Path | None = None
     """Folder that the warm-up will write; None without a pending warm-up."""
     seed: int | None = None
@@ -62,7 +61,6 @@ class StartingPoint:
             return open_tokenizer(folder, vocab_size=vocab_size)
 
     def tokenizer_fingerprint(self) -> TokenizerFingerprint:
-        """Return the fingerprint of that tokenizer, as recorded in checkpoints."""
         with self._tokenizer_folder() as folder:
             return tokenizer_fingerprint(folder, known_as=self.folder)
 
@@ -78,13 +76,10 @@ class StartingPoint:
 
 
 def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
-    """Open a user's Hugging Face folder.
-
-    Args:
-        any_size: take the model's sizes from the folder instead of requiring those of `spec`.
+    """Open a user's Hugging Face folder; with `any_size` its sizes replace those of `spec`.
 
     Raises:
-        ValueError: naming a missing file or tensor, or the first tensor with another shape.
+        ValueError: names a missing file or tensor, or the first tensor with another shape.
     """
     folder = HFFolder(Path(path).expanduser(), tokenizer=True)
     if any_size:
@@ -113,8 +108,7 @@ def warmed_up_model(
     """Return the cached model after its warm-up, or else the random model that the warm-up starts from.
 
     Args:
-        demonstrations: training samples of the warm-up, in order, so that the renderer's and the environments'
-            tokens are part of the key.
+        demonstrations: training samples of the warm-up, in order.
         arithmetic: other settings of the trainer that shape the steps: optimizer and dtypes.
     """
     made_of = {

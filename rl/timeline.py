@@ -18,7 +18,6 @@ from rl.observability.timeline import write_timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
     options = _parse(argv)
     folder = Path(options.folder).expanduser()
     destination = folder / TIMELINE if options.output is None else Path(options.output).expanduser()

@@ -1,7 +1,6 @@
 """The values that controller and actors exchange.
 
-Frozen, keyword-only, slotted dataclasses. Arrays are numpy arrays, which pickle small and carry no device. No field is
-filled in later: a rollout, its score and its advantages are values made one after another.
+Arrays are numpy arrays, which pickle small and carry no device. No field is filled in later.
 
 Shape legend: T tokens of a sequence, C tokens of a completion, K targets of a token.
 """
@@ -19,7 +18,6 @@ Role = Literal["system", "user", "assistant", "tool"]
 EndReason = Literal["done", "turns", "tokens", "time", "failed"]
 """done: the environment ended the episode; turns, tokens, time: a limit was reached; failed: the environment broke."""
 
-
 RUN = ""
 """Model id of a run, which has one model."""
 
@@ -33,7 +31,7 @@ class SamplingParams:
     num_samples: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """Sampling temperature; 0 is greedy and for evaluation only, since its logprobs have no policy gradient."""
+    """0 is greedy and for evaluation only, since its logprobs have no policy gradient."""
     top_p: float = 1.0
     """Nucleus sampling; 1 is off."""
     top_k: int = 0
@@ -72,7 +70,6 @@ class Problem:
 
     @property
     def demonstrations(self) -> tuple[str, ...]:
-        """The demonstrated reply of each turn."""
         replies = self.demonstration
         return replies if isinstance(replies, tuple) else (replies,) if replies else ()
 
@@ -140,8 +137,7 @@ class Turn:
 class Rollout:
     """One finished attempt at a problem: an episode of at least one turn.
 
-    Its tokens are the prompt and completion tokens of its turns in order, exactly as the generator read and produced
-    them; nothing is tokenized twice.
+    Its tokens are those of its turns, exactly as the generator read and produced them.
     """
 
     prompt: Prompt
@@ -165,12 +161,10 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all turns, prompts included."""
         return sum(len(t.prompt_ids) + len(t.completion.token_ids) for t in self.turns)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of tokens that the model generated."""
         return sum(len(t.completion.token_ids) for t in self.turns)
 
     @property
@@ -305,7 +299,7 @@ class ForwardBackwardResult:
 
     @property
     def loss_mean(self) -> float:
-        """The loss as optimised: the sum divided by the denominator it asked for."""
+        """The loss as optimised."""
         return self.loss_sum / self.denominator if self.denominator else self.loss_sum
 
 
@@ -320,11 +314,7 @@ class OptimStepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxSum:
-    """Checksum of the box of a tensor that a rank sent or received.
-
-    The checksums of disjoint boxes add up, modulo 2**64, to the checksum of the whole tensor
-    (`rl/weights/checksum.py`).
-    """
+    """Checksum of the box of a tensor that a rank sent or received (`rl.weights.checksum`)."""
 
     name: str
     dtype: str

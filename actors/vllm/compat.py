@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def adapt_vllm() -> None:
-    """Replace `hasattr` in vLLM's dispatcher, and silence logs that repeat raised errors."""
+    """Replace `hasattr` in vLLM's dispatcher, and silence logs and warnings."""
     from vllm.triton_utils import dispatcher
 
     dispatcher.hasattr = _has_own_attribute

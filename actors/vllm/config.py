@@ -87,7 +87,7 @@ class GeneratorConfig(Configurable.Config):
     def check_model(self, model: Any, *, on_gpu: bool | None = None) -> None:
         """Raise ValueError, naming the fields, unless an engine of this config can run the model.
 
-        `on_gpu` None means: if this machine has a GPU.
+        `on_gpu` None: True if this machine has a GPU.
         """
         check_tensor_parallel(model, self.tensor_parallel_degree)
         if self.max_model_len > model.rope.max_positions:

@@ -1,8 +1,7 @@
 """vLLM's engine core of one rank, called from one thread.
 
 vLLM's outer engine (`LLMEngine`) turns every token of every request into an output object with text,
-logprob dictionaries and statistics. Here its core is driven directly, in this process, by the same client
-that the outer engine uses.
+logprob dictionaries and statistics. Here its core is driven directly, in this process.
 """
 
 from __future__ import annotations
@@ -86,22 +85,17 @@ class VLLMCore:
         return bool(self._running)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers by the trainer's names, to write in place.
-
-        Sharded tensors are DTensors.
-        """
+        """Return this rank's parameters and persistent buffers by the trainer's names, DTensors where sharded."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
     def add(self, request: Request) -> None:
-        """Add a request to the next steps; a sequence to score goes before waiting completions."""
         self._sampler.add(request)
         self._running[request.id] = request
         # A scored sequence takes one step, and its caller waits for it.
         self._enqueue(request, first=request.scored is not None)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests; ids that have ended already are ignored."""
         for request_id in [i for i in request_ids if i in self._running]:
             # One by one: vLLM orders several ids differently on each rank.
             self._client.abort_requests([str(request_id)])
@@ -220,7 +214,6 @@ class VLLMCore:
 
 
 def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: str) -> EngineArgs:
-    """Translate the config into vLLM's settings."""
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_sleep_mode": config.can_sleep,

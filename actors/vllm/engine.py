@@ -1,18 +1,13 @@
 """The generator engine: concurrent completions from one vLLM engine, and its weight updates.
 
-`generate` adds requests and waits for their completions; calls overlap, and their requests share the
-engine's steps. `abort` ends completions as they are, and `generate` continues them when it gets them
-again. `compute_logprobs` scores sequences in the same steps.
+Calls of `generate` and `compute_logprobs` overlap, and their requests share the engine's steps. `update_weights` writes
+the weights in place between two steps; `on_update` decides what happens to running requests. In every mode no request
+is dropped, each token's version is the version of the weights that drew it, and a request that comes after an update
+reads no keys or values from before it.
 
-`update_weights` asks for a turn between two steps, in which the weights are written in place. `on_update`
-decides what happens to running requests. In every mode no request is dropped, each token's version is the
-version of the weights that drew it, and a request that comes after an update reads no keys or values from
-before it.
-
-One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's thread, and
-during a pause for the caller that writes the weights. With tensor parallelism each rank has an engine in its
-own process. Requests are given to rank 0 only, weight updates to all ranks; `actors.vllm.lockstep` keeps the
-ranks in step.
+One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's thread, and during a
+pause for the caller that writes the weights. With tensor parallelism each rank has an engine in its own process.
+Requests are given to rank 0 only, weight updates to all ranks; `actors.vllm.lockstep` keeps the ranks in step.
 
 vllm is imported when the engine starts, so that a controller can read the config without it.
 """
@@ -36,7 +31,7 @@ import torch
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
-from actors.vllm.lockstep import EngineTurn, Lockstep, Pause, PauseRequest
+from actors.vllm.lockstep import EngineTurn, Lockstep, Pause, Pauses
 from actors.vllm.requests import (
     Begun,
     Drawn,
@@ -85,8 +80,7 @@ class GeneratorEngine(Configurable):
         hf_assets_path: str,
         world: World | None = None,
     ) -> None:
-        """Check the number of processes; `start` starts the engine.
-
+        """
         Args:
             hf_assets_path: folder with config.json and, for stop texts, the tokenizer.
             world: this tensor-parallel rank; None: a single rank.
@@ -114,17 +108,14 @@ class GeneratorEngine(Configurable):
         self._task: asyncio.Task[None] | None = None
         self._drains = config.on_update == "drain"
         self._queue = Queue()
-        self._pauses: list[PauseRequest] = []
+        self._pauses = Pauses(self._queue.changed)
         self._closing = False
         self._failure: GeneratorError | None = None
 
     async def start(self) -> None:
         """Import vllm, build the engine and make its first steps; collective over the ranks.
 
-        A process can have one engine: vllm keeps much of its state in globals.
-
-        Raises:
-            ValueError: the settings do not fit the model or the memory.
+        A process can have one engine, as vllm keeps much of its state in globals.
         """
         config_file = Path(self._hf_assets_path) / "config.json"
         self.config.check_model(self._model_spec.adapter.config_from_hf(read_json_object(config_file)))
@@ -137,10 +128,7 @@ class GeneratorEngine(Configurable):
         self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's weights by the trainer's names, DTensors where they are sharded.
-
-        Write to them only inside `update_weights`.
-        """
+        """Return this rank's weights (`VLLMCore.weights`); write to them only inside `update_weights`."""
         return self._core.weights()
 
     async def generate(
@@ -158,13 +146,11 @@ class GeneratorEngine(Configurable):
         Args:
             call_id: identifies the call for `abort`.
             begun: [prompt][sample] completions that an aborted call returned. Finished ones are returned
-                unchanged, the others continued: `max_tokens` counts the tokens they have. With the same
-                prompts and `sampling`, a seed in it, and equal weights, they get the tokens that they would
-                have got without the abort.
+                unchanged, the others continued: `max_tokens` counts the tokens they have. With a seed, equal
+                arguments and equal weights, they get the tokens that they would have got without the abort.
 
         Raises:
-            ValueError: a prompt or a setting cannot be served, or `begun` does not fit them; nothing has
-                started.
+            ValueError: a prompt or a setting cannot be served, or `begun` does not fit them.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
         self._check_serving()
@@ -187,10 +173,9 @@ class GeneratorEngine(Configurable):
         return [made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
-        """End the completions of these `generate` calls (None: every call) as they are.
+        """End the completions of these `generate` calls (None: every call) as they are; return their number on rank 0.
 
-        The calls return, with finish reason "abort" for unfinished completions. Calls that have ended, or
-        have not arrived, are ignored. Return the number of ended completions on rank 0, elsewhere 0.
+        The calls return, with finish reason "abort" for unfinished completions. Unknown calls are ignored.
         """
         self._check_serving()
         return self._queue.abort(call_ids)
@@ -220,7 +205,6 @@ class GeneratorEngine(Configurable):
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
-            Exception: the error of `write`.
         """
         async with self._pause(Pause(version=version)):
             return await write(self.model_state_dict())
@@ -228,18 +212,15 @@ class GeneratorEngine(Configurable):
     async def sleep(self) -> None:
         """Give back the memory of weights and key-value cache until `wake`, for a device that is shared.
 
-        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. There are no
-        weights afterwards: after `wake`, a version must be written before anything is generated.
-
-        Raises:
-            ValueError: `can_sleep` is False.
+        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After `wake`, a
+        version must be written before anything is generated.
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
         await self._rest(asleep=True)
 
     async def wake(self) -> None:
-        """Take the memory again, if the engine sleeps. Call it on every rank."""
+        """Take the memory again; call it on every rank."""
         await self._rest(asleep=False)
 
     async def _rest(self, *, asleep: bool) -> None:
@@ -270,15 +251,13 @@ class GeneratorEngine(Configurable):
             logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
 
     def _check_serving(self) -> None:
-        """Raise GeneratorError if the engine has failed or was closed."""
         if self._failure is not None:
             raise self._failure
 
     def _check_weights(self) -> None:
-        """Raise GeneratorError if there are no weights and no update is waiting."""
         if self._core.asleep:
             raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
-        if self.policy_version is None and all(w.pause.version is None for w in self._pauses):
+        if self.policy_version is None and not self._pauses.bring_weights:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
     async def _end_of(self, texts: Sequence[str]) -> End | None:
@@ -301,9 +280,7 @@ class GeneratorEngine(Configurable):
             raise GeneratorError(
                 f"the generator sleeps: wake must be called before version {pause.version} is taken"
             )
-        wanted = PauseRequest(pause=pause)
-        self._pauses.append(wanted)
-        self._queue.changed.set()
+        wanted = self._pauses.add(pause)
         with span("waits for a turn", version=pause.version):
             await wanted.begun
         changed = False
@@ -347,11 +324,8 @@ class GeneratorEngine(Configurable):
             return None
         while not self._closing:
             self._queue.changed.clear()
-            self._pauses = [wanted for wanted in self._pauses if not wanted.begun.cancelled()]
             aborted = self._queue.take_aborted()
-            if self._pauses:
-                # Weights come first: they cannot be written once the engine sleeps.
-                pause = min((w.pause for w in self._pauses), key=lambda pause: pause.version is None)
+            if (pause := self._pauses.next()) is not None:
                 if self._core.has_requests and (self._drains or pause.version is None):
                     return EngineTurn(abort=aborted, step=True)
                 return EngineTurn(abort=aborted, pause=pause)
@@ -366,7 +340,7 @@ class GeneratorEngine(Configurable):
         return EngineTurn(stop=True)
 
     def _take(self, decided: EngineTurn | None) -> tuple[EngineTurn, Drawn | None]:
-        """Do what rank 0 decided; None means that the decision comes from another process."""
+        """Do what rank 0 decided; `decided` is None on other ranks."""
         turn = self._lockstep.exchange(decided)
         for request in turn.admit:
             self._core.add(request)
@@ -379,7 +353,9 @@ class GeneratorEngine(Configurable):
 
     async def _hold(self, pause: Pause, thread: WorkerThread) -> None:
         """Let the caller change the engine, and agree with all ranks that it is changed."""
-        wanted = await self._caller_of(pause)
+        wanted = await self._pauses.request_for(
+            pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s
+        )
         # The request stays in the list until it is over, so that a failure reaches its caller; until then the
         # weights belong to no version.
         self.policy_version, changed = None, False
@@ -406,31 +382,10 @@ class GeneratorEngine(Configurable):
             self._core.weights_changed()
         return everywhere
 
-    async def _caller_of(self, pause: Pause) -> PauseRequest:
-        """Return this rank's request for the pause that rank 0 decided on; wait until it has come."""
-        timeout_s = self._lockstep.timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    self._queue.changed.clear()
-                    for wanted in self._pauses:
-                        if wanted.pause == pause:
-                            return wanted
-                    await self._queue.changed.wait()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"rank {self._lockstep.rank}: rank 0 begins {pause}, but this rank was not asked for it "
-                f"within {timeout_s:g} s"
-            ) from error
-
     def _fail(self, failure: GeneratorError) -> None:
         self._failure = failure
         self._queue.fail(failure)
-        for wanted in self._pauses:
-            future = wanted.ended if wanted.begun.done() else wanted.begun
-            if not future.done():
-                future.set_exception(failure)
-        self._pauses = []
+        self._pauses.fail(failure)
 
     def _build(self) -> tuple[VLLMCore, Lockstep]:
         """Build the engine in its thread, which from here on is the only one to touch vllm."""

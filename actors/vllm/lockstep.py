@@ -1,11 +1,10 @@
-"""The protocol that keeps tensor-parallel ranks in step.
+"""The turns of an engine, which keep tensor-parallel ranks in step, and the pauses between its steps.
 
-With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They
-stay equal because rank 0 alone decides what is admitted, aborted and paused for: before each engine step it
-broadcasts an `EngineTurn`, and every rank does exactly what the turn says, in order. Each turn carries a digest of
-the tokens that rank 0 drew in the step before; a rank that drew other tokens stops at once, instead of
-producing logprobs of the wrong tokens. While nothing runs, rank 0 sends an empty turn from time to time. A
-rank that hears nothing for longer than the deadline gives up; the connection to a dead rank closes at once.
+With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They stay equal
+because rank 0 alone decides: before each engine step it broadcasts an `EngineTurn`, and every rank does exactly what
+the turn says, in order. Each turn carries a digest of the tokens that rank 0 drew in the step before; a rank that drew
+other tokens stops at once. While nothing runs, rank 0 sends an empty turn from time to time. A rank that hears nothing
+for longer than the deadline gives up; the connection to a dead rank closes at once.
 """
 
 from __future__ import annotations
@@ -61,6 +60,57 @@ class PauseRequest:
     """The caller is done; True if it succeeded."""
     ended: asyncio.Future[bool] = field(default_factory=_future)
     """All ranks are done; True if all succeeded."""
+
+
+class Pauses:
+    """The pauses that callers of this rank have asked for and that are not over."""
+
+    def __init__(self, changed: asyncio.Event) -> None:
+        """`changed` is set when a pause is asked for."""
+        self._changed = changed
+        self._wanted: list[PauseRequest] = []
+
+    @property
+    def bring_weights(self) -> bool:
+        return any(wanted.pause.version is not None for wanted in self._wanted)
+
+    def add(self, pause: Pause) -> PauseRequest:
+        wanted = PauseRequest(pause=pause)
+        self._wanted.append(wanted)
+        self._changed.set()
+        return wanted
+
+    def next(self) -> Pause | None:
+        """Return the pause to begin; weights come first, as they cannot be written once the engine sleeps."""
+        self._wanted = [wanted for wanted in self._wanted if not wanted.begun.cancelled()]
+        pauses = (wanted.pause for wanted in self._wanted)
+        return min(pauses, key=lambda pause: pause.version is None, default=None)
+
+    async def request_for(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
+        """Return this rank's request for the pause that rank 0 decided on; wait until it has come."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._changed.clear()
+                    for wanted in self._wanted:
+                        if wanted.pause == pause:
+                            return wanted
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rank {rank}: rank 0 begins {pause}, but this rank was not asked for it within {timeout_s:g} s"
+            ) from error
+
+    def remove(self, wanted: PauseRequest) -> None:
+        self._wanted.remove(wanted)
+
+    def fail(self, failure: Exception) -> None:
+        """Fail every caller at the moment that it waits for."""
+        for wanted in self._wanted:
+            future = wanted.ended if wanted.begun.done() else wanted.begun
+            if not future.done():
+                future.set_exception(failure)
+        self._wanted = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

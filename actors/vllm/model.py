@@ -136,15 +136,12 @@ class PagedAttention(nn.Module):
 
 
 class InvariantPagedAttention(PagedAttention):
-    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on a CPU.
-
-    vLLM allocates the cache and assigns its blocks; this class defines the content of a block.
-    """
+    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on a CPU."""
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | None = None
     ) -> Tensor:
-        """Return [T, H, D]; vLLM's forward context knows where the sequences lie."""
+        """Return [T, H, D]."""
         by_layer = get_forward_context().attn_metadata
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype)
         if by_layer is None:  # vLLM is measuring the memory of a forward.

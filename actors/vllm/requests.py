@@ -48,7 +48,6 @@ class Request:
     max_tokens: int
     """Most tokens after `prompt`."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=1))
-    """Temperature, top-p, top-k and stop tokens."""
     seed: int = 0
     num_begun: int = 0
     """Number of tokens at the end of `prompt` that belong to the completion."""

@@ -37,14 +37,13 @@ class PolicySampler(Sampler):
         self._drawn_B1 = torch.empty(0, 1)
 
     def add(self, request: Request) -> None:
-        """Prepare a request; call it before the engine gets the request."""
+        """Draw a request's random numbers; call it before the engine gets the request."""
         request_id, begun = str(request.id), request.num_begun
         self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[begun:].numpy()
         if request.scored is not None:
             self._scored[request_id] = request.scored
 
     def remove(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._uniforms.pop(request_id, None)
         self._scored.pop(request_id, None)
 
@@ -79,11 +78,7 @@ class PolicySampler(Sampler):
         return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
     def drawn_logprobs(self) -> dict[str, float]:
-        """Return the logprob of each request's last token, in nats.
-
-        Requests that are still at their prompt have a meaningless entry. vLLM's own way makes three arrays
-        per request.
-        """
+        """Return the logprob of each request's last token, in nats; meaningless for a request still at its prompt."""
         return dict(zip(self.runner.input_batch.req_ids, self._drawn_B1.squeeze(-1).tolist(), strict=True))
 
     def _put_scored(self, tokens_B: Tensor) -> None:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -65,11 +64,13 @@ async def make_training_batch(
         for g, (member, advantages_C) in enumerate(zip(members, advantages_PG[p], strict=True))
     }
     if references is not None:
-        samples = _with(samples, "reference_logprobs", references)
+        pairs = zip(samples.items(), references, strict=True)
+        samples = {key: replace(sample, reference_logprobs=values) for (key, sample), values in pairs}
     samples, counts = _limit_lengths(samples, config=config)
     if adds_proximal_logprobs:
         proximal = await trainer.compute_logprobs([*samples.values()])
-        samples = _with(samples, "proximal_logprobs", proximal)
+        pairs = zip(samples.items(), proximal, strict=True)
+        samples = {key: replace(sample, proximal_logprobs=values) for (key, sample), values in pairs}
     width = config.groups_per_batch // config.num_minibatches
     minibatches: dict[int, dict[RolloutId, TrainingSample]] = defaultdict(dict)
     for (p, g), sample in samples.items():
@@ -84,15 +85,6 @@ async def make_training_batch(
 
 def _sample(member: ScoredRollout, advantages_C: np.ndarray, *, config: LoopConfig) -> TrainingSample:
     return policy_sample(member.rollout, advantages_C=advantages_C, temperature=config.sampling.temperature)
-
-
-def _with(
-    samples: Mapping[RolloutId, TrainingSample], name: str, values: Sequence[np.ndarray]
-) -> dict[RolloutId, TrainingSample]:
-    """Return the samples with one more array each."""
-    added: list[dict[str, Any]] = [{name: value} for value in values]
-    pairs = zip(samples.items(), added, strict=True)
-    return {rollout_id: replace(sample, **arrays) for (rollout_id, sample), arrays in pairs}
 
 
 async def _subtract_kl(
@@ -160,11 +152,9 @@ def trained_rollouts(
     recorded: Collection[RolloutId],
     logprobs: Mapping[RolloutId, np.ndarray],
 ) -> list[list[TrainedRollout]]:
-    """Return what is known of each scored rollout of each group.
+    """Return the advantages of each scored rollout of each group, and the trainer's logprobs of the recorded ones.
 
-    Args:
-        logprobs: the trainer's, from the gradient's own forward pass. Where samples carry proximal logprobs, of
-            the weights before the step, those are used instead.
+    `logprobs` are of the gradient's own forward pass; proximal logprobs of a sample take their place.
     """
     samples = dict(chain.from_iterable(part.items() for part in training.minibatches))
     return [
@@ -181,7 +171,7 @@ def trained_rollouts(
 def _trained(
     rollout: Rollout, advantages_C: np.ndarray, sample: TrainingSample | None, logprobs_T: np.ndarray | None
 ) -> TrainedRollout:
-    """Return the numbers of a recorded rollout; `sample` is None if it was dropped because of its length."""
+    """Return the numbers of a recorded rollout; `sample` is None if the rollout was too long to train on."""
     generated_T = np.concatenate(
         [
             np.full(len(ids), is_reply)

@@ -15,8 +15,6 @@ The loop waits for
 
 With `max_off_policy_steps` 0 generation, training and publishing take turns, and every rollout is on-policy. Above 0
 the next batches are generated while a step trains, and weights are pushed while the next gradient is computed.
-
-The loop knows nothing of processes: actors implement the protocols, and so do the fakes in the tests.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ from rl.utils.threads import BackgroundWriter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSetup:
-    """Everything that a loop's rollouts are made with, besides the loop's own settings."""
+    """Parts of a loop's rollouts, besides the loop's own settings."""
 
     generator: TokenGenerator
     rewarder: Rewarder
@@ -345,7 +343,6 @@ class Loop(Configurable):
         self._progress.evaluation_ended()
 
     async def _save(self, step: int) -> None:
-        """Save a checkpoint if it is due."""
         last = step == self.config.num_steps > 0
         if self.checkpoints.is_due(step, last=last):
             await self._writer.finish()  # a checkpoint's rollouts are not generated again
@@ -362,7 +359,6 @@ class Loop(Configurable):
             sink.write(record)
 
     def _check_logprobs(self, gradient: ForwardBackwardResult) -> None:
-        """Raise LogprobMismatchError if on-policy logprobs differ by more than `max_logprob_diff`."""
         if gradient.logprob_diff_mean > self.config.max_logprob_diff:
             raise LogprobMismatchError(
                 f"the logprobs of trainer and generator differ by {gradient.logprob_diff_mean:.3g} nats a token "
@@ -371,7 +367,6 @@ class Loop(Configurable):
             )
 
     def _check_empty_steps(self, batch: Batch) -> None:
-        """Raise NothingToLearnError after more than `max_empty_steps` consecutive steps without gradient."""
         num_empty, most = self._progress.num_empty_steps, self.config.max_empty_steps
         if num_empty > most:
             rewards = {member.score.reward for group in batch.groups for member in group.scored}

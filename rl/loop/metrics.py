@@ -27,8 +27,6 @@ _FIELDS_OF_RESULT = ("ratio", "clipped_fraction")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedMinibatch:
-    """The trainer's results for one optimizer step."""
-
     gradient: ForwardBackwardResult
     update: OptimStepResult
 
@@ -45,7 +43,6 @@ class StepClock:
         self.laps_s: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begin a step."""
         self._last = now_s()
         self._busy_at_start = self._busy_s()
         self.laps_s = defaultdict(float)
@@ -96,14 +93,12 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
 
 
 def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
-    """Return the metrics of a prompt's scored rollouts; none for an empty group."""
     if not scored_G:
         return {}
     return merge([*map(_rollout_metrics, scored_G), {"reward/equal_groups": Mean(equal_rewards(scored_G))}])
 
 
 def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
-    """Return the metrics of the off-policy steps of all trained tokens."""
     return {
         "age/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
         "age/max": Max(int(off_policy_steps.max())),
@@ -148,7 +143,6 @@ def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:
-    """Return the metrics of a step's optimizer steps."""
     # Later minibatches differ from the generator by the updates between them.
     first = minibatches[0].gradient
     mismatch: dict[str, Metric] = {

@@ -1,11 +1,4 @@
-"""The position of a loop between two steps, and the checkpoints that keep it.
-
-    progress = Progress(...)                             the loop, step by step
-    await checkpoints.save(progress.now())               after a step; the trainer writes its own state
-    position = read_state(folder).position               another start of the run, or the same after an error
-
-Groups that have finished but are not trained on are generated again.
-"""
+"""The position of a loop between two steps, and the checkpoints that keep it."""
 
 from __future__ import annotations
 
@@ -58,7 +51,7 @@ class Progress:
         """Position after the last completed step; None while the trainer's weights are between two steps."""
 
     def now(self) -> LoopPosition:
-        """Return the position, with all groups that are not trained on as outstanding."""
+        """Return the position; groups that have finished but are not trained on are generated again."""
         position = self._problems.position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
@@ -82,13 +75,12 @@ class FlushedRecords(Protocol):
     def num_records(self) -> int: ...
 
     async def flush_to_disk(self) -> None:
-        """Return when the records would survive a power failure."""
-        ...
+        """Wait until the records would survive a power failure."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepCheckpoints:
-    """Checkpoints of a loop, `folder/step-<n>`: when they are due, and what the loop adds to the trainer's."""
+    """Checkpoints of a loop, `folder/step-<n>`: the trainer's, with the loop's position."""
 
     trainer: Trainer
     config: CheckpointConfig

@@ -29,7 +29,6 @@ class StopRequest:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
         self.was_asked = False
-        """True once a stop was requested."""
 
     @contextmanager
     def listening(self, describe: Callable[[], str]) -> Iterator[None]:
@@ -50,7 +49,6 @@ class StopRequest:
         return True
 
     def check(self) -> None:
-        """Raise StopRequestedError if a stop was requested."""
         if self.was_asked:
             raise StopRequestedError
 

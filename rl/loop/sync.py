@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Background publisher of the trainer's weights.
-
-    `begin` waits until the version before it is served. The trainer may compute while a push runs, and
-    must wait for `pushed` before it changes the weights.
-    """
+    """Background publisher of the trainer's weights."""
 
     def __init__(self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]) -> None:
         """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
@@ -30,12 +26,15 @@ class WeightSync:
 
     @property
     def last(self) -> PublishResult:
-        """Result of the newest version that is served."""
+        """The newest version that is served."""
         assert self._last is not None, "nothing was published"
         return self._last
 
     async def begin(self, on_served: Callable[[], None] | None = None) -> None:
-        """Start to publish the current weights; call `on_served` when all generators serve them."""
+        """Wait until the version before is served, then start to publish the current weights.
+
+        `on_served` is called when all generators serve them.
+        """
         if self._serve is not None:
             await self.served()
         self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
@@ -76,20 +75,18 @@ class WeightSync:
                 canary_diff=checked.canary_diff,
                 canary_s=checked.canary_s,
             )
+            diff = checked.canary_diff
             # Logged for the last version too, which no step's record contains.
-            logger.info(_report(result))
+            logger.info(
+                "policy version %d is served: push %.3f s, pull %.3f s%s",
+                version,
+                push_s,
+                result.pull_s,
+                "" if diff is None else f", parity {diff:.3g} nats a token in {checked.canary_s:.3f} s",
+            )
             if on_served is not None:
                 on_served()
         except Exception as error:
             self._on_failure(error)
             raise
         return result
-
-
-def _report(published: PublishResult) -> str:
-    diff = published.canary_diff
-    parity = "" if diff is None else f", parity {diff:.3g} nats a token in {published.canary_s:.3f} s"
-    return (
-        f"policy version {published.policy_version} is served: push {published.push_s:.3f} s, "
-        f"pull {published.pull_s:.3f} s{parity}"
-    )

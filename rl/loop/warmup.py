@@ -1,7 +1,4 @@
-"""Supervised warm-up on demonstrations, with the same `forward_backward` as GRPO.
-
-A policy gradient needs a policy that is right sometimes; the warm-up provides it.
-"""
+"""Supervised warm-up on demonstrations, as a policy gradient needs a policy that is right sometimes."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ class SupervisedWarmup(Configurable):
         renderer: Renderer,
         environments: Environments,
     ) -> None:
-        """Keep the parts; `environments` makes the environments of the demonstrated problems."""
         self.config = config
         self.trainer = trainer
         self.renderer = renderer

@@ -2,9 +2,8 @@
 
 A *box* is torchstore's `TensorSlice`: offsets and shape within the whole tensor.
 
-On a CPU a box is copied in pieces of whole rows, of its first dimension. Each piece is copied, cast on the way, and
-summed; a piece fits a core's cache, unless a single row is larger. Neither PyTorch's copy nor the checksum holds the
-GIL. Copies from or to a GPU are done whole, on a separate stream; the GPU computes their checksums.
+On a CPU a box is copied in pieces of whole rows that fit a core's cache: each piece is copied, cast on the way, and
+summed, without the GIL. Copies from or to a GPU are done whole, on a separate stream; the GPU computes their checksums.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Part:
     name: str
     box: TensorSlice
     local: Tensor
-    """The rank's own memory, of the box's shape."""
     dtype: torch.dtype
     """Dtype to send the box in, or of the stored box."""
 
@@ -121,7 +119,7 @@ def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
 
 
 def _box(offsets: Iterable[int], *, global_shape: Iterable[int], local_shape: Iterable[int]) -> TensorSlice:
-    """Return a box; torchstore's coordinates on a mesh are not used."""
+    """Return a box without coordinates on a mesh."""
     return TensorSlice(tuple(offsets), (), tuple(global_shape), tuple(local_shape), ())
 
 
@@ -255,7 +253,7 @@ class Copy:
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU that holds the source or the destination."""
+        """The GPU that holds the source or the destination, or None."""
         devices = (self.source.device, self.destination.device)
         return next((device for device in devices if device.type != "cpu"), None)
 
@@ -309,7 +307,6 @@ class Copier:
         ]
 
     def close(self) -> None:
-        """End the idle threads."""
         for thread in self._threads:
             thread.stop(timeout_s=1.0)
         self._threads = []

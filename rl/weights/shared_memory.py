@@ -1,16 +1,13 @@
 """Shared memory that holds the versions: its owner in each trainer process, and its readers on the same host.
 
 A segment is a memfd: anonymous POSIX shared memory that other processes of the same user open as
-`/proc/<pid>/fd/<number>`. It has no name in a file system, so nothing needs cleaning up: the kernel frees
-it when the last process that holds it ends, in whatever way. Two runs cannot collide, and the size of
-/dev/shm does not matter.
+`/proc/<pid>/fd/<number>`. It has no name in a file system: the kernel frees it when the last process that holds it
+ends, two runs cannot collide, and the size of /dev/shm does not matter.
 
-Touching a page for the first time costs several times as much as copying it, so an owner keeps segments
-for later versions (`SegmentPool`), and readers and writers keep them mapped (`SegmentMaps`). A reader or
-writer holds a shared flock on the segment (the kernel releases it when the process ends) and checks that
-the generation is the expected one. Reuse needs the exclusive lock, and starts a new generation.
-
-`Volume` is the actor that owns a trainer process's segments. Processes on other hosts read through it.
+Touching a page for the first time costs several times as much as copying it, so an owner keeps segments for later
+versions (`SegmentPool`), and readers and writers keep them mapped (`SegmentMaps`). A reader or writer holds a shared
+flock on the segment (the kernel releases it when the process ends) and checks that the generation is the expected one.
+Reuse needs the exclusive lock, and starts a new generation.
 """
 
 from __future__ import annotations
@@ -82,11 +79,7 @@ class Segment:
     """A shared-memory segment owned by this process."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate every page now: memory that is missing later would kill the process by SIGBUS.
-
-        Raises:
-            SharedMemoryError: says how much was asked for and how much is free.
-        """
+        """Allocate every page now: memory that is missing later would kill the process by SIGBUS."""
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create("relay-weights", os.MFD_CLOEXEC)
         size = HEADER + num_bytes
@@ -129,7 +122,6 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._used: dict[int, list[Segment]] = {}
-        """Segments in use, by version."""
         self._free: list[Segment] = []
         self._is_checked = False
 
@@ -176,10 +168,10 @@ class SegmentPool:
 
 
 class Volume(StorageVolume):
-    """Owner of a trainer process's stored boxes, which are views of its shared memory.
+    """Actor that owns a trainer process's stored boxes, which are views of its shared memory.
 
-    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in one message:
-    torchstore costs a round trip per key.
+    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in one message for
+    other hosts: torchstore costs a round trip per key.
     """
 
     def __init__(self) -> None:
@@ -230,20 +222,17 @@ class Volume(StorageVolume):
 
     @endpoint
     async def drop(self, version: int) -> None:
-        """Delete a version."""
         for key in [key for key in self.store.kv if key.startswith(key_of(version, ""))]:
             del self.store.kv[key]
         self._pool.drop(version)
 
     @endpoint
     async def reset(self) -> None:
-        """Delete everything."""
         self.store.reset()
         self._pool.close()
 
 
 def key_of(version: int, name: str) -> str:
-    """Return torchstore's key of a tensor."""
     return f"v{version}/{name}"
 
 
@@ -255,10 +244,9 @@ class _Mapping:
     last_used: int = 0
     """Number of the operation that used the segment last."""
     is_pinned: bool = False
-    """True if the memory is pinned for direct copies by a GPU."""
 
     def pin(self, pinned: bool) -> None:
-        """Pin the memory, or release it, where the driver allows it."""
+        """Pin the memory for direct copies by a GPU, or release it, where the driver allows it."""
         if pinned == self.is_pinned:
             return
         if pinned:

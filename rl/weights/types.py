@@ -1,4 +1,4 @@
-"""Errors of the weight store; all of them cross process boundaries."""
+"""Errors of the weight store, which cross process boundaries."""
 
 from __future__ import annotations
 
