@@ -46,7 +46,6 @@ class Machine:
     gpu_bytes: int | None
     """Memory of the smallest GPU; None without GPUs."""
     num_cores: int
-    """Cores that this process may use."""
     memory_bytes: int
 
     @classmethod

@@ -103,7 +103,6 @@ class Cluster:
         self._supervisor = Supervisor(config.recovery, in_background=launcher.in_background, events=events)
         self._store_started = asyncio.Event()
         self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
-        """True if a lost trainer or generator is restarted."""
 
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
@@ -219,7 +218,6 @@ class Cluster:
         return await self._start_reward()
 
     async def _start_trainer(self) -> ActorGroup:
-        """Start the trainer with the weight store on its mesh."""
         at, config = self.placements.trainer, self.config.trainer
         role = await self._spawn(at, imports=(config.owner.__module__,))
         await setup_process_group_env(role)

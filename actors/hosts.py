@@ -81,8 +81,7 @@ class Hosts:
         """Hosts by the name of their group; empty if all roles run on this machine."""
         self.processes: dict[str, list[ProcessId]] = {}
         """Processes that simulate the hosts of a group on this machine."""
-        self._jobs: dict[str, _Job] = {}
-        """Job of each group."""
+        self._job_of_group: dict[str, _Job] = {}
         self._failed: set[str] = set()
         """Groups on which a start has failed: on other machines nothing else shows their death."""
         self._renewing = asyncio.Lock()
@@ -110,23 +109,23 @@ class Hosts:
                 return
             for process in processes:
                 kill(process)
-            before = self._jobs.pop(group)
-            if before not in self._jobs.values():
+            before = self._job_of_group.pop(group)
+            if before not in self._job_of_group.values():
                 await before.end()
             # The old job may still hold its name.
             named = replace(self.launch, job_name=f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}")
             await self._ask_for({group: self._placements.host_groups()[group]}, named)
 
     async def end(self) -> None:
-        jobs = set(self._jobs.values())
-        self._jobs.clear()
+        jobs = set(self._job_of_group.values())
+        self._job_of_group.clear()
         for job in jobs:
             await job.end()
 
     async def _ask_for(self, groups: Mapping[str, int], launch: LaunchConfig) -> None:
         job = make_job(launch, self._placements, groups)
         asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}", job=job)
-        self._jobs |= dict.fromkeys(groups, asked)
+        self._job_of_group |= dict.fromkeys(groups, asked)
         self._failed |= set(groups)
         logger.info("asking for %d hosts: %s", sum(groups.values()), asked.name)
         try:

@@ -50,7 +50,6 @@ class Plan:
     """Environments of the task, tried before the run; the run uses their thread."""
     renderer: Renderer
     parity: ParityText | None
-    """Text of the logprob comparison."""
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""
@@ -139,7 +138,6 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
 
 
 def untrained_start(config: RunConfig) -> StartingPoint:
-    """Return the starting point without a warm-up."""
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
         return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)

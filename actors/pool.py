@@ -71,7 +71,6 @@ class GeneratorPool:
         self._version: int | None = None
         """Version that all members that are up hold, or are about to."""
         self._served = ServeResult()
-        """Result of the last checked pull."""
 
     async def watch(self) -> None:
         """Look for dead generators also while no call is made, until cancelled."""

@@ -38,7 +38,6 @@ async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s:
 
 
 def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
-    """Return the processes, their children, and so on."""
     found: dict[ProcessId, None] = {}
     for root in roots:
         found[root] = None
@@ -50,7 +49,6 @@ def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
 
 
 def carrying_environment(name: str, value: str) -> list[ProcessId]:
-    """Return the living processes with this environment variable."""
     found: list[ProcessId] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

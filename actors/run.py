@@ -288,7 +288,6 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
 
 
 def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:
-    """Return one generator over all generators of the pool."""
     return Router([GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool)
 
 

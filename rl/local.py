@@ -352,7 +352,6 @@ class LocalBackend:
         return version
 
     async def forget(self, version: int) -> None:
-        """Drop a version of a model by id."""
         del self._pushed[version]
 
     async def serve(self, policy_version: int) -> ServeResult:

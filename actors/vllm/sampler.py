@@ -73,18 +73,15 @@ class PolicySampler(Sampler):
             if not settings.all_random:
                 tokens_B = torch.where(settings.temperature == 0, logprobs_BV.argmax(-1), tokens_B)
         if self._scored:
-            self._put_scored(tokens_B)
+            for row, request_id in enumerate(self.runner.input_batch.req_ids):
+                if (token := self._scored.get(request_id)) is not None:
+                    tokens_B[row] = token
         self._drawn_B1 = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1))
         return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
     def drawn_logprobs(self) -> dict[str, float]:
         """Return the logprob of each request's last token, in nats; meaningless for a request still at its prompt."""
         return dict(zip(self.runner.input_batch.req_ids, self._drawn_B1.squeeze(-1).tolist(), strict=True))
-
-    def _put_scored(self, tokens_B: Tensor) -> None:
-        for row, request_id in enumerate(self.runner.input_batch.req_ids):
-            if (token := self._scored.get(request_id)) is not None:
-                tokens_B[row] = token
 
     def _uniforms_now(self, logits: Tensor) -> Tensor:
         """Return [B] float64, the random number for each request's next token."""
