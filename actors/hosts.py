@@ -42,9 +42,8 @@ DEATH_NOTICE = {
     "get_proc_state_max_idle": "15s",
     "get_actor_state_max_idle": "15s",
 }
-"""Silence after which Monarch takes a host's processes for dead. With Monarch's own 2 min, 1 min and 30 s, a
-process that exited on a simulated host was reported after 224 s in two of three runs, with these after 1 to
-2 s in six of six (2026-11-21, 2 cores of an AMD EPYC)."""
+"""Silence after which Monarch takes a host's processes for dead. With Monarch's own 2 min, 1 min and 30 s, the exit of
+a process on a simulated host was mostly reported after 224 s, with these after 1 to 2 s."""
 END_TIMEOUT_S = 60.0
 """Time for a scheduler to end a job; afterwards the job is left to the guard."""
 MAX_NAME = 26

@@ -157,7 +157,7 @@ def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
 def starting_point(
     config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
-    """Return the starting point of a run, whose warm-up `environments` demonstrate; nothing is written yet."""
+    """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing is written yet."""
     untrained = untrained_start(config)
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained

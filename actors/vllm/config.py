@@ -27,7 +27,6 @@ CPU_BLOCK = 32
 nothing."""
 SMALLEST_CPU_HEAD_DIM = 32
 """Smaller heads take as much cache as heads of this size."""
-OnUpdate = Literal["drain", "keep", "recompute"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +51,7 @@ class GeneratorConfig(Configurable.Config):
     """Let the samples of a prompt share its cache blocks."""
     enforce_eager: bool = True
     """Run without CUDA graphs. Not used on a CPU."""
-    on_update: OnUpdate = "drain"
+    on_update: Literal["drain", "keep", "recompute"] = "drain"
     """Treatment of running requests when weights are updated.
 
     "drain": running requests finish first, and new ones wait meanwhile. A completion is of one version, and
