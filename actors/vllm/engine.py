@@ -270,11 +270,7 @@ class GeneratorEngine(Configurable):
 
     @asynccontextmanager
     async def _pause(self, pause: Pause) -> AsyncIterator[None]:
-        """Hold all ranks between two steps, while the body changes this rank's engine.
-
-        Raises:
-            GeneratorError: another rank failed, the engine has failed, or weights come while it sleeps.
-        """
+        """Hold all ranks between two steps, while the body changes this rank's engine."""
         self._check_serving()
         if pause.version is not None and self._core.asleep:
             raise GeneratorError(

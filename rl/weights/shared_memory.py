@@ -126,12 +126,7 @@ class SegmentPool:
         self._is_checked = False
 
     def take(self, version: int, num_bytes: int, *, num_versions: int) -> tuple[Segment, SegmentRef]:
-        """Return a free segment of this size that is unread, or a new one.
-
-        Raises:
-            SharedMemoryError: there is no memory for `num_versions` segments, which is checked at first,
-                or for a new one.
-        """
+        """Return a free segment of this size that is unread, or a new one; first check that all versions have room."""
         if not self._is_checked and num_bytes * num_versions > free_memory():
             raise SharedMemoryError(
                 f"weights need {num_bytes * num_versions / 1e9:.3g} GB of shared memory in process "
@@ -183,12 +178,7 @@ class Volume(StorageVolume):
     async def reserve(
         self, version: int, parts: Sequence[PackedPart], num_bytes: int, num_versions: int
     ) -> SegmentRef:
-        """Reserve shared memory for one rank's boxes, which the rank then fills.
-
-        Raises:
-            VersionExistsError: the rank has pushed the version before.
-            SharedMemoryError: there is too little for `num_versions` versions.
-        """
+        """Reserve shared memory for one rank's boxes, which the rank then fills."""
         all_boxes = [(self.store.kv.setdefault(key_of(version, part.name), {}), part) for part in parts]
         if any(part.box.offsets in boxes for boxes, part in all_boxes):
             raise VersionExistsError(
@@ -207,9 +197,6 @@ class Volume(StorageVolume):
 
         Args:
             wanted: the offsets of a stored box, and the part of it that is wanted, at its place in the message.
-
-        Raises:
-            VersionNotFoundError: the version was deleted.
         """
         message = np.empty(num_bytes, dtype=np.uint8)
         flat = torch.from_numpy(message)

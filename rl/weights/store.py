@@ -354,12 +354,7 @@ class WeightStore(Configurable):
 
 
 async def write_file(file: Path, data: np.ndarray) -> None:
-    """Write [bytes] uint8 to a new file.
-
-    Raises:
-        VersionExistsError: the file exists.
-        WeightStoreError: the file was not written.
-    """
+    """Write [bytes] uint8 to a new file; raise VersionExistsError if the file exists."""
 
     def write() -> None:
         file.parent.mkdir(exist_ok=True)
@@ -375,12 +370,7 @@ async def write_file(file: Path, data: np.ndarray) -> None:
 
 
 async def _read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
-    """Return some of a file's boxes.
-
-    Raises:
-        VersionNotFoundError: the file was deleted.
-        WeightStoreError: the file cannot be read.
-    """
+    """Return some of a file's boxes; raise VersionNotFoundError if the file was deleted."""
 
     def load(part: PackedPart) -> Tensor:
         data = np.fromfile(file, dtype=np.uint8, count=num_bytes(part), offset=part.offset)
