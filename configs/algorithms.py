@@ -27,8 +27,7 @@ from losses.policy import (
     ReinforcePlusPlusLoss,
     RLOOLoss,
 )
-from rl.rollouts.advantage import Advantage
-from rl.rollouts.penalties import KLReward, OverlongPunishment
+from rl.rollouts.advantage import Advantage, KLReward, OverlongPunishment
 
 
 def grpo(config: Controller.Config) -> Controller.Config:

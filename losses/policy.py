@@ -258,7 +258,7 @@ class DAPOLoss(PPOLoss):
 
     Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476), equation 8:
     the bounds are its section 3.1, the token mean its section 3.3. The other two parts are dynamic sampling
-    (the loop drops groups with equal rewards) and the soft overlong punishment (`rl.rollouts.penalties`).
+    (the loop drops groups with equal rewards) and the soft overlong punishment (`rl.rollouts.advantage`).
     """
 
     clip_high: float = 0.28

@@ -18,8 +18,8 @@ from rl.loop.config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.observability.recorder import TrainedRollout
 from rl.protocols import Trainer
+from rl.rollouts.advantage import kl_penalty
 from rl.rollouts.group import RolloutId, ScoredRollout, token_rewards
-from rl.rollouts.penalties import kl_penalty
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import cut, policy_sample
 from rl.types import Rollout, TrainingSample

@@ -7,10 +7,9 @@ from typing import Literal
 
 from rl.config.configurable import Configurable, unless
 from rl.config.tree import check_bounds
-from rl.rollouts.advantage import Advantage
+from rl.rollouts.advantage import Advantage, KLReward, OverlongPunishment
 from rl.rollouts.episode import EpisodeLimits, Sampling
 from rl.rollouts.evaluation import Evaluation
-from rl.rollouts.penalties import KLReward, OverlongPunishment
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rl.protocols import Rewarder
+from rl.rollouts.advantage import OverlongPunishment
 from rl.rollouts.episode import Episodes
-from rl.rollouts.penalties import OverlongPunishment
 from rl.rollouts.renderer import PromptTooLongError
 from rl.rollouts.rubric import OVERLONG
 from rl.types import Problem, Rollout, SamplingParams, Score

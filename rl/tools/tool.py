@@ -1,4 +1,4 @@
-"""Tools that a model may call: the protocol, the text that announces them, and the calls in a reply.
+"""Tools that a model may call: the protocol, tools from Python functions, and the calls in a reply.
 
 Calls have the format of Hermes and Qwen3:
 
@@ -11,16 +11,21 @@ A mistake of the model is not an exception but a `BadCall`, whose text the model
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rl.rollouts.rubric import THINK_CLOSE, THINK_OPEN
+from rl.utils.threads import run_aside
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
@@ -66,6 +71,69 @@ class ToolError(Exception):
 
 class ToolTimeoutError(ToolError):
     """A call that was stopped at its time limit."""
+
+
+class FunctionTool:
+    """Tool that calls a Python function: `async def` in the event loop, `def` in a thread of its own.
+
+    Name, description and JSON schema come from the signature and the docstring, whose `Args:` section (Google
+    style) describes every parameter. The model is shown a returned string as it is, anything else as JSON, and
+    an exception as an error.
+
+    A thread cannot be stopped: a plain function that exceeds its time limit goes on until it returns or the
+    process ends. Run code that may never end in `PythonSandbox`.
+
+    Args:
+        time_limit_s: longest time of one call.
+
+    Raises:
+        ValueError: a parameter has no description, no annotation, or one that JSON cannot express.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, time_limit_s: float = 10.0, name: str = "") -> None:
+        if not time_limit_s > 0:
+            raise ValueError(f"time_limit_s={time_limit_s} is not above 0")
+        self.function = function
+        self.time_limit_s = time_limit_s
+        self.name = name or function.__name__
+        try:
+            schema = get_json_schema(function)["function"]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(f"the function {self.name}: {error}") from error
+        self.description: str = schema["description"]
+        self.parameters: Mapping[str, Any] = schema["parameters"] | {"additionalProperties": False}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        passed = {name: self._whole(name, value) for name, value in arguments.items()}
+        timer = asyncio.timeout(self.time_limit_s)
+        try:
+            async with timer:
+                if inspect.iscoroutinefunction(self.function):
+                    result = await self.function(**passed)
+                else:
+                    result = await run_aside(lambda: self._call_plain(passed), name=f"tool-{self.name}")
+        except ToolError:
+            raise
+        except Exception as error:
+            if timer.expired():
+                raise ToolTimeoutError(
+                    f"Error: {self.name} took longer than {self.time_limit_s:g} s and was stopped"
+                ) from None
+            raise ToolError(f"Error: {type(error).__name__}: {error}") from error
+        return result if isinstance(result, str) else _as_json(result)
+
+    def _call_plain(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self.function(**arguments)
+        except BaseException as error:
+            # A future cannot hold StopIteration, and SystemExit would end the event loop.
+            raise ToolError(f"Error: {type(error).__name__}: {error}") from error
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """Convert 2.0, which JSON schema accepts as an integer, to the int that a function expects."""
+        if isinstance(value, float) and self.parameters["properties"][name].get("type") == "integer":
+            return int(value)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,3 +257,10 @@ def _refuse_constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _as_json(result: Any) -> str:
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)

@@ -13,9 +13,9 @@ from losses.correction import ImportanceCorrection
 from losses.policy import GRPOLoss
 from rl.loop.metrics import TrainedMinibatch, batch_metrics, training_metrics
 from rl.observability.metrics import Metric
+from rl.rollouts.advantage import KLReward
 from rl.rollouts.evaluation import EvaluatedSet, Evaluation, EvaluationResult
 from rl.rollouts.group import Group
-from rl.rollouts.penalties import KLReward
 from rl.rollouts.producer import Batch
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import make_problem

@@ -12,9 +12,8 @@ from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
 from rl.loop.loop import Loop
 from rl.observability.metrics import reduced
 from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
-from rl.rollouts.advantage import Advantage
+from rl.rollouts.advantage import Advantage, KLReward
 from rl.rollouts.group import Group
-from rl.rollouts.penalties import KLReward
 from rl.rollouts.producer import Batch
 from rl.types import Rollout, Score, TrainingSample
 from rl.utils.errors import RunError

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -14,57 +14,26 @@ from rl.rollouts.samples import demonstrated_now
 from rl.types import Message, Observation, Problem, Reply, Rollout, SamplingParams
 from rl.utils.errors import RunError
 from tests.support.conversations import Counting, Factory, ScriptedGenerator, TwinRenderer
-from tests.support.fakes import RENDERER as FAKE_RENDERER
-from tests.support.fakes import FakePolicy
+from tests.support.fakes import RENDERER, FakePolicy
 from tests.support.shared_client import Shared
 
-STEP_S = 0.05
 SAMPLING = SamplingParams(max_tokens=16)
-RENDERER = TwinRenderer()
 PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("yes", "yes"))
 
 
-def problem(name: str) -> Problem:
-    return Problem(id=f"ask/{name}", question=name, answer="")
-
-
-class Threaded(Counting):
-    """Environment of the environment thread; `free` releases blocked steps at the end of the test."""
-
-    runs_inline: ClassVar[bool] = False
-    free: ClassVar[threading.Event] = threading.Event()
-    shared: ClassVar[asyncio.Semaphore] = asyncio.Semaphore(1)
-
-    async def step(self, reply: Reply) -> Observation:
-        if self.problem.question.startswith("block"):
-            assert self.free.wait(60)
-        async with self.shared:
-            return await super().step(reply)
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    Threaded.free, Threaded.shared = threading.Event(), asyncio.Semaphore(1)
-    yield
-    Threaded.free.set()
-
-
-def episodes_of(environment: Callable[[Problem], Any], *, step_timeout_s: float = STEP_S) -> Episodes:
-    return Episodes(
+async def played(environment: Callable[[Problem], Any], *, step_timeout_s: float = 30.0) -> Rollout:
+    episodes = Episodes(
         generator=ScriptedGenerator(reply=lambda prompt, sampling, sample: "yes"),
         renderer=TwinRenderer(),
         environments=Environments(make=environment, step_timeout_s=step_timeout_s),
         max_tokens=200,
     )
+    ((rollout,),) = await episodes.run([PROBLEM], sampling=SAMPLING)
+    return rollout
 
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "environments"}
-
-
-async def one(episodes: Episodes, name: str) -> Rollout:
-    ((rollout,),) = await episodes.run([problem(name)], sampling=SAMPLING)
-    return rollout
 
 
 def test_single_turn_runs_inline_and_a_subclass_with_its_own_step_does_not():
@@ -73,14 +42,14 @@ def test_single_turn_runs_inline_and_a_subclass_with_its_own_step_does_not():
     class Looks(SingleTurn):
         async def step(self, reply: Reply) -> Observation:
             loops.add(asyncio.get_running_loop())
-            return Observation(messages=(Message(role="user", content="more"),) if not loops else ())
+            return Observation()
 
     async def main() -> None:
-        await one(episodes_of(Looks.of, step_timeout_s=30.0), "one")
+        await played(Looks.of)
         assert loops
         assert asyncio.get_running_loop() not in loops
         before = threads()
-        await one(episodes_of(SingleTurn.of), "one")
+        await played(SingleTurn.of)
         assert threads() <= before
 
     asyncio.run(main())
@@ -90,20 +59,30 @@ def test_single_turn_runs_inline_and_a_subclass_with_its_own_step_does_not():
 
 
 def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
-    factory = Factory(Threaded)
+    free = threading.Event()
+
+    class Blocks(Counting):
+        runs_inline: ClassVar[bool] = False
+
+        async def step(self, reply: Reply) -> Observation:
+            assert free.wait(60)
+            return await super().step(reply)
 
     async def main() -> tuple[Rollout, int]:
-        blocked = asyncio.create_task(one(episodes_of(factory), "block"))
+        blocked = asyncio.create_task(played(Factory(Blocks), step_timeout_s=0.05))
         num_turns = 0
         while not blocked.done():
             num_turns += 1
             await asyncio.sleep(0.001)
         return await blocked, num_turns
 
-    blocked, num_turns = asyncio.run(main())
+    try:
+        blocked, num_turns = asyncio.run(main())
+    finally:
+        free.set()
     assert blocked.end == "failed"
     assert blocked.failure == (
-        "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/block', reply 'yes'"
+        "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/one', reply 'yes'"
     )
     assert num_turns > 5
 
@@ -111,13 +90,13 @@ def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_error_that_would_end_the_thread_or_the_episode_is_a_failed_rollout(error, inline):
-    class Ends(Threaded):
+    class Ends(Counting):
         runs_inline: ClassVar[bool] = inline
 
         async def step(self, reply: Reply) -> Observation:
             raise error
 
-    rollout = asyncio.run(one(episodes_of(Factory(Ends), step_timeout_s=30.0), "end"))
+    rollout = asyncio.run(played(Factory(Ends)))
     assert f"raised RuntimeError('{error.__name__} of an environment')" in str(rollout.failure)
 
 
@@ -143,26 +122,28 @@ class Faulty(Counting):
         return self.does() if self.method == "step" else observation
 
 
-def fails() -> None:
-    raise KeyError("board")
+def raises(error: Exception) -> Callable[[], Any]:
+    def does() -> None:
+        raise error
 
-
-def stops() -> None:
-    raise RunError("no sandbox is left")
+    return does
 
 
 def observed(**fields: Any) -> Callable[[], Observation]:
     return lambda: Observation(**fields)
 
 
+FAILS = raises(KeyError("board"))
+
+
 @pytest.mark.parametrize(
     ("method", "does", "message"),
     [
-        ("init", fails, r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)"),
-        ("opening", fails, r"problem 'ask/one' \(Faulty\) does not open: .*KeyError\('board'\)"),
+        ("init", FAILS, r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)"),
+        ("opening", FAILS, r"problem 'ask/one' \(Faulty\) does not open: .*KeyError\('board'\)"),
         ("opening", lambda: (), r"does not open: .*no messages"),
-        ("step", fails, r"^the environment raised KeyError\('board'\) in turn 1 of problem 'ask/one'"),
-        ("step", stops, r"^the demonstration of problem 'ask/one': no sandbox is left"),
+        ("step", FAILS, r"^the environment raised KeyError\('board'\) in turn 1 of problem 'ask/one'"),
+        ("step", raises(RunError("no sandbox")), r"^the demonstration of problem 'ask/one': no sandbox"),
         ("step", lambda: None, r"`step` returned None, which is not an Obs.* in turn 1 of problem 'ask/one'"),
         ("step", observed(messages=(Message(role="bot", content=""),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
         ("step", observed(messages=(Message(role="user", content=3),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
@@ -173,7 +154,7 @@ def observed(**fields: Any) -> Callable[[], Observation]:
 def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, message):
     factory = Factory(Faulty, method=method, does=does)
     with pytest.raises(ValueError, match=message):
-        demonstrated_now([PROBLEM], Environments(make=factory), renderer=RENDERER)
+        demonstrated_now([PROBLEM], Environments(make=factory), renderer=TwinRenderer())
     assert factory.closed == [1] * (method != "init")
 
 
@@ -182,15 +163,14 @@ def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
     problems = list(islice(task.warmup_problems(seed=0), 2))
     environments = Environments(make=task.environment)
     for _ in range(2):
-        assert len(demonstrated_now(problems, environments, renderer=FAKE_RENDERER)) == 2
+        assert len(demonstrated_now(problems, environments, renderer=RENDERER)) == 2
     episodes = Episodes(
         generator=FakePolicy(reply=lambda prompt, sample: "[ANSWER] 1"),
-        renderer=FAKE_RENDERER,
+        renderer=RENDERER,
         environments=environments,
         max_tokens=200,
     )
-    groups = asyncio.run(episodes.run(problems, sampling=SamplingParams(max_tokens=16)))
-    for (rollout,) in groups:
+    for (rollout,) in asyncio.run(episodes.run(problems, sampling=SAMPLING)):
         assert (rollout.end, rollout.failure) == ("done", None)
         assert rollout.turns[0].observation.metrics == {"asked": 1.0}
     assert len(task.clients) == 1

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from rl.protocols import Environment
+from rl.rollouts.advantage import OverlongPunishment
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Episodes
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
-from rl.rollouts.penalties import OverlongPunishment
 from rl.rollouts.producer import reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, SamplingParams, Score
@@ -90,11 +90,3 @@ def member(reward, *, rewards=()):
 )
 def test_rewards_stand_at_the_last_token_or_at_the_end_of_each_turn(rewards, by_turn, expected):
     assert token_rewards(member(1.5, rewards=rewards), by_turn=by_turn).tolist() == expected
-
-
-def test_rollouts_with_failed_scores_or_environments_are_left_out_in_order():
-    rollouts = [conversation((1, drawn(5)), sample=i) for i in range(4)]
-    failed = Score(reward=9.0, correct=False, failure="raised")
-    scores = [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False), failed]
-    left = Group(number=0, rollouts=rollouts, scores=scores).scored
-    assert [(m.rollout.sample, m.score.reward) for m in left] == [(0, 1.0), (2, 0.0)]

@@ -119,32 +119,29 @@ def test_openings_equal_the_published_template(tokenizer_of, kind, name, thinkin
         assert ids.dtype == np.int32
 
 
+TURNS = [(REPLY, [ASKED_AGAIN]), ("<think>\nTwice.\n</think>\n\n258", [ASKED]), (" 2 \n", [ASKED_AGAIN])]
+TOLD = [(REPLY, [ASKED_AGAIN]), ("  258\n", [SYSTEM, ASKED]), ("", [TOOL, OTHER_TOOL]), ("3", [ASKED])]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "turns"),
     [
-        ("qwen3", "qwen3", [(REPLY, [ASKED_AGAIN]), ("  258\n", [SYSTEM, ASKED]), ("", [TOOL, OTHER_TOOL])]),
-        ("chatml", "qwen3_instruct_2507", [(REPLY, [ASKED_AGAIN]), ("", [TOOL, OTHER_TOOL]), ("3", [ASKED])]),
-        ("chatml", "qwen2_5", [("  258\n", [SYSTEM, ASKED]), ("", [TOOL, OTHER_TOOL]), ("3", [ASKED])]),
+        *(("template", name, TURNS) for name in ROUND_TRIP),
+        ("chatml", "qwen2_5", TOLD),
+        ("chatml", "qwen3_instruct_2507", TOLD),
+        ("qwen3", "qwen3", TOLD),
         ("qwen3", "qwen3", [(THOUGHTS, [TOOL]), (THOUGHTS, [TOOL, OTHER_TOOL])]),
     ],
 )
-def test_conversations_equal_the_published_template(tokenizer_of, kind, name, turns):
+def test_conversation_equals_the_published_template(tokenizer_of, kind, name, turns):
     tokenizer = tokenizer_of(name)
-    ids = conversation(renderer_of(tokenizer, kind=kind), [SYSTEM, ASKED], *turns)
+    renderer = renderer_of(tokenizer, kind=kind)
+    renderer.check_multi_turn()
+    ids = conversation(renderer, [SYSTEM, ASKED], *turns)
     assert ids == rendered(tokenizer, messages_of([SYSTEM, ASKED], *turns), add_generation_prompt=True)
 
 
-# Published templates with kind template
-
-
-@pytest.mark.parametrize("name", ROUND_TRIP)
-def test_conversation_equals_the_template_that_round_trips(tmp_path, name):
-    tokenizer = merging_tokenizer(tmp_path, name)
-    renderer = renderer_of(tokenizer)
-    renderer.check_multi_turn()
-    turns = [(REPLY, [ASKED_AGAIN]), ("<think>\nTwice.\n</think>\n\n258", [ASKED]), (" 2 \n", [ASKED_AGAIN])]
-    expected = rendered(tokenizer, messages_of([SYSTEM, ASKED], *turns), add_generation_prompt=True)
-    assert conversation(renderer, [SYSTEM, ASKED], *turns) == expected
+# Published templates that are refused
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -157,15 +154,15 @@ def test_template_that_rewrites_replies_needs_keep_replies_for_several_turns(tmp
     with pytest.raises(ValueError, match=reason):
         renderer.check_multi_turn()
     kept = renderer_of(tokenizer, keep_replies=True)
-    opening = kept.opening([ASKED_AGAIN]).tolist()
-    produced = kept.reply("<think>\nTwice.\n</think>\n\n 258 \n").tolist()
-    ids = conversation(kept, [ASKED_AGAIN], ("<think>\nTwice.\n</think>\n\n 258 \n", [ONCE_MORE]))
-    assert ids[: len(opening) + len(produced)] == opening + produced
+    reply = "<think>\nTwice.\n</think>\n\n 258 \n"
+    own = [*kept.opening([ASKED_AGAIN]).tolist(), *kept.reply(reply).tolist()]
+    ids = conversation(kept, [ASKED_AGAIN], (reply, [ONCE_MORE]))
+    assert ids[: len(own)] == own
     # The template adds after the reply what it adds after a plain one.
     options = {"enable_thinking": True} if "enable_thinking" in tokenizer.chat_template else {}
     plain = messages_of([ASKED_AGAIN], (REPLY, [ONCE_MORE]))
     follows = tokenizer.decode(rendered(tokenizer, plain, add_generation_prompt=True, **options))
-    assert tokenizer.decode(ids[len(opening) + len(produced) - 1 :]) == follows.partition(REPLY)[2]
+    assert tokenizer.decode(ids[len(own) - 1 :]) == follows.partition(REPLY)[2]
 
 
 def test_end_of_turn_that_is_no_stop_token_is_refused(tmp_path):
@@ -193,46 +190,47 @@ def test_template_that_cannot_open_a_conversation_is_refused(tmp_path, name, fie
 # Templates of this file
 
 
+SWALLOWS = {"content": "<end>", "lstrip": True, "rstrip": False, "special": True, "__type": "AddedToken"}
+
+
 @pytest.mark.parametrize(
-    ("turn", "opens", "message"),
+    ("turn", "settings", "message"),
     [
         (
             "<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n",
-            "<|im_start|>{{ messages|length + 1 }} assistant\n",
+            {"opens": "<|im_start|>{{ messages|length + 1 }} assistant\n"},
             "writes what follows a reply differently after messages of user",
         ),
         (
             "{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
             "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
             "{{ m.content }}<|im_end|>\n{% endif %}",
-            "<|im_start|>assistant\n",
+            {},
             "writes what follows a reply differently after messages of system",
         ),
         (
             "{{ m.role }}: {{ m.content }}\n",
-            "assistant:",
+            {"opens": "assistant:"},
             r"puts '\\nuser: What is said ' after a reply, which does not begin with a special token",
         ),
         (
             "{% if m.role == 'assistant' %}{{ raise_exception('no replies') }}{% endif %}" + CHATML,
-            "",
+            {"opens": ""},
             "does not render messages of roles user, assistant, user: no replies",
         ),
+        (
+            "<|im_start|>{{ m.role }}\n{{ m.content }}<end>\n",
+            {"eos_token": SWALLOWS},
+            r"'reply <end>' is not tokenized as 'reply ' and '<end>' are",
+        ),
     ],
-    ids=["numbers turns", "moves the system message", "no special token", "raises"],
+    ids=["numbers turns", "moves the system message", "no special token", "raises", "swallows a space"],
 )
-def test_template_that_rewrites_earlier_text_is_refused(tmp_path, turn, opens, message):
-    renderer = renderer_of(written(tmp_path, turn, opens=opens), keep_replies=True)
+def test_template_without_independent_turns_is_refused(tmp_path, turn, settings, message):
+    renderer = renderer_of(written(tmp_path, turn, **settings), keep_replies=True)
     renderer.opening([ASKED])
     with pytest.raises(ValueError, match=message):
         renderer.check_multi_turn()
-
-
-def test_end_token_that_swallows_the_space_before_it_is_refused(tmp_path):
-    end = {"content": "<end>", "lstrip": True, "rstrip": False, "special": True, "__type": "AddedToken"}
-    tokenizer = written(tmp_path, "<|im_start|>{{ m.role }}\n{{ m.content }}<end>\n", eos_token=end)
-    with pytest.raises(ValueError, match=r"'reply <end>' is not tokenized as 'reply ' and '<end>' are"):
-        renderer_of(tokenizer).check_multi_turn()
 
 
 def test_end_of_turn_comes_from_the_template(tmp_path):
@@ -275,17 +273,12 @@ def ids_of(text):
 
 def drifted(tokenizer, text):
     """Return one token for each byte of the text, which the tokenizer would merge."""
-    ids = [tokenizer.convert_tokens_to_ids(token) for byte in text for token in tokenizer.tokenize(byte)]
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.encode(text, add_special_tokens=False) != ids
-    return ids
+    return [tokenizer.convert_tokens_to_ids(token) for byte in text for token in tokenizer.tokenize(byte)]
 
 
 def no_utf8(tokenizer):
     """Return the first two bytes of a euro sign, as of a reply cut off within a character."""
-    ids = tokenizer.encode("\u20ac", add_special_tokens=False)[:2]
-    assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
-    return ids
+    return tokenizer.encode("\u20ac", add_special_tokens=False)[:2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,6 @@ import pytest
 from rl.rollouts import rewards
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.utils.errors import RunError
-from tests.support.math_functions import MAIN_THREAD
 from tests.support.scored import replied
 from tests.support.scoring_functions import LIMIT_S, MIXED, RUBRIC, Driven, failure_of, never
 
@@ -73,8 +72,19 @@ def test_alarm_that_a_function_leaves_behind_hits_no_other(driven):
 
 @pytest.mark.medium
 def test_reward_that_uses_alarms_is_interrupted_where_it_is_tried_in_the_main_thread():
+    import math_verify
+
+    gold = math_verify.parse("$\\frac{1}{2}$")  # beforehand, because the first parse is the slowest
+
+    def half(rollout):
+        answer = math_verify.parse(rollout.text, parsing_timeout=5)
+        while rollout.text == "loop":
+            pass
+        return float(math_verify.verify(gold, answer, timeout_seconds=5))
+
+    rubric = Rubric(criteria=(Criterion(name="half", function=half),))
     replies = [replied(text) for text in ("$0.5$", "loop", "$\\frac{2}{4}$", "$0.4$")]
-    scores = [rewards.score_within(MAIN_THREAD, [r], time_limit_s=LIMIT_S)[0] for r in replies]
+    scores = [rewards.score_within(rubric, [r], time_limit_s=LIMIT_S)[0] for r in replies]
     assert failed(scores) == [False, True, False, False]
     assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
     assert f"reward 'half' took longer than time_limit_s={LIMIT_S}" in failure_of(scores[1])

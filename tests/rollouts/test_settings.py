@@ -6,10 +6,9 @@ import pytest
 
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
-from rl.rollouts.advantage import Advantage
+from rl.rollouts.advantage import Advantage, KLReward, OverlongPunishment
 from rl.rollouts.episode import EpisodeLimits, Sampling
 from rl.rollouts.evaluation import Evaluation
-from rl.rollouts.penalties import KLReward, OverlongPunishment
 from rl.rollouts.renderer import RendererConfig
 from rl.tasks.alphabet_sort import AlphabetSort
 from rl.tasks.countdown import Countdown

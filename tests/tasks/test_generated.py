@@ -1,8 +1,9 @@
-"""Claims about every generated task, on a task of this file."""
+"""Claims about every generated task, on a task of this file; then sum-digits, reverse-text and alphabet-sort."""
 
 import pickle
 import random
 import re
+import string
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
@@ -162,3 +163,114 @@ def test_noise_is_a_fair_coin_independent_of_the_reply():
     assert all(abs(sum(t) - 128) < 48 for t in drawn)
     for a, b in combinations(drawn, 2):
         assert abs(sum(x == y for x, y in zip(a, b, strict=True)) - 128) < 48
+
+
+# Sum-digits, reverse-text and alphabet-sort
+
+SUM_DIGITS = SumDigits.Config(num_integers=2)
+REVERSE = ReverseText.Config(num_letters=(4, 6), similarity_reward=0.2)
+SORT = AlphabetSort.Config(num_words=(3, 1, 1))
+SUM = make_problem([47, 82])
+ABCD = Problem(id="reverse-text/abcd", question="abcd", answer="dcba")
+SORTED = ("a c d", "a b c d", "a b c d e")
+DAC_B_E = Problem(
+    id="alphabet-sort/d-a-c/b/e",
+    question="d a c",
+    answer=SORTED[-1],
+    info={"turns": ["d a c", "b", "e"], "answers": list(SORTED)},
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem", "replies", "reward"),
+    [
+        (SUM_DIGITS, SUM, ["x [ANSWER]21"], 1.0),
+        (SUM_DIGITS, SUM, ["[ANSWER] 3 [ANSWER] 21"], 1.0),
+        (SUM_DIGITS, SUM, ["<think>[ANSWER] 3</think>\n\n[ANSWER] 21\n"], 1.0),
+        (SUM_DIGITS, SUM, ["[ANSWER] 21 or 22"], 0.0),
+        (SUM_DIGITS, SUM, ["[ANSWER] twenty"], 0.0),
+        (SUM_DIGITS, SUM, ["<think>[ANSWER] 21</think>"], 0.0),
+        (SUM_DIGITS, SUM, ["[ANSWER] 22"], 0.1),
+        (SUM_DIGITS, SUM, ["21"], 0.0),
+        (REVERSE, ABCD, [" dcba\n"], 1.0),
+        (REVERSE, ABCD, ["<think>d, c, b, a</think>\ndcba"], 1.0),
+        (REVERSE, ABCD, ["<think>dcba"], 0.0),
+        (REVERSE, ABCD, ["dcb"], 0.2 * 6 / 7),  # twice the 3 letters in common over the 7 of both
+        (REVERSE, ABCD, ["abcd"], 0.2 * 2 / 8),  # the longest block in common is a letter
+        (REVERSE, ABCD, ["dcbaa"], 0.2 * 8 / 9),
+        (REVERSE, ABCD, ["DCBA"], 0.0),
+        (REVERSE, ABCD, [""], 0.0),
+        (SORT, DAC_B_E, SORTED, 1.0),
+        (SORT, DAC_B_E, ["<think>a</think>a c d", "<think>\n</think>\n\na b c d", "<think>a b c d e"], 2 / 3),
+        (SORT, DAC_B_E, [" a  c d\n", "a b c d", "a b c d e"], 1.0),
+        (SORT, DAC_B_E, ["a c d", "a c d b", "a c d b e"], 1 / 3),
+        (SORT, DAC_B_E, ["acd", "a,b,c,d", "A B C D E"], 0.0),
+    ],
+)
+def test_replies_earn_their_share_of_the_reward(config, problem, replies, reward):
+    score = scored(config.build(), problem, *replies)
+    assert score.reward == pytest.approx(reward)
+    assert score.correct is (reward == 1.0)
+
+
+def test_cut_off_reply_and_missing_turns_earn_nothing():
+    assert scored(SUM_DIGITS.build(), SUM, "[ANSWER] 2", finish_reason="length").reward == 0.0
+    sort = SORT.build()
+    rollout = played(sort, DAC_B_E, *SORTED)
+    score = sort.rubric(seed=0).score(replace(rollout, turns=rollout.turns[:2], end="turns"))
+    assert (score.reward, score.correct) == (pytest.approx(2 / 3), False)
+
+
+def test_sum_digits_and_reverse_text_ask_for_sums_and_reversed_words():
+    assert (SUM.answer, SUM.demonstration) == ("21", "4+7=11 11+8=19 19+2=21 [ANSWER] 21")
+    assert make_problem([10, 99, 55, 38]).answer == str(1 + 0 + 9 + 9 + 5 + 5 + 3 + 8)
+    words = list(islice(REVERSE.build().train_problems(seed=0), 300))
+    assert {len(word.question) for word in words} == {4, 5, 6}
+    for word in words:
+        assert set(word.question) <= set(string.ascii_lowercase)
+        assert word.answer == word.demonstration == word.question[::-1]
+
+
+def test_alphabet_sort_has_new_words_in_each_turn_and_all_words_so_far_in_answers():
+    task = AlphabetSort.Config(num_words=(3, 2, 1), num_letters=2, letters="xyzabc").build()
+    for problem in islice(task.train_problems(seed=0), 100):
+        turns = [turn.split() for turn in problem.info["turns"]]
+        words = [word for turn in turns for word in turn]
+        assert [len(turn) for turn in turns] == [3, 2, 1]
+        assert len(set(words)) == 6
+        assert {len(word) for word in words} == {2}
+        assert set("".join(words)) <= set("abcxyz")
+        answers = [" ".join(sorted(words[:n])) for n in (3, 5, 6)]
+        assert problem.info["answers"] == list(problem.demonstrations) == answers
+        assert (problem.question, problem.answer) == (problem.info["turns"][0], answers[-1])
+
+
+@pytest.mark.parametrize(
+    ("config", "is_early", "ends"),
+    [
+        (SUM_DIGITS, lambda p: p.question[-1] >= "4", lambda p: str(int(p.answer) - int(p.question[-1]))),
+        (REVERSE, lambda p: p.question < "n", lambda p: p.answer[:-1]),
+    ],
+)
+def test_hasty_demonstrations_leave_out_the_end(config, is_early, ends):
+    scores = demonstrated_scores(replace(config, haste=0.75).build(), 2000)
+    wrong = [problem for problem, score in scores if not score.correct]
+    num_early = sum(is_early(problem) for problem, _ in scores)
+    assert len(wrong) / num_early == pytest.approx(0.75, abs=0.04)
+    assert all(is_early(problem) and problem.demonstration.endswith(ends(problem)) for problem in wrong)
+
+
+def test_hasty_demonstrations_of_alphabet_sort_put_new_words_of_the_first_half_at_the_end():
+    scores = demonstrated_scores(replace(SORT, haste=0.75).build(), 2000)
+    num_early = num_hasty = 0
+    for problem, _ in scores:
+        first, *later = problem.info["turns"]
+        lists = [reply.split() for reply in problem.demonstrations]
+        assert lists[0] == sorted(first.split())
+        for i, word in enumerate(later, start=1):
+            is_sorted = lists[i] == sorted(lists[i])
+            assert is_sorted or (word < "n" and lists[i] == [*lists[i - 1], word])
+            num_early += word < "n"
+            num_hasty += not is_sorted
+    # Some words belong at the end anyway.
+    assert 0.6 < num_hasty / num_early < 0.75

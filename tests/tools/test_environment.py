@@ -4,8 +4,7 @@ import pytest
 
 from rl.tools.calculator import Calculator
 from rl.tools.environment import ToolEnvironment
-from rl.tools.function_tool import FunctionTool
-from rl.tools.tool import ToolCall, announce, render_call
+from rl.tools.tool import FunctionTool, ToolCall, announce, render_call
 from rl.types import Message, Problem, Reply
 from tests.support.fakes import completion
 
@@ -101,22 +100,8 @@ def test_time_limit_of_a_tool_is_counted():
     assert observation.metrics["tools/s"] >= 0.05
 
 
-def test_calls_of_one_reply_run_at_the_same_time():
-    async def run():
-        met = asyncio.Barrier(3)
-
-        async def meet() -> str:
-            """Returns when three are there."""
-            await met.wait()
-            return "met"
-
-        return await environment(FunctionTool(meet)).step(reply(*[("meet", {})] * 3))
-
-    assert [message.content for message in asyncio.run(run()).messages] == ["met"] * 3
-
-
 @pytest.mark.parametrize("ends", ["broken", "cancelled"])
-def test_calls_end_with_a_defect_of_another_tool_and_with_the_step(ends):
+def test_calls_overlap_and_end_with_a_defect_of_another_tool_and_with_the_step(ends):
     held: list[None] = []
     taken = asyncio.Event()
 
