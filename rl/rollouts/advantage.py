@@ -23,10 +23,9 @@ from rl.config.tree import check_bounds
 class Advantage:
     """Advantage estimator: A = (value - baseline) / scale, over all samples of a batch.
 
-    With `credit` "sequence" the value is the sum of a sample's rewards, the same for all of its tokens. With
-    "token" each token has a value of its own, the discounted sum of the rewards at it and after it. Means and
-    standard deviations are over samples in the first case and over tokens in the second, where a long sample
-    counts for more.
+    With `credit` "sequence" the value is the sum of a sample's rewards, and means and standard deviations are
+    over samples. With "token" each token's value is the discounted sum of the rewards at it and after it, and
+    they are over tokens, so that a long sample counts for more.
 
     The default is GRPO's (arXiv 2402.03300, section 4.1.2) without the division, which Dr. GRPO
     (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as
@@ -210,16 +209,9 @@ def kl_penalty(
 ) -> np.ndarray:
     """Return [C] float64, an estimate of KL(policy || reference) at each token, see `losses.ops`.
 
-    A reward has no gradient of its own, it only weights that of the policy: k1 then gives, on average, the
-    gradient of the divergence, which it does not as a term of a loss; k2 and k3 do not (Tang and Munos, "On a
-    few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
-
-    Args:
-        logprobs_C: nats, of the policy that drew the tokens.
-        reference_logprobs_C: nats, of the reference policy.
-
-    Raises:
-        ValueError: a logprob is not finite.
+    In a reward, k1 gives on average the gradient of the divergence, which it does not as a term of a loss; k2 and
+    k3 do not (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
+    The logprobs are in nats; raises ValueError if one is not finite.
     """
     if not (np.isfinite(logprobs_C).all() and np.isfinite(reference_logprobs_C).all()):
         raise ValueError("logprobs must be finite for all tokens that the model produced")

@@ -1,10 +1,8 @@
 """Environments: the single-turn one, and calls of all others in a thread of their own.
 
-    episode --step, close--> event loop of the environment thread --result--> episode
-
-Environments run in one event loop in a thread of its own, so that slow code does not stall the controller and
-the environments of a task can share a session or a semaphore. Code that blocks belongs in `asyncio.to_thread`:
-a `step` that blocks the event loop delays every other environment.
+All environments run in one event loop in that thread, so that slow code does not stall the controller and the
+environments of a task can share a session or a semaphore. Code that blocks belongs in `asyncio.to_thread`: a `step`
+that blocks the event loop delays every other environment.
 """
 
 from __future__ import annotations
@@ -114,8 +112,7 @@ class EnvironmentCalls:
         """Return the environment's answer to a reply.
 
         Raises:
-            EnvironmentFailedError: there is no answer within `timeout_s`, the environment raised, or the answer is
-                not a valid Observation; names the field.
+            EnvironmentFailedError: no answer within `timeout_s`, an error, or an invalid field of the Observation.
             RunError: raised by the environment.
         """
 
@@ -178,9 +175,7 @@ class Environments:
     ) -> AsyncIterator[list[list[EnvironmentCalls]]]:
         """Make and open `num` environments of each problem; close them at the end, where errors are only logged.
 
-        Raises:
-            ValueError: an environment cannot be made, or does not open as the others of its problem; names the
-                problem.
+        Raises ValueError with the problem if one cannot be made, or does not open as the others of its problem.
         """
         groups: list[list[EnvironmentCalls]] = []
         try:

@@ -2,8 +2,7 @@
 
     opening -> prompt -> completion -> reply -> step -> messages -> further prompt -> completion -> ...
 
-The model's tokens stay exactly as the engine produced them; only the environment's messages are tokenized. So
-training sees the tokens that were sampled.
+The model's tokens stay exactly as the engine produced them; only the environment's messages are tokenized.
 
 Shape legend: P problems, G samples of each.
 """

@@ -75,8 +75,6 @@ class EvaluationResult:
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics `eval/<name>` of the first set and `eval/<set>/<name>` of the others.
 
-        Names are `correct`, `reward`, `num_problems`, `num_failed`, `num_unparsed`, each reward function's,
-        `pass@<k>` if further replies are sampled, and `turns_mean` if a rollout of the set has several turns.
         Failed rollouts, sampled ones too, are counted and left out of the means.
         """
         merged: dict[str, Metric] = {}
@@ -121,11 +119,7 @@ class Evaluator:
         return sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
-        """Evaluate the weights that the generator has now.
-
-        Raises:
-            RunError: too many rollouts could not be scored.
-        """
+        """Evaluate the weights that the generator has now; raise RunError if too many rollouts have no score."""
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
             self.sampling,
@@ -180,10 +174,8 @@ def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
 def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
     """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad scores.
 
-    `<prefix>/num_failed` counts failed scores, `<prefix>/num_unparsed` rollouts in which a function found no
-    answer. A function that has the name of another metric is reported as `function_<name>`. All scores of a
-    step must be passed at once: the environment's part, missing where it is 0, is averaged over all of them if
-    any has it.
+    A function that has the name of another metric is reported as `function_<name>`. All scores of a step must
+    be passed at once: the environment's part, missing where it is 0, is averaged over all of them if any has it.
     """
     good = [score for score in scores if score.failure is None]
     metrics: dict[str, Metric] = {

@@ -106,10 +106,7 @@ class RolloutWorker:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """Draw and score one group; the result depends only on its number, the run's seed and the weights.
-
-        All of the group's requests to the generator belong to one session.
-        """
+        """Draw and score one group; the result depends only on its number, the run's seed and the weights."""
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
             (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
@@ -125,10 +122,7 @@ class RolloutWorker:
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
     def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """Add the overlong punishment of the last reply.
-
-        A reply that was cut off, or an episode that ran out of tokens, counts as a reply at the limit.
-        """
+        """Add the overlong punishment of the last reply; one that ran out of tokens counts as one at the limit."""
         if not self.overlong.enable:
             return score
         max_tokens = self.sampling.max_tokens

@@ -1,13 +1,4 @@
-"""A language model as a judge: a reward function that asks a server for a grade.
-
-    judge = Judge(
-        base_url="http://127.0.0.1:8000/v1",
-        model="Qwen/Qwen3-32B",
-        api_key_env=None,
-        template="Question: {question}\\nReply: {reply}\\nIs the reply polite? Say yes or no, nothing else.",
-        grade=LabelGrade(labels={"yes": 1.0, "no": 0.0}),
-    )
-    Rubric(criteria=(Criterion(name="polite", function=judge),))
+"""A language model as a judge: a reward function that asks a server for a grade; docs/rewards.md has an example.
 
 Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 """

@@ -2,9 +2,8 @@
 
     problems -> start (as the staleness bound allows) -> worker -> drop or keep -> next_batch
 
-`RolloutProducer` starts a task for each group as soon as the bound allows, in the task's order. New groups
-start after `serve` (newer weights), after `next_batch` (places of a taken batch), and after a dropped group.
-`next_batch` waits for finished groups, or for an error of any of them.
+New groups start after `serve` (newer weights), after `next_batch` (places of a taken batch), and after a dropped
+group. `next_batch` waits for finished groups, or for an error of any of them.
 """
 
 from __future__ import annotations

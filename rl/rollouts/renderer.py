@@ -92,16 +92,9 @@ class TokenizerTemplate:
     """The chat template that comes with a tokenizer.
 
     A chat template renders a whole conversation at once, but here tokens only ever grow. The text that follows
-    a reply is found by rendering a probe conversation. The result equals the template's own rendering only if
-    the template appends, which is checked here.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        stop_token_ids: tokens that end a reply.
-        thinking: passed as `enable_thinking` to a template that reads it.
-        keep_replies: for several turns, accept a template that renders earlier replies differently in
-            hindsight; the tokens keep them as they were produced.
-        system: openings will have a system message.
+    a reply is found by rendering a probe conversation; that is right only if the template appends, which is
+    checked here. `thinking` and `keep_replies` as in `RendererConfig`; `system`: openings will have a system
+    message.
 
     Raises:
         ValueError: the template is missing, does not render a user's turn, or does not read
@@ -226,12 +219,8 @@ class TokenizerTemplate:
 
 
 Template = RawText | ChatML | TokenizerTemplate
-"""Turns messages into text that only grows: the text after a reply does not depend on what came before.
-
-`opening` renders messages up to the beginning of the reply, `continuation` what follows a reply (end-of-turn token,
-messages, and all up to the next reply). `check_multi_turn` raises ValueError with the reason if that is impossible.
-`end_of_turn` is the token that ends a reply; None: the tokenizer's end token.
-"""
+"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the reply, `continuation`
+what follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -268,12 +257,6 @@ class Renderer:
     The template's end-of-turn token closes a reply. If the model did not produce it, because its reply was
     cut off or ended with another stop token (such as <|endoftext|>), the continuation begins with it. So every
     turn is closed in the same way, and each token is attributed to the side that produced it.
-
-    Args:
-        template: turns messages into text.
-        tokenizer: a Hugging Face tokenizer.
-        stop_token_ids: tokens that end a reply; the template's end-of-turn token always does.
-        system: system message before every opening that has none; empty: none.
 
     Raises:
         ValueError: the template's end-of-turn token is not a single token of this tokenizer.

@@ -45,11 +45,7 @@ T = TypeVar("T")
 
 
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because it did not answer in time.
-
-    Args:
-        exit_code: None if it was killed for that.
-    """
+    """The reward process ended, or was killed because it did not answer in time (exit code None)."""
 
     def __init__(self, *, exit_code: int | None) -> None:
         super().__init__(f"the reward process ended (exit code {exit_code})")

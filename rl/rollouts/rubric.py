@@ -1,15 +1,5 @@
 """Rubrics: weighted sums of reward functions over one rollout, or over all rollouts of a problem.
 
-    def short(rollout: Rollout) -> float: ...
-    async def polite(rollout: Rollout) -> float: ...
-    def ranked(rollouts: Sequence[Rollout]) -> list[float]: ...
-
-    Rubric(criteria=(
-        Criterion(name="short", function=short, weight=0.2),
-        Criterion(name="polite", function=polite),
-        GroupCriterion(name="ranked", function=ranked, weight=0.5),
-    ))
-
 A rubric lists the calls to make (`calls`) and combines their results to scores (`scores`).
 `rl.rollouts.rewards` makes the calls in a process of its own, with time limits.
 
@@ -183,8 +173,7 @@ class Rubric:
     def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
         """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 
-        Args:
-            alone: the rollouts are not to be compared; skip functions that need a group.
+        `alone` skips functions that need a group.
         """
         whole = [(i, r) for i, r in enumerate(group) if r.failure is None]
         if not whole:
@@ -232,11 +221,9 @@ class Rubric:
     async def result(
         self, call: RubricCall, *, slots: Slots, time_limit_s: float | None = None
     ) -> CallResult:
-        """Call the functions of a call.
+        """Call the functions of a call, async ones after waiting for a slot, which is not timed.
 
-        Args:
-            slots: from `slots`; an async function waits for one, which is not timed.
-            time_limit_s: time of an async function for each rollout; None: no limit.
+        `time_limit_s` limits an async function for each rollout; None: no limit.
         """
         if not call.is_async:
             return self.sync_result(call)
@@ -319,19 +306,12 @@ class Rubric:
         return Score(reward=reward, correct=is_correct, parts=parts, unparsed=unparsed)
 
     def score(self, rollout: Rollout) -> Score:
-        """Score one rollout in this process, without a time limit.
-
-        A function that raises or gives no finite number results in a failed score that says which function,
-        on which problem, and why.
-        """
+        """Score one rollout in this process, without a time limit."""
         (score,) = run_now(self.score_group([rollout]))
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
-        """Score a problem's rollouts in this process, without a time limit; `alone` as in `calls`.
-
-        Async functions overlap, sync ones block the event loop.
-        """
+        """Score a problem's rollouts in this process, without a time limit; `alone` as in `calls`."""
         calls, slots = self.calls(group, alone=alone), self.slots(MAX_CONCURRENCY)
         results = await asyncio.gather(*(self.result(call, slots=slots) for call in calls))
         return self.scores(group, calls, results)

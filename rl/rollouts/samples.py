@@ -33,13 +33,9 @@ class TokenSpan:
 
 
 def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: float) -> TrainingSample:
-    """Return the rollout's tokens with a mask over those that the model produced.
+    """Return the rollout's tokens with a mask over those that the model produced, each with its advantage.
 
-    Args:
-        advantages_C: one for each token that the model produced, turn after turn.
-
-    Raises:
-        ValueError: the number of advantages differs from the number of tokens.
+    Raises ValueError if there are more or fewer advantages.
     """
     if len(advantages_C) != rollout.num_completion_tokens:
         num = rollout.num_completion_tokens
@@ -121,7 +117,7 @@ async def demonstrated_rollout(
 
     Raises:
         UnfitDemonstrationError: there is no demonstration, or it has too many or too few replies.
-        ValueError: the environment breaks, or the renderer refuses its messages; names the problem.
+        ValueError: the environment breaks, or the renderer refuses its messages.
     """
     replies = problem.demonstrations
     if not replies:
@@ -152,7 +148,6 @@ def demonstrated_now(
     problems: Iterable[Problem], environments: Environments, *, renderer: Renderer
 ) -> list[TrainingSample]:
     """Return `demonstrated` of each problem, for code that cannot await."""
-
     return [run_now(demonstrated(problem, environments, renderer=renderer)) for problem in problems]
 
 

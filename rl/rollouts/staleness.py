@@ -10,7 +10,7 @@ u + max_off_policy_steps + 1 at the latest: its `last_step`. With t steps taken,
     (C)    for every e:  the number of groups with last_step <= e  is at most  (e - t) P
 
 so if each step takes the P groups with the earliest last_step, none is ever too late. docs/generation.md has the
-proof. Nothing here waits or knows of processes.
+proof.
 """
 
 from __future__ import annotations

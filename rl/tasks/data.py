@@ -30,11 +30,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 
 
 def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
-    """Import a module of a package in the optional group `tasks`.
-
-    Raises:
-        ValueError: the package is not installed; says how to install it.
-    """
+    """Import a module of the optional group `tasks`; a missing package is a ValueError that says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -47,11 +43,7 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
 
 
 def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> dict[str, Any]:
-    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line.
-
-    Raises:
-        ValueError: such a string is not JSON.
-    """
+    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line."""
     decoded = {}
     for key, value in settings.items():
         decoded[key] = value
@@ -184,10 +176,7 @@ def shuffled_problems(
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
-    """Keeps training rows without a pass rate, the share of solved attempts, or with one within bounds.
-
-    The rates are a column of the data, or a file that an evaluation wrote.
-    """
+    """Keeps training rows without a pass rate, the share of solved attempts, or with one within bounds."""
 
     column: str | None = None
     """Column of the training files with the pass rate of each row, 0 to 1."""
@@ -212,11 +201,7 @@ class DifficultyFilter:
 
 
 def read_pass_rates(path: str) -> dict[str, float]:
-    """Read rates by problem id from JSON lines of `id` and `pass_rate`; other keys are ignored.
-
-    Raises:
-        ValueError: names the file and the line.
-    """
+    """Read rates by problem id from JSON lines of `id` and `pass_rate`; ValueError names the file and the line."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"difficulty.file={path!r} is not a local file")

@@ -1,8 +1,5 @@
 """Problems from rows of local files: which are trained on, which are held out, and in which order.
 
-    class Capitals(DatasetTask):
-        def rubric(self, *, seed: int) -> Rubric: ...
-
 A task with data of its own overrides `rubric`, and `convert` if a row needs more than renamed columns. Rows are
 read and checked once, and turned into problems whenever one is asked for; only row numbers and hashes of the
 questions stay in memory.
@@ -149,14 +146,9 @@ class DatasetTask(Configurable):
         self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
-        """Return the final problem of a row; called each time the problem is used.
+        """Return the final problem of a row, from the columns' problem and all columns; called at each use.
 
-        Args:
-            problem: question, answer and the rest from the columns, in the template.
-            row: all columns of the row.
-
-        Raises:
-            ValueError: the row is unusable, which stops the run at the start and names file and row.
+        A ValueError stops the run at the start, and names file and row.
         """
         return problem
 
@@ -195,11 +187,7 @@ class DatasetTask(Configurable):
         )
 
     def _read(self, paths: Sequence[str], *, setting: str) -> list[Row]:
-        """Return every usable row of the files.
-
-        Raises:
-            ValueError: names the file and the row, or the column.
-        """
+        """Return every usable row of the files; ValueError names the file and the row, or the column."""
         config, found, num_rows = self.config, list[Row](), 0
         names = [
             Path(path).name for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
@@ -230,11 +218,7 @@ class DatasetTask(Configurable):
         return found
 
     def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
-        """Return the problem of a row, whose values are read if not given.
-
-        Raises:
-            ValueError: a value is invalid; names file and row.
-        """
+        """Return the problem of a row, whose values are read if not given; ValueError names file and row."""
         config, columns = self.config, self.config.columns
         with row.naming():
             values = row.values if values is None else values
@@ -280,11 +264,7 @@ class DatasetTask(Configurable):
         return train, evals
 
     def _of_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
-        """Return the rows that pass the filter.
-
-        Raises:
-            ValueError: a rate is invalid (names the row), or the file of rates has none of these problems.
-        """
+        """Return the rows that pass the filter; raise ValueError if the file of rates has none of these problems."""
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         kept, num_rated = [], 0
         for row in rows:

@@ -106,7 +106,7 @@ class GeneratedTask(Configurable):
     def with_partial_credit(
         self, name: str, function: Callable[[Rollout], float], share: float
     ) -> tuple[Criterion, ...]:
-        """Return the criteria of `reward` and, with a share of the weight, of another function."""
+        """Return criteria for `reward` and, with a share of the weight, for another function."""
         return (
             Criterion(name="answer", function=self.reward, weight=1.0 - share),
             Criterion(name=name, function=function, weight=share),
@@ -127,8 +127,7 @@ def instructed(instruction: str, question: str) -> str:
 class Coin:
     """Reward function that gives 0 or 1 at random, the same for a seed in every process.
 
-    The result depends on the problem, the policy version and the sample's number, never on the reply. So no
-    reply is rewarded systematically, and equal replies of a group get independent rewards.
+    The result depends on the problem, the policy version and the sample's number, never on the reply.
     """
 
     seed: int

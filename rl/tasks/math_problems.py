@@ -1,7 +1,6 @@
-"""Mathematics with verifiable answers: data like GSM8K or MATH, graded by math-verify.
+"""Mathematics with verifiable answers, graded by math-verify, to which `0.5`, `1/2` and `\\frac{2}{4}` are equal.
 
-GSM8K's answer column ends in `#### 72`; MATH's solution column has `\\boxed{\\frac{1}{2}}` in it. Two answers
-are equal if math-verify says so: `0.5`, `1/2` and `\\frac{2}{4}` are.
+GSM8K's answer column ends in `#### 72`; MATH's solution column has `\\boxed{\\frac{1}{2}}` in it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed
 
 
 class MathProblems(DatasetTask):
-    """Word problems and competition mathematics from rows of files.
-
-    Raises:
-        ValueError: as in `DatasetTask`, or math-verify cannot read the answer column.
-    """
+    """Word problems and competition mathematics from rows of files."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DatasetTask.Config):

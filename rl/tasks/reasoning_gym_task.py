@@ -42,8 +42,7 @@ class ReasoningGym(Configurable):
     """One dataset of reasoning-gym as a task.
 
     Raises:
-        ValueError: there is no such dataset (suggests similar names) or setting, a value is refused, or the
-            dataset has fewer different problems than are held out.
+        ValueError: there is no such dataset or setting, a value is refused, or too few problems are different.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -79,11 +78,7 @@ class ReasoningGym(Configurable):
         return self._drawn(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return other training problems with their bare answers as demonstrations.
-
-        Raises:
-            ValueError: the dataset has no unique answers.
-        """
+        """Return other training problems with their bare answers as demonstrations; ValueError if there are none."""
         for problem in self._drawn(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
@@ -171,7 +166,6 @@ class Source:
         return source
 
     def problem(self, seed: int) -> Problem:
-        """Return the problem of a number."""
         number, item = divmod(seed, BLOCK)
         entry = self.block(number)[item]
         answer = entry["answer"]

@@ -14,8 +14,6 @@ from rl.types import Problem, Rollout
 
 INSTRUCTION = "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
 """Instruction for a model that follows instructions but was not trained on this task."""
-
-
 EARLY = "n"
 """Hasty demonstrations are incomplete for words that begin with a letter before this one."""
 

@@ -93,11 +93,7 @@ def make_problem(integers: list[int]) -> Problem:
 
 
 def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
-    """Return a reply that adds the digits one after another.
-
-    >>> demonstrate("47 82")
-    '4+7=11 11+8=19 19+2=21 [ANSWER] 21'
-    """
+    """Return a reply that adds the digits one after another, such as 4+7=11 11+8=19 19+2=21 [ANSWER] 21."""
     digits = [int(digit) for digit in question if digit != " "]
     if leave_out_last:
         digits.pop()

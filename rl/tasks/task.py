@@ -59,11 +59,7 @@ the last line, or the whole text."""
 
 
 def find_answer(text: str, place: Place) -> str | None:
-    """Return the text in the answer's place, after any thoughts; None if there is none.
-
-    >>> find_answer("so 8 * 9 = 72\\n#### 72", "hashes")
-    '72'
-    """
+    """Return the text in the answer's place, after any thoughts; None if there is none."""
     text = answer_part(text)
     if place == "hashes":
         _, mark, after = text.rpartition("####")

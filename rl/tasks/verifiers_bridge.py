@@ -1,9 +1,8 @@
 """Bridge between verifiers' rollouts and relay's generator.
 
-A rollout of verifiers runs as its authors meant it: harness, tools, stops, rewards. Only its model client is
-relay's. A request of the trained seat waits until relay's loop has drawn the reply, and the messages of the
-request after the last reply are what the environment tells the model. So the model's tokens are never turned
-into text and tokenized again.
+A rollout of verifiers runs with its own harness, tools, stops and rewards; only its model client is relay's. A
+request of the trained seat waits until relay's loop has drawn the reply, and the messages of the request after the
+last reply are what the environment tells the model. So the model's tokens are never tokenized again.
 
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
     verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
@@ -112,13 +111,9 @@ class PolicyServer(InterceptionServer):
 
 
 class Host:
-    """Tool servers and model server of one environment, which its rollouts share.
+    """Tool servers and model server of a `verifiers.v1.Env`, which its rollouts share.
 
-    All methods but `close` run in the event loop of the environments.
-
-    Args:
-        env: a `verifiers.v1.Env`.
-        seat: the agent that is trained.
+    All methods but `close` run in the event loop of the environments. `seat` is the agent that is trained.
     """
 
     def __init__(self, env: Any, *, seat: str) -> None:
@@ -149,9 +144,7 @@ class Host:
             thread = threading.Thread(target=loop.run_until_complete, args=(end,), daemon=True)
             thread.start()
             thread.join(CLOSE_S)
-        elif (
-            threading.get_ident() == self._thread
-        ):  # called by the garbage collector, which runs in any thread
+        elif threading.get_ident() == self._thread:  # called by the garbage collector
             self._stopping.set()
         else:
             # The loop may end, or its thread may be busy, before the coroutine has its turn.
@@ -180,9 +173,7 @@ class Host:
 
 
 class Episode:
-    """Environment that plays one rollout of verifiers, driven by relay's replies.
-
-    The rollout starts at the first reply.
+    """Environment that plays one rollout of verifiers, driven by relay's replies; it starts at the first one.
 
     Args:
         task: a `verifiers.v1.Task`.
@@ -209,11 +200,7 @@ class Episode:
         return self._opening
 
     async def step(self, reply: Reply) -> Observation:
-        """Return the environment's answer to a reply; the last one has rewards among its metrics.
-
-        Raises:
-            EpisodeError: the rollout failed, or cannot be followed.
-        """
+        """Return the environment's answer to a reply; the last one has rewards among its metrics."""
         if self._run is None:
             await self._host.start()
             context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
@@ -355,10 +342,7 @@ class ConversationConfig(HarnessConfig):
 
 
 class ConversationHarness(Harness[ConversationConfig]):
-    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls none.
-
-    Every request goes through verifiers' interception server, which keeps the record.
-    """
+    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls none."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True

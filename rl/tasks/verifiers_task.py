@@ -1,8 +1,8 @@
 """Environments of the `verifiers` package (0.4), by the name of their module.
 
 An environment of verifiers consists of a taskset (rows with rewards), an `Env` (which agents play a row, and how)
-and a harness (the program between agent and model). All three run unchanged; the model's replies come from
-relay's generator (`rl/tasks/verifiers_bridge.py`).
+and a harness (the program between agent and model). The model's replies come from relay's generator
+(`rl/tasks/verifiers_bridge.py`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class VerifiersTask(Configurable):
     """A taskset of verifiers with its environment and its rewards.
 
     Raises:
-        ValueError: the module is missing or is not a taskset, a setting is refused, or the environment needs
-            something that relay does not have; says what.
+        ValueError: the module is no taskset, a setting is refused, or the environment needs what relay lacks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -167,11 +166,7 @@ class VerifiersTask(Configurable):
 
 
 def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
-    """Import verifiers, and register relay's harness and the config's own classes as plugins.
-
-    Raises:
-        ValueError: the package is not installed, or of an unsupported version.
-    """
+    """Import verifiers, and register relay's harness and the config's own classes as plugins."""
     root = import_for_tasks("verifiers", needed_by=f"taskset={config.taskset!r}")
     if not root.__version__.startswith(VERSION):
         raise ValueError(
@@ -189,11 +184,7 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
 
 
 def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) -> Any:
-    """Load the environment of a taskset, with relay's chat loop for the trained seat.
-
-    Raises:
-        ValueError: names the module or the setting.
-    """
+    """Load the environment of a taskset, with relay's chat loop for the trained seat."""
     given = decode_settings(config.environment_settings, name="environment_settings")
     taskset = {"id": config.taskset, **decode_settings(settings)}
     try:
@@ -248,11 +239,7 @@ def _check_fit(env: Any, task: Any, *, seat: str) -> None:
 
 
 def _opening(task: Any) -> list[Message]:
-    """Return the opening messages of a task.
-
-    Raises:
-        ValueError: there are none, they are not text, or they contain replies of the model.
-    """
+    """Return the opening messages of a task; raise ValueError if relay cannot open with them."""
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
         raise ValueError("it has no prompt: relay must know the first message beforehand")
@@ -268,11 +255,7 @@ def _opening(task: Any) -> list[Message]:
 
 
 def episode_reward(rollout: Rollout) -> float:
-    """Return the sum of the environment's own rewards.
-
-    Raises:
-        UnparsedAnswer: a limit of the run ended the episode before it was scored.
-    """
+    """Return the sum of the environment's own rewards; UnparsedAnswer if a limit ended the episode before."""
     reward = rollout.turns[-1].observation.metrics.get(REWARD)
     if reward is None:
         raise UnparsedAnswer(f"the episode was not scored: {rollout.end}")
@@ -291,11 +274,7 @@ class ToolCollector:
 
 
 def declarations(task: Any, taskset: Any) -> list[Any]:
-    """Return the tools of a task with the names that its harness gives them; shared servers come first.
-
-    Raises:
-        ValueError: only a running server knows its tools.
-    """
+    """Return the tools of a task with the names that its harness gives them; shared servers come first."""
     declared: list[Any] = []
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
         name = toolset.server_name

@@ -47,15 +47,13 @@ class Calculator:
         }
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        return format_number(evaluate(arguments["expression"]))
+        value = evaluate(arguments["expression"])
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        return str(int(value) if is_whole else value)
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an expression.
-
-    Raises:
-        ToolError: the text is not such an expression, or its value is beyond the limits.
-    """
+    """Return the value of an expression; raise ToolError for other text, or a value beyond the limits."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}")
     try:
@@ -70,13 +68,6 @@ def evaluate(expression: str) -> Number:
     return value
 
 
-def format_number(value: Number) -> str:
-    """Return the number as text, without `.0` if a float is exactly a whole number."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)
-    return str(value)
-
-
 def _value(node: ast.expr) -> Number:
     # bool is a subclass of int, but not a number here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -85,16 +76,11 @@ def _value(node: ast.expr) -> Number:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            _check_power(left, right)
+        is_power = isinstance(node.op, ast.Pow)
+        if is_power and isinstance(left, int) and (left.bit_length() - 1) * right > MAX_BITS:
+            raise OverflowError
         return _within_limits(_BINARY[type(node.op)](left, right))
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")
-
-
-def _check_power(base: int, exponent: int) -> None:
-    """Raise OverflowError if computing the power would take too long."""
-    if (base.bit_length() - 1) * exponent > MAX_BITS:
-        raise OverflowError
 
 
 def _within_limits(value: Any) -> Number:

@@ -24,23 +24,18 @@ from rl.utils.clock import now_s
 class ToolEnvironment:
     """An environment that asks the question, then answers tool calls until a reply contains none.
 
-    The calls of one reply run concurrently; each is answered by a message of role "tool", in order. The model
-    is also told of its mistakes (malformed JSON, an unknown tool, arguments that do not fit) and of a tool's
-    error in such a message. Every call counts, wrong ones too. If a reply has more calls than are left, the
-    first ones are made, and one message says that the others are not. A reply with calls when none are left
-    ends the episode.
+    The calls of one reply run concurrently; each is answered by a message of role "tool", in order, also with
+    the mistake if the call is wrong. If a reply has more calls than are left, the first ones are made, and one
+    message says that the others are not. A reply with calls when none are left ends the episode.
 
     Metrics of a reply, which add up over an episode: `tools/calls`; `tools/errors`, calls that failed,
     timeouts included; `tools/timeouts`; `tools/s`, seconds until all calls of the reply were answered.
 
     Args:
-        tools: shared by all episodes; checked here.
+        tools: shared by all episodes.
         system: text before the announcement of the tools.
-        max_calls: most calls of one episode.
+        max_calls: most calls of one episode, wrong ones included.
         max_result_chars: length beyond which an answer loses its middle, replaced by a note.
-
-    Raises:
-        ValueError: names the field, or the tool and what is wrong with it.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """A sandbox for Python code that a model wrote.
 
-Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder that is
-removed afterwards, without environment variables or standard input. The process confines itself before it
-reads the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output and the
-number of files. docs/rewards.md lists what the sandbox prevents and what it does not.
+Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder, without
+environment variables or standard input. The process confines itself before it reads the code
+(`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output and the number of files. docs/rewards.md
+lists what the sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
@@ -204,8 +204,10 @@ class PythonSandbox(Configurable):
         The process and its session are dead when this returns, raises or is cancelled.
         """
         config, pipe = self.config, asyncio.subprocess.PIPE
+        # The real path: the code may not read the virtual environment's folder.
+        python = os.path.realpath(sys.executable)
         process = await asyncio.create_subprocess_exec(
-            *self._command(),
+            *(python, "-I", "-S", "-X", "utf8", "-c", LAUNCH, ROOT),
             stdin=pipe,
             stdout=pipe,
             stderr=asyncio.subprocess.STDOUT,
@@ -239,11 +241,6 @@ class PythonSandbox(Configurable):
         if len(output) > config.max_output_bytes:
             stopped = "output limit"
         return output[: config.max_output_bytes].decode(errors="replace"), process.returncode, stopped
-
-    def _command(self) -> list[str]:
-        # The real path: the code may not read the virtual environment's folder.
-        python = os.path.realpath(sys.executable)
-        return [python, "-I", "-S", "-X", "utf8", "-c", LAUNCH, ROOT]
 
     def _request(self, code: str, *, token: str) -> bytes:
         limits = {

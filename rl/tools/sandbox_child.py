@@ -1,12 +1,11 @@
 """The child process of `rl/tools/sandbox.py`: confines itself, then runs the code that it was sent.
 
-Started as `python -I -S -X utf8 -c LAUNCH root` in an empty folder, with a request on standard input: a
-marshalled dict, because both sides run the same Python and marshal needs no import. Every call waits for the
-imports of this file, so it imports only parts of the standard library that load in a few milliseconds (not
-dataclasses, typing, signal, json, re).
+Started in an empty folder, with a request on standard input: a marshalled dict, because both sides run the same
+Python. Every call waits for the imports of this file, so it imports only parts of the standard library that load in
+a few milliseconds (not dataclasses, typing, signal, json, re).
 
-The confinement consists of dropped capabilities, resource limits, Landlock and seccomp, all through ctypes.
-Every step is irreversible. Sources: capabilities(7), setrlimit(2), landlock(7), seccomp(2), prctl(2).
+The confinement consists of dropped capabilities, resource limits, Landlock and seccomp, all through ctypes, and is
+irreversible. Sources: capabilities(7), setrlimit(2), landlock(7), seccomp(2), prctl(2).
 """
 
 from __future__ import annotations
@@ -141,10 +140,7 @@ def confine(
         readable: further paths that the process may read, besides Python's own.
         limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's unit.
         parent: pid of the parent; this process dies with it.
-        unconfined: continue without Landlock or seccomp where the kernel lacks them.
-
-    Raises:
-        OSError: a step failed, or the kernel or this machine lacks Landlock or seccomp.
+        unconfined: continue without Landlock or seccomp where they are missing; otherwise OSError.
     """
     for name, limit in limits.items():
         number = getattr(resource, name)
@@ -212,12 +208,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _filter_system_calls() -> None:
-    """Install the seccomp filter.
-
-    Raises:
-        OSError: the kernel takes no filter.
-        ValueError: there is no filter for this machine.
-    """
+    """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this machine has none."""
     program = seccomp_program(machine=os.uname().machine, pid=os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))

@@ -96,14 +96,11 @@ int or of clone's flags. Half a number more is the upper half."""
 
 
 def seccomp_program(*, machine: str, pid: int) -> bytes:
-    """Return the filter as an array of `struct sock_filter`.
+    """Return the filter as an array of `struct sock_filter`; raise ValueError for a machine without a list.
 
     Args:
-        machine: name of the machine as in `os.uname().machine`.
+        machine: as in `os.uname().machine`.
         pid: the filtered process, which may send signals only to itself.
-
-    Raises:
-        ValueError: this machine is not supported.
     """
     if machine not in MACHINES:
         raise ValueError(f"no list of system calls for machine {machine!r}, only for {list(MACHINES)}")

@@ -56,11 +56,8 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the text that the model is shown. `arguments` already fit `parameters`.
 
-        A tool keeps its own time limit, and releases its resources when the call is cancelled.
-
-        Raises:
-            ToolError: the call failed; the model is shown the message, and the call counts as an error. Any
-                other exception is a bug in the tool and fails the rollout.
+        A tool keeps its own time limit, and releases its resources when the call is cancelled. If a call fails, it
+        raises ToolError; any other exception is a bug in the tool and fails the rollout.
         """
         ...
 
@@ -82,9 +79,6 @@ class FunctionTool:
 
     A thread cannot be stopped: a plain function that exceeds its time limit goes on until it returns or the
     process ends. Run code that may never end in `PythonSandbox`.
-
-    Args:
-        time_limit_s: longest time of one call.
 
     Raises:
         ValueError: a parameter has no description, no annotation, or one that JSON cannot express.
@@ -120,7 +114,12 @@ class FunctionTool:
                     f"Error: {self.name} took longer than {self.time_limit_s:g} s and was stopped"
                 ) from None
             raise ToolError(f"Error: {type(error).__name__}: {error}") from error
-        return result if isinstance(result, str) else _as_json(result)
+        if isinstance(result, str):
+            return result
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError):
+            return str(result)
 
     def _call_plain(self, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -146,10 +145,9 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadCall:
-    """A call that cannot be made."""
+    """A call that cannot be made, with the text that the model is shown."""
 
     error: str
-    """Text that the model is shown."""
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -257,10 +255,3 @@ def _refuse_constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _as_json(result: Any) -> str:
-    try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(result)
