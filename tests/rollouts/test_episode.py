@@ -29,46 +29,36 @@ def make_episodes(
     factory: Factory | None = None,
     *,
     generator: ScriptedGenerator | None = None,
-    renderer: TwinRenderer | None = None,
     max_tokens: int = 200,
     **limits: Any,
 ) -> Episodes:
+    timeout_s = limits.get("step_timeout_s", 60.0)
     return Episodes(
         generator=generator or ScriptedGenerator(reply=echo),
-        renderer=renderer or TwinRenderer(),
-        environments=Environments(
-            make=factory or Factory(), step_timeout_s=limits.get("step_timeout_s", 60.0)
-        ),
+        renderer=TwinRenderer(),
+        environments=Environments(make=factory or Factory(), step_timeout_s=timeout_s),
         limits=EpisodeLimits(**limits),
         max_tokens=max_tokens,
     )
 
 
-def run(
-    factory: Factory | None = None,
-    *,
-    sampling: SamplingParams = SAMPLING,
-    problems: list[Problem] = PROBLEMS,
-    **settings: Any,
-) -> list[list[Rollout]]:
+def run(factory: Factory | None = None, **settings: Any) -> list[list[Rollout]]:
     episodes = make_episodes(factory, **settings)
-    return run_in_virtual_time(episodes.run(problems, sampling=sampling, session="s"))[0]
+    return run_in_virtual_time(episodes.run(PROBLEMS, sampling=SAMPLING))[0]
 
 
-def one(
-    factory: Factory | None = None, *, generator: ScriptedGenerator | None = None, **settings: Any
-) -> tuple[Rollout, ScriptedGenerator]:
-    generator = generator or ScriptedGenerator(reply=echo)
-    given: dict[str, Any] = {"sampling": SamplingParams(max_tokens=16, seed=7), "problems": PROBLEMS[:1]}
-    ((rollout,),) = run(factory, generator=generator, **given | settings)
-    return rollout, generator
+def one(episodes: Episodes) -> tuple[Rollout, Any]:
+    """Return the rollout of one problem, and the generator."""
+    sampling = SamplingParams(max_tokens=16, seed=7)
+    ((rollout,),) = run_in_virtual_time(episodes.run(PROBLEMS[:1], sampling=sampling))[0]
+    return rollout, episodes.generator
 
 
 # Token-in token-out
 
 
 def test_each_prompt_extends_the_previous_one_with_the_sampled_completion():
-    rollout, generator = one()
+    rollout, generator = one(make_episodes())
     renderer, encode = TwinRenderer(), TwinTokenizer().encode
     first, second, third = (prompt for prompt, _, _ in generator.asked)
     assert first == encode("<u>one<a>")
@@ -88,29 +78,24 @@ def test_each_prompt_extends_the_previous_one_with_the_sampled_completion():
         assert renderer.text(np.array(again)) == turn.text
 
 
-# Calls of the generator
-
-
-def by_seed(prompt: str, sampling: SamplingParams, sample: int) -> str:
-    return f"x{sampling.seed}" if "more" in prompt else "same"
-
-
 def test_samples_with_equal_first_replies_get_different_seeds():
-    sampling = SamplingParams(max_tokens=64, num_samples=3, seed=7)
-    groups = run(generator=ScriptedGenerator(reply=by_seed), sampling=sampling)
+    def by_seed(prompt: str, sampling: SamplingParams, sample: int) -> str:
+        return f"x{sampling.seed}" if "more" in prompt else "same"
+
+    groups = run(generator=ScriptedGenerator(reply=by_seed))
     assert {r.turns[0].text for group in groups for r in group} == {"same"}
     later = [turn.text for group in groups for r in group for turn in r.turns[1:]]
-    assert len(later) == len(set(later)) == 2 * 3 * 2
+    assert len(later) == len(set(later)) == 2 * 2 * 2
 
 
 # Limits
 
 
 def test_max_turns_ends_the_episode():
-    rollout, generator = one(Factory(turns=9), max_turns=2)
+    rollout, generator = one(make_episodes(Factory(turns=9), max_turns=2))
     assert (rollout.end, len(rollout.turns), len(generator.asked)) == ("turns", 2, 2)
     assert rollout.turns[-1].observation.messages[0].content == "more 2"  # it was answered, but not continued
-    rollout, _ = one(Factory(turns=1), max_turns=2)
+    rollout, _ = one(make_episodes(Factory(turns=1), max_turns=2))
     assert (rollout.end, len(rollout.turns)) == ("done", 2)
 
 
@@ -127,8 +112,7 @@ def test_turns_are_limited_to_the_remaining_tokens(limit, asked, num_turns, num_
     episodes = make_episodes(generator=generator, max_tokens=limit if of == "context" else 500)
     if of == "episode":
         episodes.limits.max_tokens = limit
-    sampling = SamplingParams(max_tokens=16, seed=7)
-    ((rollout,),) = run_in_virtual_time(episodes.run(PROBLEMS[:1], sampling=sampling))[0]
+    rollout, _ = one(episodes)
     assert [s.max_tokens for _, s, _ in generator.asked] == asked
     assert (rollout.end, len(rollout.turns), rollout.num_tokens) == ("tokens", num_turns, num_tokens)
 
@@ -141,7 +125,7 @@ def test_prompt_without_room_for_a_reply_is_refused_and_every_environment_closed
 
 
 def test_no_turn_begins_after_the_time_limit():
-    rollout, generator = one(Factory(turns=9, seconds=2.0), timeout_s=5.0)
+    rollout, generator = one(make_episodes(Factory(turns=9, seconds=2.0), timeout_s=5.0))
     # Replies at 2, 4 and 6 s.
     assert (rollout.end, len(rollout.turns), len(generator.asked)) == ("time", 3, 3)
     assert rollout.failure is None

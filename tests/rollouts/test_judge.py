@@ -51,35 +51,29 @@ def test_judge_sees_the_rollout_and_its_number_is_mapped_to_0_to_1(server):
     assert server.keys == [f"Bearer {KEY}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("Grade: 7.5", 0.75),
-        ("I give it a score of\nFinal score - 10/10.", 1.0),
-        ("Grade: 3\nOn second thought:\n\n**Grade: 4**\n", 0.4),
-        ("0", 0.0),
-        ("11", None),
-        ("Grade: 4/5", None),
-        ("I give it a 7 as it is good", None),
-    ],
-)
-def test_number_grade_reads_the_last_valid_line(text, number):
-    assert NumberGrade().read(text) == (None if number is None else pytest.approx(number))
+NUMBER, LABEL = NumberGrade(), LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5})
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("grade", "text", "value"),
     [
-        ("CORRECT", 1.0),
-        ("It adds up.\nVerdict: **Incorrect**.", -1.0),
-        ("partly correct", 0.5),
-        ("correct\nincorrect", -1.0),
-        ("This is not correct", None),
-        ("correct or incorrect?", None),
+        (NUMBER, "Grade: 7.5", 0.75),
+        (NUMBER, "I give it a score of\nFinal score - 10/10.", 1.0),
+        (NUMBER, "Grade: 3\nOn second thought:\n\n**Grade: 4**\n", 0.4),
+        (NUMBER, "0", 0.0),
+        (NUMBER, "11", None),
+        (NUMBER, "Grade: 4/5", None),
+        (NUMBER, "I give it a 7 as it is good", None),
+        (LABEL, "CORRECT", 1.0),
+        (LABEL, "It adds up.\nVerdict: **Incorrect**.", -1.0),
+        (LABEL, "partly correct", 0.5),
+        (LABEL, "correct\nincorrect", -1.0),
+        (LABEL, "This is not correct", None),
+        (LABEL, "correct or incorrect?", None),
     ],
 )
-def test_label_grade_reads_the_last_valid_line(text, value):
-    assert LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5}).read(text) == value
+def test_grade_is_that_of_the_last_valid_line(grade, text, value):
+    assert grade.read(text) == (None if value is None else pytest.approx(value))
 
 
 def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch):

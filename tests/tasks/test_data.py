@@ -109,26 +109,10 @@ def test_continued_run_asks_only_for_the_problems_it_needs():
     assert [number for number, _ in first] == [12, 790, 800, 801, 802, 803, 804]
     assert first == [whole[number] for number, _ in first]
     assert len(asked) == 7
-
-
-@pytest.mark.parametrize("random_access", [True, False])
-def test_outstanding_problem_stays_outstanding_until_it_is_given(random_access):
-    def drawn_again():
-        return shuffled_problems(problem_at, num_problems=50, seed="0") if random_access else listed()
-
-    def listed():
-        return iter([problem_at(i) for i in range(50)])
-
-    # Four were under way; continued with places for two.
-    problems = NumberedProblems(
-        drawn_again(), LoopPosition(step=1, num_problems=20, outstanding=(3, 5, 6, 9))
-    )
-    assert [number for number, _ in islice(problems, 2)] == [3, 5]
-    position = problems.position(2, outstanding=(5,))
-    assert position == LoopPosition(step=2, num_problems=20, outstanding=(5, 6, 9))
-    again = NumberedProblems(drawn_again(), position)
-    assert [number for number, _ in islice(again, 5)] == [5, 6, 9, 20, 21]
-    assert again.position(3, outstanding=()) == LoopPosition(step=3, num_problems=22, outstanding=())
+    # An outstanding problem stays outstanding until it is given again.
+    once_more = NumberedProblems(shuffled(num_problems=1000), position)
+    assert next(once_more)[0] == 12
+    assert once_more.position(4, outstanding=()) == LoopPosition(step=4, num_problems=800, outstanding=(790,))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,7 @@ GSM8K = [
     {"question": f"Ann has {n} eggs and gets 1,000 more. How many?", "answer": f"{n}+1000\n#### {n + 1000:,}"}
     for n in range(60)
 ]
-MATH = [
-    {
-        "question": f"Halve {n}.",
-        "answer": f"We halve it: $\\frac{{{n}}}{{2}}$, so \\boxed{{\\frac{{{n}}}{{2}}}}.",
-    }
-    for n in range(60)
-]
+MATH = [{"question": f"Halve {n}.", "answer": f"So \\boxed{{\\frac{{{n}}}{{2}}}}."} for n in range(60)]
 
 
 @pytest.fixture
@@ -62,15 +56,12 @@ def test_gold_stands_in_its_place(build, rows, gold, answers):
         ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
         ("<answer>3", "tags", None),
         ("thinking\n 4 \n\n", "last_line", "4"),
-        (" 4", "whole", "4"),
         ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
         ("<think>\n4", "whole", None),
         ("it was opened in the prompt</think>4", "whole", "4"),
         ("<think>a</think>3<think>b</think> 4 ", "whole", "4"),
         ("<think>\n\n</think>\n\n", "whole", None),
         (r"<think>\boxed{3}</think>\boxed{4}", "boxed", "4"),
-        ("<think>#### 4</think>no", "hashes", None),
-        ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
         ("<think><answer>4</answer></think>I do not know", "tags", None),
     ],
 )

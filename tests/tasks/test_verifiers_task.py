@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pickle
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.medium
 def environments_are_importable():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ENVS))
-        # Tool servers are programs of their own.
-        patch.setenv("PYTHONPATH", str(ENVS))
+        patch.setenv("PYTHONPATH", str(ENVS))  # for tool servers, which are programs
         yield
 
 
@@ -109,16 +109,13 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     problem = first(sums)
     text = text.format(answer=problem.answer)
     (observation,) = played(sums, problem, text)
+    reward = 0.8 * right + 0.2 * short
     assert observation.messages == ()
-    assert observation.metrics == {
-        "verifiers/length": len(text.rpartition("</think>\n\n")[2]),
-        "verifiers/right": right,
-        "verifiers/short": short,
-        "verifiers/reward": 0.8 * right + 0.2 * short,
-    }
+    parts = {"length": len(text.rpartition("</think>\n\n")[2]), "right": right, "short": short}
+    assert observation.metrics == {f"verifiers/{n}": v for n, v in {**parts, "reward": reward}.items()}
     rubric = pickle.loads(pickle.dumps(sums.rubric(seed=0)))
     score = rubric.score(reply(problem, text, observation=observation))
-    assert (score.reward, score.correct) == (0.8 * right + 0.2 * short, correct)
+    assert (score.reward, score.correct) == (reward, correct)
 
 
 def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
@@ -149,11 +146,8 @@ def test_environment_answers_turn_by_turn(guess):
     problem = first(guess)
     number = int(problem.answer)
     low, high, right = played(guess, problem, str(number - 1), str(number + 1), str(number))
-    assert [contents(o.messages) for o in (low, high, right)] == [
-        [("user", "higher")],
-        [("user", "lower")],
-        [],
-    ]
+    told = [contents(observation.messages) for observation in (low, high, right)]
+    assert told == [[("user", "higher")], [("user", "lower")], []]
     assert right.metrics == {"verifiers/found": 1.0, "verifiers/reward": 1.0, "verifiers/guesses": 3.0}
     assert low.metrics == {}
 
@@ -212,9 +206,9 @@ def test_tool_servers_end_with_the_task(adder):
 
 
 def odd(*names, **options):
-    """Return a task of these classes, named or given."""
+    """Return a task of these classes, given by their name or by a function."""
     relay_odd = importlib.import_module("relay_odd")
-    classes = tuple(getattr(relay_odd, name) if isinstance(name, str) else name for name in names)
+    classes = tuple(getattr(relay_odd, name) if isinstance(name, str) else name() for name in names)
     given = {"taskset": "odd_one", "classes": classes, "held_out": 0.3, **options}
     return VerifiersTask.Config(**given).build()
 
@@ -230,11 +224,7 @@ def rows(**data):
     ("names", "options", "message"),
     [
         ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
-        (
-            [lambda: rows(prompt=[PARTS])],
-            {},
-            "odd_one/0 cannot be trained on: its prompt has parts that are not text",
-        ),
+        ([lambda: rows(prompt=[PARTS])], {}, "cannot be trained on: its prompt has parts that are not text"),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
         (["Endless"], {}, "is endless: set max_problems"),
@@ -249,42 +239,27 @@ def rows(**data):
 )
 def test_unsuitable_environment_is_refused_with_the_reason(names, options, message):
     with pytest.raises(ValueError, match=r".") as caught:
-        odd(*(name() if callable(name) else name for name in names), **options)
+        odd(*names, **options)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("names", "options", "texts", "message"),
     [
-        (
-            ["Scored", "Twice"],
-            {},
-            ["a", "b"],
-            "seat 'agent' plays several runs in one episode; relay trains one",
-        ),
+        (["Scored", "Twice"], {}, ["a", "b"], "seat 'agent' plays several runs in one episode"),
         (["Scored", "Ventriloquist"], {}, ["a", "b"], "it contains a reply that the model has not given"),
         (["Scored", "Preface"], {}, ["a"], "it does not continue the conversation, but begins another or"),
         ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
-        (
-            ["Stuck"],
-            {"settings": {"scoring_s": 0.05}},
-            ["a"],
-            "it was ended before its rewards were computed",
-        ),
+        (["Stuck"], {"settings": {"scoring_s": 0.05}}, ["a"], "ended before its rewards were computed"),
     ],
 )
 def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):
-    task = odd(*(name() if callable(name) else name for name in names), **options)
-    try:
+    with closing(odd(*names, **options)) as task:
         assert message in failure(task, *texts)
-    finally:
-        task.close()
 
 
 def test_endless_episode_ends_when_it_is_closed():
-    task = odd("Stuck")
-
-    async def scenario():
+    async def scenario(task):
         environment = task.environment(first(task))
         await THREAD.start(task._host.start)
         with pytest.raises(TimeoutError):
@@ -294,22 +269,18 @@ def test_endless_episode_ends_when_it_is_closed():
         await THREAD.start(environment.close)
         assert run.done()
 
-    try:
-        asyncio.run(scenario())
+    with closing(odd("Stuck")) as task:
+        asyncio.run(scenario(task))
         assert task._host.policy.episodes == {}
-    finally:
-        task.close()
 
 
 def test_other_seat_is_played_by_its_own_client():
     with ChatServer() as server:
         server.answers = [lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"]
         partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
-        task = odd("Scored", "Duo", seat="player", environment_settings={"partner": partner})
-        try:
+        settings = {"partner": partner}
+        with closing(odd("Scored", "Duo", seat="player", environment_settings=settings)) as task:
             asked, end = played(task, first(task), "my words", "thanks")
-        finally:
-            task.close()
     assert contents(asked.messages) == [("user", "partner: elder heard my words")]
     assert end.metrics["verifiers/reward"] == 2.0
 

@@ -45,10 +45,6 @@ def outcome(number, *arguments, machine="x86_64", arch=None):
             at += if_true if held else if_false
 
 
-def number_of(name, machine):
-    return NUMBERS[name][MACHINES[machine][0]]
-
-
 BOTH = pytest.mark.parametrize("machine", list(MACHINES))
 
 
@@ -96,18 +92,14 @@ def test_every_number_has_the_outcome_of_its_list(machine):
     ],
 )
 def test_call_is_judged_by_its_arguments(name, arguments, expected, machine):
-    assert outcome(number_of(name, machine), *arguments, machine=machine) == expected
+    number = NUMBERS[name][MACHINES[machine][0]]
+    assert outcome(number, *arguments, machine=machine) == expected
 
 
 @BOTH
-def test_calls_that_are_not_known_yet_do_not_exist(machine):
+def test_calls_that_are_not_known_yet_do_not_exist_and_those_of_another_machine_end_the_process(machine):
     assert outcome(NEWEST + 1, machine=machine) == ENOSYS
     assert outcome(0x40000000 | 57, machine=machine) == ENOSYS  # fork, by the x32 interface
-    assert outcome(number_of("clone3", machine), machine=machine) == ENOSYS
-
-
-@BOTH
-def test_call_by_another_machines_numbers_ends_the_process(machine):
     assert outcome(0, machine=machine, arch=0x40000003) == KILL  # i386, on an x86_64 kernel
 
 
