@@ -60,7 +60,7 @@ def one(episodes: Episodes) -> tuple[Rollout, Any]:
 def test_each_prompt_extends_the_previous_one_with_the_sampled_completion():
     rollout, generator = one(make_episodes())
     renderer, encode = TwinRenderer(), TwinTokenizer().encode
-    first, second, third = (prompt for prompt, _, _ in generator.asked)
+    first, second, third = (prompt for prompt, _ in generator.asked)
     assert first == encode("<u>one<a>")
     assert second == first + generator.made[0].token_ids.tolist() + encode("</a><u>more 1<a>")
     assert third == second + generator.made[1].token_ids.tolist() + encode("</a><u>more 2<a>")
@@ -113,7 +113,7 @@ def test_turns_are_limited_to_the_remaining_tokens(limit, asked, num_turns, num_
     if of == "episode":
         episodes.limits.max_tokens = limit
     rollout, _ = one(episodes)
-    assert [s.max_tokens for _, s, _ in generator.asked] == asked
+    assert [s.max_tokens for _, s in generator.asked] == asked
     assert (rollout.end, len(rollout.turns), rollout.num_tokens) == ("tokens", num_turns, num_tokens)
 
 

@@ -67,23 +67,20 @@ class ScriptedGenerator:
     reply: Callable[[str, SamplingParams, int], str]
     """Function from a prompt's text and the sample number to the reply."""
     seconds: Callable[[str], float] = lambda prompt: 0.0
-    asked: list[tuple[list[int], SamplingParams, str | None]] = field(default_factory=list)
-    """Token ids, params and session of each prompt."""
+    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    """Token ids and params of each prompt."""
     made: list[Completion] = field(default_factory=list)
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        self.asked += [(p.tolist(), sampling, session) for p in prompts]
+        self.asked += [(p.tolist(), sampling) for p in prompts]
         version = len(self.asked)
         texts = [TwinTokenizer().decode(p.tolist()) for p in prompts]
         await asyncio.sleep(max(map(self.seconds, texts)))
+        samples = range(sampling.num_samples)
         groups = [
-            [
-                _drawn(self.reply(t, sampling, i), version, sampling.max_tokens)
-                for i in range(sampling.num_samples)
-            ]
-            for t in texts
+            [_drawn(self.reply(t, sampling, i), version, sampling.max_tokens) for i in samples] for t in texts
         ]
         self.made += [c for group in groups for c in group]
         return groups
@@ -110,7 +107,6 @@ class Counting:
     turns: int = 2
     says: str = "more"
     seconds: float = 0.0
-    reward: float = 0.0
     num_steps: int = 0
     num_closed: int = 0
     replies: list[Reply] = field(default_factory=list)
@@ -123,7 +119,7 @@ class Counting:
         self.replies.append(reply)
         self.num_steps += 1
         more = (Message(role="user", content=f"{self.says} {self.num_steps}"),)
-        return Observation(messages=more if self.num_steps <= self.turns else (), reward=self.reward)
+        return Observation(messages=more if self.num_steps <= self.turns else ())
 
     async def close(self) -> None:
         self.num_closed += 1
