@@ -13,31 +13,31 @@ from tests.support.scored import replied
 from tests.support.virtual_time import run_in_virtual_time
 
 
+def later(function):
+    """Return an async function with the same result."""
+
+    async def call(given):
+        await asyncio.sleep(0)
+        return function(given)
+
+    return call
+
+
 def number(rollout):
     return float(rollout.text)
-
-
-async def number_later(rollout):
-    await asyncio.sleep(0)
-    return number(rollout)
 
 
 class Numbers:
     """Async callable object."""
 
     async def __call__(self, rollout):
-        return await number_later(rollout)
+        return number(rollout)
 
 
 def rank(rollouts):
     """Return 0 for the smallest number, 1 for the next."""
     ordered = sorted(number(r) for r in rollouts)
     return [ordered.index(number(r)) for r in rollouts]
-
-
-async def rank_later(rollouts):
-    await asyncio.sleep(0)
-    return rank(rollouts)
 
 
 def never(rollout):
@@ -52,14 +52,14 @@ def rubric_of(function, **settings):
     return Rubric(criteria=(Criterion(name="f", function=function),), **settings)
 
 
-def failure(function, *texts, **settings):
-    score = rubric_of(function, **settings).score(replied(*texts or ("1",)))
+def failure(function, **settings):
+    score = rubric_of(function, **settings).score(replied("1"))
     assert (score.reward, score.correct, score.parts) == (0.0, False, {})
     assert score.failure is not None
     return score.failure
 
 
-@pytest.mark.parametrize("function", [number, number_later, Numbers(), functools.partial(number_later)])
+@pytest.mark.parametrize("function", [number, later(number), Numbers(), functools.partial(later(number))])
 def test_reward_is_the_weighted_sum_and_parts_are_unweighted(function):
     rubric = Rubric(
         criteria=(
@@ -74,7 +74,7 @@ def test_reward_is_the_weighted_sum_and_parts_are_unweighted(function):
     assert (score.failure, score.unparsed) == (None, ())
 
 
-@pytest.mark.parametrize("function", [rank, rank_later])
+@pytest.mark.parametrize("function", [rank, later(rank)])
 def test_group_function_gives_each_rollout_its_number(function):
     rubric = Rubric(
         criteria=(
@@ -153,20 +153,13 @@ def test_correct_is_a_function_a_criterion_or_the_reward(correct, expected):
     assert [s.correct for s in score_group(rubric, [replied("1")] * 3)] == expected
 
 
-def unparsed(value):
-    def function(rollout):
-        if not rollout.text.isdigit():
-            raise UnparsedAnswer("no digits", value=value)
-        return float(rollout.text)
-
-    return function
+def digits(rollout):
+    if not rollout.text.isdigit():
+        raise UnparsedAnswer("no digits", value=-1.0)
+    return number(rollout)
 
 
-async def unparsed_later(rollout):
-    return unparsed(-1.0)(rollout)
-
-
-@pytest.mark.parametrize("function", [unparsed(-1.0), unparsed_later])
+@pytest.mark.parametrize("function", [digits, later(digits)])
 def test_unparsed_answer_gets_the_functions_value(function):
     rubric = Rubric(
         criteria=(Criterion(name="answer", function=function), Criterion(name="b", function=lambda r: 1.0)),
@@ -185,18 +178,6 @@ def raising(error):
     return function
 
 
-async def raises_timeout(rollout):
-    raise TimeoutError("the service's own")
-
-
-async def raises_cancelled(rollout):
-    raise asyncio.CancelledError
-
-
-async def too_large(rollout):
-    return 10**400
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -207,13 +188,13 @@ async def too_large(rollout):
         (lambda r: "high", "gave 'high' (ValueError("),
         (lambda r: ValueError("given"), "gave ValueError('given') (TypeError("),
         (lambda r: 10**400, "(OverflowError('int too large to convert to float')), but must give a finite"),
-        (too_large, "(OverflowError('int too large to convert to float'))"),
-        (raises_timeout, 'raised TimeoutError("the service\'s own")'),
-        (raises_cancelled, "raised CancelledError()"),
+        (later(lambda r: 10**400), "(OverflowError('int too large to convert to float'))"),
+        (later(raising(TimeoutError("the service's own"))), 'raised TimeoutError("the service\'s own")'),
+        (later(raising(asyncio.CancelledError())), "raised CancelledError()"),
     ],
 )
 def test_function_without_a_finite_number_is_a_failed_score(function, message):
-    text = failure(function, "1")
+    text = failure(function)
     assert text.startswith("reward 'f' ")
     assert message in text
     assert text.endswith(" on problem 'sum-digits/47-82', completion '1'")
@@ -264,7 +245,7 @@ RANKED = GroupCriterion(name="ranked", function=rank)
         (lambda: Rubric(criteria=(replace(ONE, name="overlong"),)), "the name 'overlong', reserved for"),
         (lambda: Rubric(criteria=(ONE,), correct="two"), "correct='two' is not a criterion of the rubric"),
         (lambda: Rubric(criteria=(ONE, RANKED), correct="ranked"), r"correct='ranked' compares the rollouts"),
-        (lambda: Rubric(criteria=(ONE,), correct=number_later), "correct is an async function"),  # type: ignore[arg-type]
+        (lambda: Rubric(criteria=(ONE,), correct=later(number)), "correct is an async function"),
     ],
 )
 def test_invalid_criteria_and_rubrics_are_refused(make, message):

@@ -9,10 +9,7 @@ from collections.abc import Callable
 
 
 def run_in_fork(function: Callable[[], str]) -> tuple[int, str]:
-    """Run `function` in a forked copy; return the exit status (negative for a signal) and the answer.
-
-    The parent must have no threads that hold locks: none that the copy needs.
-    """
+    """Run `function` in a forked copy; return the exit status (negative for a signal) and the answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -45,7 +42,6 @@ def die_at_flush(number: int) -> None:
 
 
 def limit_files(num_bytes: int) -> None:
-    """Limit the length of the files that this process writes, which acts like a full disk; a later call may raise
-    it."""
+    """Limit the length of the files that this process writes, which acts like a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
