@@ -24,17 +24,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import TokenGenerator
 from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, Environments
 from rl.rollouts.renderer import Renderer, render_prompt
-from rl.types import (
-    Completion,
-    EndReason,
-    Message,
-    Problem,
-    Prompt,
-    Reply,
-    Rollout,
-    SamplingParams,
-    Turn,
-)
+from rl.types import Completion, EndReason, Message, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
 from rl.utils.clock import BusyClock, now_s
 
 logger = logging.getLogger(__name__)
@@ -105,8 +95,7 @@ class Episodes:
         session. With a seed the result depends only on it, the problems and the weights.
 
         Raises:
-            ValueError: an environment cannot be made or opened, or a prompt leaves no room for a reply; names the
-                problem.
+            ValueError: the environment of a problem cannot be made or opened, or its prompt leaves no room.
         """
         async with self.environments.opened(problems, num=sampling.num_samples) as environments:
             room = self.limit - sampling.max_tokens

@@ -110,11 +110,8 @@ class Judge:
     """Async reward function that asks a model; picklable, with one client in each event loop.
 
     The score fails if the answer has no grade, if the status is not 2xx after the retries, or if no answer
-    comes in time; the failure names the URL and the answer.
-
-    Raises:
-        ValueError: a field is invalid, or the key's environment variable is not set; it must be set both here
-            and where rewards are computed.
+    comes in time; the failure names the URL and the answer. The key's environment variable must be set both
+    here and where rewards are computed.
     """
 
     base_url: str

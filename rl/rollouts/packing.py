@@ -1,11 +1,11 @@
 """Packing of samples of any length into micro-batches, with the same plan on every rank.
 
-Every rank gets all samples, makes the whole plan and takes its own part of it. All ranks get equally many
-micro-batches, because FSDP gathers parameters in each; a rank with none left gets one of padding alone.
+All ranks get equally many micro-batches, because FSDP gathers parameters in each; a rank with none left gets one of
+padding alone.
 
-Samples of one prompt go together if they fit, and share their prompt: all completions of a prompt have the
-same tokens before them, and causal attention gives these the same hidden states. Only tokens that no sample
-is trained on are shared, and not the last of them, because a different token follows it in each sample.
+Samples of one prompt go together if they fit, and share their prompt, to whose tokens causal attention gives the same
+hidden states in each. Only tokens that no sample is trained on are shared, and not the last of them, because a
+different token follows it in each sample.
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
 ids), K targets of a token, M micro-batches, R data-parallel ranks.
@@ -30,12 +30,8 @@ from rl.types import TrainingSample
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
 """Fields with K values for a token that has K targets."""
-
-
 SMALLEST_SAVING = 0.05
 """Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their queries."""
-
-
 NO_ROWS = slice(0, 0)
 
 
@@ -169,8 +165,8 @@ def plan_micro_batches(
 
     Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a rank, too,
     longer samples come first, into the first micro-batch with room; so a micro-batch holds samples of similar
-    length, which suits attention on a grid. Samples of a family are treated as one unit, which is divided if
-    it would unbalance ranks or does not fit a micro-batch.
+    length, which suits attention on a grid. A family is one unit, which is divided if it would unbalance ranks
+    or does not fit a micro-batch.
     """
     units = [[index] for index in range(len(lengths))] if families is None else families
     if num_ranks > 1:

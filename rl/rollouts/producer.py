@@ -29,10 +29,10 @@ class NothingToLearnError(RunError):
 
 
 class NumberedProblems:
-    """Iterator over training problems and their numbers in the task's order, from 0.
+    """Iterator over training problems and their numbers, from 0, in the task's order.
 
-    Continued from a position, it first gives the problems that were outstanding there, then the next ones. A
-    source without a method `problem(number)` is drawn again from the beginning.
+    Continued from a position, it first gives the problems that were outstanding there. A source without a
+    method `problem(number)` is drawn again from the beginning.
     """
 
     def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
@@ -63,12 +63,7 @@ class NumberedProblems:
 
 
 def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | None) -> DropReason | None:
-    """Return why a finished group is not trained on, or None.
-
-    Args:
-        drop_equal: drop groups without policy gradient.
-        max_sample_tokens: drop groups with a longer sample, prompt included; None: no limit.
-    """
+    """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
     if not group.rollouts:
         return "long_prompt"
     if not group.scored:

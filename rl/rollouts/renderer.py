@@ -310,11 +310,7 @@ class Renderer:
 
 
 def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> Renderer:
-    """Return the renderer of a config; `stop_token_ids` end a reply.
-
-    Raises:
-        ValueError: a field does not fit the tokenizer; names the field or the file.
-    """
+    """Return the renderer of a config; `stop_token_ids` end a reply."""
     template: Template
     if config.kind == "template":
         template = TokenizerTemplate(
@@ -345,12 +341,7 @@ class PromptTooLongError(ValueError):
 def render_prompt(
     problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
 ) -> Prompt:
-    """Render the opening messages of a problem.
-
-    Raises:
-        PromptTooLongError: the messages leave no room for a reply; names the problem.
-        ValueError: the messages cannot be rendered; names the problem.
-    """
+    """Render the opening messages of a problem; raise PromptTooLongError if they leave no room for a reply."""
     try:
         token_ids = renderer.opening(messages)
     except ValueError as error:

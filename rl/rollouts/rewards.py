@@ -1,8 +1,8 @@
 """Sync reward functions in a process of their own, with time limits that always hold; async ones beside it.
 
 A sync function is foreign code: it may loop forever, or end its process. Whatever it does, only its own call
-fails: one score, or those of a group; a process that hangs is killed, and the next call starts another. Async
-functions wait for servers: they run together in the caller's event loop, which they must not block.
+fails; a process that hangs is killed, and the next call starts another. Async functions wait for servers: they run
+together in the caller's event loop, which they must not block.
 
     to the process      sync calls, made one after another
     from the process    None once it is ready; then a CallResult for each call
@@ -89,11 +89,8 @@ class RewardProcess:
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
         """Return a score for each rollout, in order; a call that takes too long gives a failed score.
 
-        `alone` as in `rl.protocols.Rewarder`.
-
-        Raises:
-            RunError: the process cannot be started because it cannot load the rubric, or was closed.
-            TimeoutError: the process did not start within `START_S`.
+        `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric or was closed,
+        TimeoutError if it did not start within `START_S`.
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
@@ -206,7 +203,6 @@ class RewardProcess:
 
 def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
     """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
-
     main, is_running = threading.main_thread().ident, False
     assert main is not None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import marshal
 import os
@@ -227,7 +226,7 @@ class PythonSandbox(Configurable):
             async with asyncio.timeout(time_limit_s or config.time_limit_s):
                 while not ended.done() and len(output) <= config.max_output_bytes:
                     await asyncio.wait([ended], timeout=LOOK_S)
-                    if _count_files(folder, config.max_files) > config.max_files:
+                    if len(os.listdir(folder)) > config.max_files:
                         stopped = "file limit"
                         break
         except TimeoutError:
@@ -282,9 +281,3 @@ async def _read(stream: asyncio.StreamReader | None, *, into: bytearray, most: i
     while data := await stream.read(1 << 16):
         if len(into) <= most:
             into += data
-
-
-def _count_files(folder: str, most: int) -> int:
-    """Count the files of a folder, up to `most` + 1."""
-    with os.scandir(folder) as entries:
-        return sum(1 for _ in itertools.islice(entries, most + 1))
