@@ -1,12 +1,11 @@
 import asyncio
 import dataclasses
 import json
-import logging
 from itertools import islice
 
 import pytest
 
-from rl.tasks.data import DifficultyFilter
+from rl.tasks.data import DifficultyFilter, write_pass_rates
 from rl.tasks.dataset import Columns, DatasetTask
 from tests.support.scored import reply
 
@@ -63,25 +62,20 @@ def test_rows_with_equal_questions_stay_on_one_side(build):
     assert len(one_epoch(task)) == 2 * len(questions(one_epoch(build())))
 
 
-def test_rows_of_an_evaluation_file_are_not_trained_on(build, caplog):
-    caplog.set_level(logging.INFO)
+def test_rows_of_an_evaluation_file_are_not_trained_on(build):
     task = build(files={"test.jsonl": ROWS[:30]}, eval_files={"test": "test.jsonl"})
     assert questions(one_epoch(task)) == {row["question"] for row in ROWS[30:]}
     files = {"hard.jsonl": ROWS[:30], "easy.jsonl": ROWS[30:90]}
     several = build(files=files, eval_files={"hard": "hard.jsonl", "easy": "easy.jsonl"}, num_eval=40)
     assert [(n, len(problems)) for n, problems in several.eval_sets().items()] == [("hard", 30), ("easy", 40)]
     assert [p.id for p in task.eval_sets()["test"][:2]] == ["test.jsonl:1", "test.jsonl:2"]
-    assert (
-        "170 training problems of 200 rows (30 are in an evaluation set); to evaluate: test 30" in caplog.text
-    )
 
 
 def test_columns_template_and_system_message_make_the_problem(build):
     rows = [{"q": "1 + 1?", "a": 2, "key": "sum-1", "role": "", "level": 3, "steps": ["1+1=", "2"]}]
     rows += [{**rows[0], "q": f"{i} + 1?", "key": f"sum-{i}", "role": "You add."} for i in range(2, 30)]
-    columns = Columns(
-        question="q", answer="a", id="key", system="role", demonstration="steps", info=("level",)
-    )
+    named = {"question": "q", "answer": "a", "id": "key", "system": "role", "demonstration": "steps"}
+    columns = Columns(**named, info=("level",))
     task = build(rows, columns=columns, template="{question}\nBe brief.", system="You count.")
     problems = {p.id: p for p in [*one_epoch(task), *task.eval_sets()["held_out"]]}
     first, second = problems["sum-1"], problems["sum-2"]
@@ -111,24 +105,20 @@ def test_rubric_compares_the_answer_after_the_thoughts(build):
     assert [score.correct for score in scores] == [True, True, False, False, False]
 
 
-def test_filter_by_a_column_drops_only_training_rows(build, caplog):
-    caplog.set_level(logging.INFO)
+def test_filter_by_a_column_drops_only_training_rows(build):
     rows = [{**row, "rate": i / 200} for i, row in enumerate(ROWS)]
     difficulty = DifficultyFilter(column="rate", min=0.25, max=0.75)
     task = build(rows, difficulty=difficulty)
     rates = {f"question {i}": i / 200 for i in range(200)}
     assert {0.25 <= rates[p.question] <= 0.75 for p in one_epoch(task)} == {True}
     assert min(rates[p.question] for p in task.eval_sets()["held_out"]) < 0.25
-    assert "fail the difficulty filter" in caplog.text
 
 
 def test_filter_by_a_file_uses_the_ids(build, tmp_path):
-    rates = [{"id": f"train.jsonl:{n}", "pass_rate": float(n <= 100)} for n in range(1, 181)]
-    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(rate) + "\n" for rate in rates))
-    file = str(tmp_path / "rates.jsonl")
-    numbers = {
-        int(p.id.partition(":")[2]) for p in one_epoch(build(difficulty=DifficultyFilter(file=file, max=0.9)))
-    }
+    file = tmp_path / "rates.jsonl"
+    write_pass_rates(file, {f"train.jsonl:{n}": float(n <= 100) for n in range(1, 181)})
+    task = build(difficulty=DifficultyFilter(file=str(file), max=0.9))
+    numbers = {int(problem.id.partition(":")[2]) for problem in one_epoch(task)}
     assert min(numbers) > 100
     assert max(numbers) > 180  # unrated ones are kept
 
@@ -179,8 +169,9 @@ def test_difficulty_filter_that_drops_everything_is_refused(build, tmp_path):
     rows = [{**row, "rate": 1.0} for row in ROWS]
     below = DifficultyFilter(column="rate", max=0.5)
     assert "no training row is left of" in refused(build, rows, difficulty=below)
-    (tmp_path / "rates.jsonl").write_text('{"id": "other", "pass_rate": 0.5}\n')
-    message = refused(build, difficulty=DifficultyFilter(file=str(tmp_path / "rates.jsonl")))
+    file = tmp_path / "rates.jsonl"
+    write_pass_rates(file, {"other": 0.5})
+    message = refused(build, difficulty=DifficultyFilter(file=str(file)))
     assert "rates none of the training problems, such as 'train.jsonl:" in message
 
 
