@@ -257,7 +257,7 @@ def test_hasty_demonstrations_leave_out_the_end(config, is_early, ends):
     wrong = [problem for problem, score in scores if not score.correct]
     num_early = sum(is_early(problem) for problem, _ in scores)
     assert len(wrong) / num_early == pytest.approx(0.75, abs=0.04)
-    assert all(is_early(problem) and problem.demonstration.endswith(ends(problem)) for problem in wrong)
+    assert all(is_early(problem) and problem.demonstrations[-1].endswith(ends(problem)) for problem in wrong)
 
 
 def test_hasty_demonstrations_of_alphabet_sort_put_new_words_of_the_first_half_at_the_end():
