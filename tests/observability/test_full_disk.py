@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from actors.members import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
-from rl.observability.run_folder import RunFolder, cut_back, read_status
-from rl.types import LoopPosition
+from rl.observability.run_folder import RunFolder, read_status
 from rl.utils.errors import RunError
 from tests.support.disks import FULL, SmallDisk, on_small_disk, run_unprivileged
 from tests.support.fakes import FakePolicy
@@ -140,39 +138,15 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
 
 
-def test_records_that_cannot_be_truncated_are_unchanged(tmp_path):
-    def cut(disk):
-        metrics = disk.folder / "metrics.jsonl"
-        with MetricsWriter(metrics) as writer:
-            for step in range(1, 300):
-                _Longer(writer).write({"step": step})
-        before = metrics.read_bytes()
-        disk.fill()
-        at = LoopPosition(step=200, num_problems=0)
-        rollouts = disk.folder / "rollouts.jsonl"
-        error = said(lambda: cut_back(metrics=metrics, rollouts=rollouts, position=at))
-        return json.dumps([error, metrics.read_bytes() == before, disk.entries()])
-
-    error, same, entries = json.loads(on_small_disk(cut, tmp_path, num_bytes=8 << 20))
-    assert_matches(
-        rf"UnwrittenError: .*/metrics\.jsonl was not written, its previous content .*: {FULL}", error
-    )
-    assert (same, entries) == (True, ["metrics.jsonl"])
-
-
 # Folders without write permission, seen by an unprivileged process
 
 
 @pytest.fixture
 def folder():
     """Yield a folder that everybody can enter and write to, unlike pytest's own folders."""
-    path = Path(tempfile.mkdtemp(prefix="relay-test-"))
-    path.chmod(0o777)
-    yield path
-    for made in (path, *path.rglob("*")):
-        if made.is_dir():
-            made.chmod(0o777)
-    shutil.rmtree(path)
+    with tempfile.TemporaryDirectory(prefix="relay-test-") as path:
+        Path(path).chmod(0o777)
+        yield Path(path)
 
 
 def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(folder, capsys):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.tasks.data import read_pass_rates
-from rl.types import Completion, EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
+from rl.types import Message, Observation, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.files import previous_file
+from tests.support.fakes import completion_of
 
 
 def not_json(constant):
@@ -21,26 +23,20 @@ def lines(path):
 
 
 def turn(text="hi", *, logprobs=(-0.5, -1.25), observation=None):
-    completion = Completion(
-        token_ids=np.array([7, 9], dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        policy_versions=np.array([3, 3], dtype=np.int32),
-        finish_reason="stop",
-    )
+    completion = completion_of([7, 9], version=3)
     return Turn(
         messages=(Message(role="user", content="say hi"),),
         prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-        completion=completion,
+        completion=replace(completion, logprobs=np.array(logprobs, dtype=np.float32)),
         text=text,
         observation=observation or Observation(),
     )
 
 
 def rollout(name="p", *turns, sample=0, failure=None, **said):
-    problem = Problem(id=name, question="q", answer="hi")
     turns = turns or (turn(**said),)
-    prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
-    end: EndReason = "done" if failure is None else "failed"
+    prompt = Prompt(problem=Problem(id=name, question="q", answer="hi"), token_ids=turns[0].prompt_ids)
+    end = "done" if failure is None else "failed"
     return Rollout(prompt=prompt, sample=sample, turns=turns, end=end, failure=failure)
 
 
@@ -124,12 +120,10 @@ def test_recorded_ids_are_those_of_the_recorded_rollouts(tmp_path):
     ]
     # Indices count the scored rollouts of a group only.
     assert recorder(tmp_path, num_groups=1).recorded_ids(groups) == [(0, 0), (0, 1), (1, 1)]
-    assert recorder(tmp_path, num_groups=None).recorded_ids(groups) == [
-        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
-    ]  # fmt: skip
-    assert recorder(tmp_path, num_groups=0).recorded_ids(groups) == []
-    assert recorder(tmp_path, tokens=False).recorded_ids(groups) == []
-    assert recorder(tmp_path, enable=False).recorded_ids(groups) == []
+    every = [(group, index) for group in range(3) for index in range(2)]
+    assert recorder(tmp_path, num_groups=None).recorded_ids(groups) == every
+    for nothing in ({"num_groups": 0}, {"tokens": False}, {"enable": False}):
+        assert recorder(tmp_path, **nothing).recorded_ids(groups) == []
 
 
 def test_first_groups_and_failures_are_recorded(tmp_path):
@@ -147,12 +141,7 @@ def test_first_groups_and_failures_are_recorded(tmp_path):
 
 
 def test_advantages_skip_failed_rollouts(tmp_path):
-    replies = [
-        rollout("p", sample=0),
-        rollout("p", sample=1),
-        rollout("p", sample=2, failure="the environment raised"),
-        rollout("p", sample=3),
-    ]
+    replies = [rollout("p", sample=i, failure="the environment raised" if i == 2 else None) for i in range(4)]
     failed = [score(0.0, failure=why) for why in ("broken", "the environment raised")]
     mixed = group("p", score(), *failed, score(0.0), rollouts=replies)
     written = recorded(tmp_path, [mixed], advantages=[advantages_of(1.0, -1.0)])

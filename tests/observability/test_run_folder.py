@@ -106,7 +106,9 @@ def test_runs_that_start_at_once_never_share_or_remove_a_folder(tmp_path, time_s
 
     with ThreadPoolExecutor(8) as threads:
         made = [folder for folder in threads.map(create, range(8)) if folder is not None]
-    assert len({folder.path for folder in made}) == len(made) == (8 if time_stamp else 1)
+    first = "run-20260329-000000" if time_stamp else "run"
+    others = [f"{first}-{number}" for number in range(2, 9)] if time_stamp else []
+    assert sorted(folder.path.name for folder in made) == [first, *others]
     assert all(read_status(folder.path) == "running" for folder in made)
     for folder in made:
         folder.close()

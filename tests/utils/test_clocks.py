@@ -4,10 +4,7 @@ Every use in the product is listed here with its purpose; measuring and waiting 
 """
 
 import ast
-import datetime
 from pathlib import Path
-
-from rl.observability.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent.parent
 PRODUCT = ("losses", "rl", "actors", "configs")
@@ -48,16 +45,3 @@ def test_the_wall_clock_is_used_only_where_listed():
     files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")]
     using = {str(path.relative_to(ROOT)) for path in files if wall_clock_uses(path.read_text())}
     assert using == set(STAMPS)
-
-
-def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):
-    times = iter([14, 9, 14, 9, 14])
-    paths = []
-    for _ in range(5):
-        with RunFolder.create(
-            tmp_path, "run", time_stamp=True, wall_clock=lambda: datetime.datetime(2026, 3, 29, next(times))
-        ) as folder:
-            folder.mark_finished()
-            paths.append(folder.path.name)
-    first, earlier = "run-20260329-140000", "run-20260329-090000"
-    assert paths == [first, earlier, f"{first}-2", f"{earlier}-2", f"{first}-3"]

@@ -3,7 +3,14 @@ import threading
 
 import pytest
 
-from rl.utils.threads import run_aside
+from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.utils.errors import RunError
+from rl.utils.threads import BackgroundWriter, run_aside
+from tests.support.fakes import FakePolicy
+from tests.support.loops import half_right, make_loop
+
+WAIT_S = 20.0
 
 
 def test_run_aside_returns_the_result_or_raises_the_functions_error():
@@ -20,3 +27,95 @@ def test_run_aside_stops_waiting_at_its_limit():
     with pytest.raises(TimeoutError, match=r"^removal: not done after 0\.05 s$"):
         asyncio.run(run_aside(gate.wait, name="removal", limit_s=0.05))
     gate.set()
+
+
+# Background writes
+
+
+def test_write_error_is_raised_once_by_the_next_call(caplog):
+    def fail():
+        raise OSError("the disk is full")
+
+    async def scenario():
+        writer = BackgroundWriter("test")
+        await writer.begin(fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            await writer.begin(fail)
+        await writer.finish()
+        await writer.begin(fail)
+        await writer.close()  # as before, the second error is logged and does not hide the first
+
+    asyncio.run(scenario())
+    assert [r.getMessage() for r in caplog.records] == ["test: OSError('the disk is full')"]
+
+
+def test_last_write_is_skipped_while_the_thread_writes(caplog):
+    gate, order = threading.Event(), []
+
+    async def scenario():
+        writer = BackgroundWriter("test", close_s=0.05)
+        await writer.begin(lambda: order.append(gate.wait(WAIT_S)))
+        await writer.last(lambda: order.append("last"))
+        await writer.close()
+
+    asyncio.run(scenario())
+    assert order == []
+    assert [r.getMessage() for r in caplog.records] == [
+        "test: not done after 0.05 s",
+        "test: the last part of the run is not written",
+    ]
+    gate.set()
+
+
+class GatedRecorder(Recorder):
+    """Recorder that writes steps only once its gate is open."""
+
+    def __init__(self, folder):
+        super().__init__(folder / "rollouts.jsonl", config=RecorderConfig(num_eval_problems=1))
+        self.gate = threading.Event()
+        self.threads = set()
+
+    def step(self, *args):
+        assert self.gate.wait(WAIT_S)
+        self.threads.add(threading.get_ident())
+        super().step(*args)
+
+    @property
+    def written(self):
+        """Return step and kind of the rollouts in the file, without repetitions."""
+        return list(dict.fromkeys((line["step"], line["kind"]) for line in read_rollouts(self.path)))
+
+
+def test_loop_trains_while_rollouts_are_written(tmp_path, monkeypatch):
+    policy, recorder = FakePolicy(reply=half_right), GatedRecorder(tmp_path)
+    train = policy.forward_backward
+
+    async def open_and_train(samples, **options):
+        recorder.gate.set()
+        return await train(samples, **options)
+
+    monkeypatch.setattr(policy, "forward_backward", open_and_train)
+    loop, _ = make_loop(policy, num_steps=3, eval_every=1)
+    loop.recorder = recorder
+    asyncio.run(loop.run())
+    assert threading.get_ident() not in recorder.threads
+    assert recorder.written == [
+        (0, "eval"), *((step, kind) for step in (1, 2, 3) for kind in ("train", "eval"))
+    ]  # fmt: skip
+
+
+def test_rollouts_of_a_stopped_run_follow_earlier_writes(tmp_path):
+    recorder = GatedRecorder(tmp_path)
+
+    def answer(rollout):
+        if rollout.completion.policy_versions.max() >= 1:
+            recorder.gate.set()
+            raise ValueError("no judge is there")
+        return float("10" in rollout.text)
+
+    rubric = Rubric(criteria=(Criterion(name="answer", function=answer),))
+    loop, _ = make_loop(FakePolicy(reply=half_right), num_steps=2, rubric=rubric)
+    loop.recorder = recorder
+    with pytest.raises(RunError, match="no judge is there"):
+        asyncio.run(loop.run())
+    assert recorder.written == [(1, "train"), (2, "pending")]
