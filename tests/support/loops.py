@@ -13,8 +13,10 @@ from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.tasks.task import Task
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import LoopPosition, Problem
 from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricRewarder
@@ -52,7 +54,7 @@ class ListedTask:
 
 
 def make_loop(
-    policy: FakePolicy,
+    policy: Any,
     *,
     rubric: Rubric | None = None,
     watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -64,6 +66,8 @@ def make_loop(
     held_out: Sequence[Problem] = (PROBLEM,),
     stop: StopRequest | None = None,
     sink: ListSink | None = None,
+    renderer: Renderer = RENDERER,
+    task: Task | None = None,
     last_saved: int | None = None,
     **config: Any,
 ) -> tuple[Loop, ListSink]:
@@ -76,8 +80,9 @@ def make_loop(
         rollouts=RolloutSetup(
             generator=policy,
             rewarder=RubricRewarder(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
-            renderer=RENDERER,
-            task=ListedTask(
+            renderer=renderer,
+            task=task
+            or ListedTask(
                 train=repeat(PROBLEM) if problems is None else problems,
                 held_out=held_out,
                 make_environment=environment,
