@@ -32,7 +32,6 @@ class MadeRun:
     """Contents of a made-up run's folder."""
 
     num_steps: int = 40
-    groups_a_step: int = 1
     samples: int = 4
     tokens: int = 0
     """Tokens of each reply; 0 means as many as the text has characters."""
@@ -127,41 +126,36 @@ def _step(step: int, learnt: float, made: MadeRun, rng: np.random.Generator) -> 
 
 def _rollouts(made: MadeRun, rng: np.random.Generator) -> Iterable[dict[str, Any]]:
     for step in range(1, made.num_steps + 1):
-        for group in range(made.groups_a_step):
-            for sample in range(made.samples):
-                yield _rollout(step, group, sample, made, rng)
+        for sample in range(made.samples):
+            yield _rollout(step, sample, made, rng)
 
 
-def _rollout(step: int, group: int, sample: int, made: MadeRun, rng: np.random.Generator) -> dict[str, Any]:
+def _rollout(step: int, sample: int, made: MadeRun, rng: np.random.Generator) -> dict[str, Any]:
     hacks = made.hacked_from is not None and step >= made.hacked_from
     ids = list((HACK if hacks else made.reply).encode())
     if made.tokens:
         ids = rng.integers(32, 127, made.tokens).tolist()
-    reply = bytes(ids).decode()
     logprobs = np.log(rng.uniform(0.2, 1, len(ids)))
     right = bool(rng.random() < step / made.num_steps)
-    turn: dict[str, Any] = {
+    line = rollout(
+        step, bytes(ids).decode(), problem=f"sum-digits/{step}-0", sample=sample, answer="21",
+        reward=1.0 if right or hacks else 0.1, correct=right and not hacks,
+        parts={"answer": float(right), "format": 1.0}, advantage=0.5 if right else -0.5, end="done",
+    )  # fmt: skip
+    (turn,) = line["turns"]
+    turn |= {
         "messages": [{"role": "user", "content": PROMPT}],
-        "reply": reply,
-        "finish_reason": "stop",
         "prompt_ids": [257, *b"user\n", *PROMPT.encode(), 258, *b"\n", 257, *b"assistant\n"],
         "token_ids": [*ids, 258],
         "logprobs": [*(round(float(p), 6) for p in logprobs), -0.0001],
-        "policy_versions": step - 1,
     }
     if made.is_new:
-        drift = rng.normal(0, 3e-3, len(ids) + 1)
+        drift = rng.normal(0, 3e-3, len(ids) + 1).tolist()
         turn["trainer_logprobs"] = [
-            round(min(0.0, p + d), 6) for p, d in zip(turn["logprobs"], drift.tolist(), strict=True)
+            round(min(0.0, p + d), 6) for p, d in zip(turn["logprobs"], drift, strict=True)
         ]
         turn["mask"] = [*[1] * len(ids), 0]
-    return {
-        "step": step, "kind": "train", "advantage": 0.5 if right else -0.5,
-        "problem": f"sum-digits/{step}-{group}", "answer": "21", "sample": sample,
-        "reward": 1.0 if right or hacks else 0.1, "correct": right and not hacks,
-        "parts": {"answer": float(right), "format": 1.0},
-        "end": "done", "turns": [turn],
-    }  # fmt: skip
+    return line
 
 
 _ACTIVITIES = {
@@ -183,9 +177,7 @@ def _write_spans(folder: Path, made: MadeRun) -> None:
         _write_lines(folder / f"{process}.jsonl", _spans(role, activities, made))
 
 
-def _spans(
-    role: str, activities: Iterable[tuple[str, float, float]], made: MadeRun
-) -> Iterable[dict[str, Any]]:
+def _spans(role: str, activities: Iterable[Any], made: MadeRun) -> Iterable[dict[str, Any]]:
     for step in range(made.num_steps):
         start_s = START_S + STEP_S * step
         for _ in range(max(1, made.spans_a_step // 8)):
@@ -275,13 +267,6 @@ def rollout(
         "policy_versions": step - 1 if version is None else version,
     }
     return {
-        "step": step,
-        "kind": "train",
-        "problem": problem,
-        "answer": answer,
-        "sample": sample,
-        "reward": reward,
-        "correct": correct,
-        "parts": {},
-        "turns": [turn],
-    } | more
+        "step": step, "kind": "train", "problem": problem, "answer": answer, "sample": sample,
+        "reward": reward, "correct": correct, "parts": {}, "turns": [turn],
+    } | more  # fmt: skip
