@@ -1,4 +1,4 @@
-"""Rules on synthetic numbers; test_planted_faults.py has a reward for a pattern and one for length in real runs."""
+"""Rules on synthetic numbers; test_planted_faults.py has real runs."""
 
 import math
 import random
@@ -26,8 +26,43 @@ def metrics_of(finding):
     }
 
 
-def replies_of(finding):
-    return [e for e in finding.evidence if isinstance(e, RolloutEvidence)]
+def noisy(low, high, *, since):
+    """Return a function from the step to a value that jumps at step `since`."""
+    noise = random.Random(0)
+    return lambda step: (high if step >= since else low) * noise.uniform(0.9, 1.1)
+
+
+def falls(step):
+    return 0.8 if step < 12 else 0.06
+
+
+def equal(step):
+    return 1.0 if step >= 7 else 0.3
+
+
+def grows(step):
+    return 20.0 if step < 15 else 20.0 * 1.15 ** (step - 15)
+
+
+LOOP = {"groups_per_batch": 16, "group_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "since", "by_step"),
+    [
+        ("collapsed_entropy", 12, {"loss__entropy_mean": falls}),
+        ("no_reward_variance", 7, {"reward__equal_groups": equal}),
+        ("not_finite", 11, {"loss__grad_norm": lambda s: math.inf if s >= 11 else 0.1}),
+        ("length_drift", 15, {"completion__tokens_mean": grows}),
+        # A constant jump means different computations, a growing one stale weights.
+        ("logprob_difference", 14, {"logprob_diff__mean": noisy(1e-4, 0.02, since=14)}),
+        ("stale_generator", 17, {"logprob_diff__mean": lambda s: 1e-6 + 0.01 * max(0, s - 16)}),
+        ("stale_generator", 10, {"sync__version": lambda s: min(s, 9)}),
+        ("failed_rewards", 13, {"reward__num_failed": lambda s: 6 if s >= 13 else 0, "loop": LOOP}),
+    ],
+)
+def test_fault_is_found_since_its_first_step(kind, since, by_step):
+    assert abs(only(run_data(30, **by_step), kind).since_step - since) <= 2 * (kind == "length_drift")
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 30])
@@ -35,96 +70,55 @@ def test_healthy_run_has_no_findings(num_steps):
     assert find(run_data(num_steps)) == []
 
 
+@pytest.mark.parametrize(
+    "by_step",
+    [
+        {"loss__entropy_mean": falls, "reward__correct": lambda s: min(0.95, s / 20)},
+        {"loss__entropy_mean": lambda s: 0.06 if 12 <= s < 20 else 0.8},
+        {"reward__equal_groups": equal, "reward__correct": lambda s: 0.97},
+        {"reward__num_failed": lambda s: 40 if s == 5 else 0, "loop": LOOP},
+        {"reward__num_failed": lambda s: 2, "loop": LOOP},
+        {"logprob_diff__mean": lambda s: 0.0},
+        {"sync__version": lambda s: s - s % 3, "loop": {"publish_every": 3, "max_off_policy_steps": 2}},
+        {"completion__tokens_mean": grows, "reward__correct": lambda s: min(0.85, 0.2 + s / 40)},
+    ],
+    ids=[
+        "entropy of a solved task", "entropy that comes back", "equal rewards of a solved task",
+        "one step with failures", "few failures", "no difference", "seldom published", "longer and better",
+    ],
+)  # fmt: skip
+def test_similar_numbers_of_a_healthy_run_are_no_finding(by_step):
+    assert find(run_data(30, **by_step)) == []
+
+
 def test_evidence_of_a_long_run_has_few_points():
-    noise = random.Random(0)
-    run = run_data(10_000, loss__entropy_mean=lambda s: (0.5 if s < 6000 else 0.01) * noise.uniform(0.9, 1.1))
-    finding = only(run, "collapsed_entropy")
+    finding = only(run_data(10_000, loss__entropy_mean=noisy(0.5, 0.01, since=6000)), "collapsed_entropy")
     assert finding.since_step == 6000
     entropy = metrics_of(finding)["loss/entropy_mean"]
     assert len(entropy) == 400
     assert max(entropy) == 10_000
 
 
-# Entropy and variance
-
-
-def test_collapsed_entropy_is_found_unless_the_task_is_solved():
-    def falls(step):
-        return 0.8 if step < 12 else 0.06
-
-    assert only(run_data(30, loss__entropy_mean=falls), "collapsed_entropy").since_step == 12
-    solved = run_data(30, loss__entropy_mean=falls, reward__correct=lambda s: min(0.95, s / 20))
-    assert find(solved) == []
-    back = run_data(30, loss__entropy_mean=lambda s: 0.06 if 12 <= s < 20 else 0.8)
-    assert find(back) == []
-
-
-def test_equal_rewards_are_found_unless_the_task_is_solved():
-    def equal(step):
-        return 1.0 if step >= 7 else 0.3
-
+def test_finding_shows_replies_errors_and_values():
     group = [rollout(20, "no", sample=i) for i in range(4)]
     finding = only(run_data(30, reward__equal_groups=equal, rollouts=group), "no_reward_variance")
-    assert finding.since_step == 7
-    assert [reply.text for reply in replies_of(finding)] == ["no"] * 3
-    assert find(run_data(30, reward__equal_groups=equal, reward__correct=lambda s: 0.97)) == []
-
-
-# Failures
-
-
-def test_failed_rewards_are_found_with_their_error():
-    loop = {"groups_per_batch": 16, "group_size": 8}
-    once = run_data(30, loop=loop, reward__num_failed=lambda s: 40 if s == 5 else 0)
-    assert find(once) == []
-    few = run_data(30, loop=loop, reward__num_failed=lambda s: 2)
-    assert find(few) == []
+    assert [e.text for e in finding.evidence if isinstance(e, RolloutEvidence)] == ["no"] * 3
     failing = [rollout(13, "x", failure="reward 'judge' timed out")]
-    many = run_data(30, loop=loop, reward__num_failed=lambda s: 6 if s >= 13 else 0, rollouts=failing)
-    finding = only(many, "failed_rewards")
-    assert finding.since_step == 13
-    assert "6 of 128 rollouts" in finding.sentence
-    assert "reward 'judge' timed out" in finding.sentence
-
-
-def test_number_that_is_not_finite_is_found():
-    finding = only(run_data(12, loss__grad_norm=lambda s: math.inf if s >= 11 else 0.1), "not_finite")
-    assert finding.since_step == 11
-    assert finding.sentence == "loss/grad_norm of step 11 is not finite."
-
-
-# Generator and trainer
-
-
-def test_constant_jump_of_the_difference_means_different_computations():
-    noise = random.Random(0)
-    run = run_data(30, logprob_diff__mean=lambda s: (0.02 if s >= 14 else 1e-4) * noise.uniform(0.8, 1.2))
-    finding = only(run, "logprob_difference")
-    assert finding.since_step == 14
-
-
-def test_growing_jump_of_the_difference_means_stale_weights():
-    finding = only(run_data(30, logprob_diff__mean=lambda s: 1e-6 + 0.01 * max(0, s - 16)), "stale_generator")
-    assert finding.since_step == 17
-    assert find(run_data(30, logprob_diff__mean=lambda s: 0.0)) == []
+    many = run_data(30, loop=LOOP, reward__num_failed=lambda s: 6 if s >= 13 else 0, rollouts=failing)
+    sentence = only(many, "failed_rewards").sentence
+    assert "6 of 128 rollouts" in sentence
+    assert "reward 'judge' timed out" in sentence
+    infinite = run_data(12, loss__grad_norm=lambda s: math.inf if s >= 11 else 0.1)
+    assert only(infinite, "not_finite").sentence == "loss/grad_norm of step 11 is not finite."
+    assert "longer" in only(run_data(30, completion__tokens_mean=grows), "length_drift").title
 
 
 def test_versions_behind_the_bound_mean_a_stale_generator():
-    def drawn(step):
-        return min(step - 1, 11)
-
-    lines = [rollout(s, "hi", version=drawn(s)) for s in range(1, 31)]
+    lines = [rollout(s, "hi", version=min(s - 1, 11)) for s in range(1, 31)]
     finding = only(run_data(30, rollouts=lines), "stale_generator")
     assert finding.since_step == 13
     assert metrics_of(finding)["optimizer steps behind, of recorded tokens"][30] == 18
     assert find(run_data(30, rollouts=lines, loop={"max_off_policy_steps": 20})) == []
-
-
-def test_served_version_that_does_not_change_means_a_stale_generator():
-    finding = only(run_data(30, sync__version=lambda s: min(s, 9)), "stale_generator")
-    assert finding.since_step == 10
-    loop = {"publish_every": 3, "max_off_policy_steps": 2}
-    assert find(run_data(30, sync__version=lambda s: s - s % 3, loop=loop)) == []
 
 
 @pytest.mark.parametrize(
@@ -138,20 +132,6 @@ def test_error_that_stopped_the_run_is_found(reason, kind):
     finding = only(run_data(5, events=[{"time": 1.0, "event": "stopped", "reason": reason}]), kind)
     assert finding.since_step == 6
     assert finding.sentence == f"The run stopped: {reason}"
-
-
-# Length
-
-
-def test_longer_replies_are_found_unless_they_get_better():
-    def grows(step):
-        return 20.0 if step < 15 else 20.0 * 1.15 ** (step - 15)
-
-    better = run_data(30, completion__tokens_mean=grows, reward__correct=lambda s: min(0.85, 0.2 + s / 40))
-    assert find(better) == []
-    finding = only(run_data(30, completion__tokens_mean=grows), "length_drift")
-    assert abs(finding.since_step - 15) <= 2
-    assert "longer" in finding.title
 
 
 # Rewards
