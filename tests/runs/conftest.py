@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.leftovers import Watch
+from tests.support.leaks import Watch
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Runs that fail or are stopped end with a clear message and leave nothing behind: no process, port, shared
-memory, lock or temporary file. `tests.support.leftovers` looks for them.
+memory, lock or temporary file. `tests.support.leaks` looks for them.
 """
 
 import re
