@@ -9,7 +9,7 @@ from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.tasks.data import read_pass_rates
-from rl.types import Message, Observation, Problem, Prompt, Rollout, Score, Turn
+from rl.types import EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.files import previous_file
 from tests.support.fakes import completion_of
 
@@ -36,7 +36,7 @@ def turn(text="hi", *, logprobs=(-0.5, -1.25), observation=None):
 def rollout(name="p", *turns, sample=0, failure=None, **said):
     turns = turns or (turn(**said),)
     prompt = Prompt(problem=Problem(id=name, question="q", answer="hi"), token_ids=turns[0].prompt_ids)
-    end = "done" if failure is None else "failed"
+    end: EndReason = "done" if failure is None else "failed"
     return Rollout(prompt=prompt, sample=sample, turns=turns, end=end, failure=failure)
 
 

@@ -50,7 +50,8 @@ def test_write_error_is_raised_once_by_the_next_call(caplog):
 
 
 def test_last_write_is_skipped_while_the_thread_writes(caplog):
-    gate, order = threading.Event(), []
+    gate = threading.Event()
+    order: list[object] = []
 
     async def scenario():
         writer = BackgroundWriter("test", close_s=0.05)
@@ -73,7 +74,7 @@ class GatedRecorder(Recorder):
     def __init__(self, folder):
         super().__init__(folder / "rollouts.jsonl", config=RecorderConfig(num_eval_problems=1))
         self.gate = threading.Event()
-        self.threads = set()
+        self.threads: set[int] = set()
 
     def step(self, *args):
         assert self.gate.wait(WAIT_S)
