@@ -21,7 +21,7 @@ def test_table_has_exactly_the_kinds_of_findings():
 
 def test_advised_settings_exist():
     there = {entry.path for entry in walk(tiny())}
-    rules = [path.read_text() for path in (ROOT / "rl" / "reporting" / "rules").glob("*.py")]
+    rules = [path.read_text() for path in (ROOT / "rl" / "reporting").glob("*.py")]
     advised = {path for text in (PAGE, *rules) for path in SETTING.findall(text)}
     assert {"loop.max_off_policy_steps", "reward.num_procs", "trainer.training.max_norm"} <= advised
     assert sorted(advised - there) == []
