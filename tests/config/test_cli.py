@@ -200,14 +200,6 @@ def test_resume_uses_the_folder_and_its_config(killed):
     assert parse("--resume", str(moved)).name == "second"
 
 
-@pytest.mark.parametrize(
-    ("argv", "form"),
-    [([], None), (["--explain"], "text"), (["--explain", "text"], "text"), (["--explain=json"], "json")],
-)
-def test_run_knows_how_it_is_explained(argv, form):
-    assert run_of(*argv, "--trainer.optimizer.lr", "0.1").explain == form
-
-
 def test_errors_of_several_options_are_shown_together(capsys):
     wrong = {"trainer.nonsense": "2", "overwrite": "maybe"}
     alone = [error_of(capsys, f"--{name}={value}") for name, value in wrong.items()]

@@ -83,25 +83,20 @@ def of_loops():
     return {k: joined(value) for record in sink.records for k, value in record.items() if value is not None}
 
 
-def of_environments():
-    """Return the metrics of a rollout whose environment has counters and gives a reward."""
+def of_batches_and_evaluations():
+    """Return the metrics of an environment with counters and a reward, and of two sets of conversations."""
     rollout = rollout_of(prompt_of(LONG), completion("abc"))
     (turn,) = rollout.turns
-    rollout = replace(rollout, turns=(replace(turn, observation=Observation(metrics={"tools/calls": 1.0})),))
-    score = Score(reward=1.0, correct=True, parts={"environment": 0.5})
+    turn = replace(turn, observation=Observation(metrics={"tools/calls": 1.0}))
+    rollout = replace(rollout, turns=(turn,))
+    score = Score(reward=1.0, correct=True, parts={"environment": 0.5, "length": 3.0})
     group = Group(number=0, rollouts=[rollout], scores=[score])
-    return batch_metrics(Batch(groups=[group], dropped=[("failed", group)]))
-
-
-def of_evaluations():
-    """Return the metrics of two evaluation sets of conversations."""
-    rollout = rollout_of(prompt_of(LONG), completion("abc"))
-    score = Score(reward=1.0, correct=True, parts={"length": 3.0})
-    sets = [
-        EvaluatedSet(name=name, greedy=[(replace(rollout, turns=rollout.turns * turns), score)], sampled=[])
-        for name, turns in (("easy", 2), ("hard", 2))
-    ]
-    return EvaluationResult(sets=sets).metrics()
+    greedy = [(replace(rollout, turns=(turn, turn)), score)]
+    sets = [EvaluatedSet(name=name, greedy=greedy, sampled=[]) for name in ("easy", "hard")]
+    return {
+        **batch_metrics(Batch(groups=[group], dropped=[("failed", group)])),
+        **EvaluationResult(sets=sets).metrics(),
+    }
 
 
 def of_engines():
@@ -128,7 +123,7 @@ def of_engines():
 @pytest.fixture(scope="module")
 def written():
     """Every metric that is written anywhere, with its reduction."""
-    made = {**of_environments(), **of_evaluations(), **of_engines()}
+    made = {**of_batches_and_evaluations(), **of_engines()}
     return of_loops() | {name: joined(value) for name, value in made.items()}
 
 
