@@ -11,8 +11,6 @@ from rl.config.json import to_dict
 from rl.observability import bottleneck as bottleneck_module
 from rl.observability.bottleneck import Bottleneck, bottleneck, typical
 
-ASYNC = {"loop": {"max_off_policy_steps": 1, "publish_every": 1, "groups_per_batch": 32, "group_size": 8}}
-
 
 def step(**parts):
     """Return seconds of each part of a step in which one role idles while the other works."""
@@ -21,10 +19,14 @@ def step(**parts):
     return {f"time/{name}_s": lap for name, lap in laps.items()} | {"time/step_s": step_s}
 
 
-def setting(record, config=None):
-    found = bottleneck(record, config)
-    assert found is not None
-    return found.setting
+def found(record, config=None):
+    result = bottleneck(record, config)
+    assert result is not None
+    return result
+
+
+ASYNC = {"loop": {"max_off_policy_steps": 1, "publish_every": 1, "groups_per_batch": 32, "group_size": 8}}
+OVERLAP = "--loop.max_off_policy_steps 1"
 
 
 def test_overlap_is_advised_when_generation_and_training_alternate():
@@ -34,38 +36,29 @@ def test_overlap_is_advised_when_generation_and_training_alternate():
             "Generation (50% of a step) and training (50%) take turns, and devices are idle for 52% of it: "
             "at the same time, a step would take as long as the longer of the two"
         ),
-        setting="--loop.max_off_policy_steps 1",
+        setting=OVERLAP,
     )
+    for more, config in (
+        ({"age/max": 1.0}, None),
+        ({}, ASYNC),
+        ({}, {"launch": {"share_gpus": True}}),  # roles on one device cannot overlap
+    ):
+        assert found(record | more, config).setting != OVERLAP
 
 
 def test_overlap_on_one_cpu_halves_the_threads():
     record = step(generate=5.0, train=4.0)
     config = to_dict(tiny())
-    found = bottleneck(record, config)
-    assert found is not None
-    assert "each with half its threads" in found.sentence
-    assert found.setting == "--loop.max_off_policy_steps 1 --trainer.num_threads 1 --generator.num_threads 1"
+    assert "each with half its threads" in found(record, config).sentence
+    assert found(record, config).setting == f"{OVERLAP} --trainer.num_threads 1 --generator.num_threads 1"
     config["generator"]["dtype"] = "bfloat16"  # on GPUs
-    assert setting(record, config) == "--loop.max_off_policy_steps 1"
-
-
-@pytest.mark.parametrize(
-    ("more", "config"),
-    [({"age/max": 1.0}, None), ({}, ASYNC), ({}, {"launch": {"share_gpus": True}})],
-    ids=["by the record", "by the config", "who shares a device cannot"],
-)
-def test_overlap_is_not_advised_if_it_exists_or_is_impossible(more, config):
-    record = step(generate=4.5, train=4.0) | more
-    assert setting(record, config) != "--loop.max_off_policy_steps 1"
+    assert found(record, config).setting == OVERLAP
 
 
 def test_largest_part_is_named_with_its_share_of_the_limit():
     record = step(generate=9.0, train=1.0) | {"limit/decode": 0.084, "limit/train": 0.7}
-    found = bottleneck(record, ASYNC)
-    assert found is not None
-    assert found.sentence.startswith(
-        "Generation takes 90% of a step and reaches 8% of what the machine can do:"
-    )
+    says = "Generation takes 90% of a step and reaches 8% of what the machine can do:"
+    assert found(record, ASYNC).sentence.startswith(says)
 
 
 def test_every_setting_of_the_advice_exists():
@@ -80,7 +73,7 @@ def test_every_setting_of_the_advice_exists():
 
 
 GENERATOR: dict[str, Any] = {"max_num_seqs": 256, "num_replicas": 1}
-TRAINER = ASYNC | {
+TRAINER = {
     "trainer": {
         "num_procs": 4,
         "training": {"max_tokens_per_microbatch": 4096},
@@ -102,21 +95,20 @@ MANY = {"packing/num_micro_batches": 8.0}
         (step(train=9.0), TRAINER, "--trainer.compile.enable True"),
         (step(train=9.0), {}, "--loop.groups_per_batch"),
         (step(publish=9.0), {"weights": {"num_threads": 2}}, "--weights.num_threads 4"),
+        (step(publish=9.0), {"loop": {}}, OVERLAP),
         (step(score=9.0), {"reward": {"num_procs": 2}}, "--reward.num_procs 4"),
     ],
 )
 def test_advice_depends_on_the_record_and_the_config(record, config, expected):
-    assert setting(record, ASYNC | config) == expected
-    assert setting(step(publish=9.0)) == "--loop.max_off_policy_steps 1"
+    assert found(record, ASYNC | config).setting == expected
 
 
 def test_typical_step_is_the_median_without_first_steps():
     slow_start = [step(train=100.0) | {"step": i} for i in (1, 2)]
-    usual = [step(train=second) | {"step": 3} for second in (1.0, 2.0, 9.0)]
+    usual = [step(train=second) | {"step": 3, "loss/mean": float("nan")} for second in (1.0, 2.0, 9.0)]
     record = typical([{"step": 0, "eval/correct": 0.5}, *slow_start, *usual])
     assert (record["time/train_s"], record["time/step_s"]) == (2.0, 2.0)
+    assert "loss/mean" not in record
     assert typical(slow_start)["time/train_s"] == 100.0
     assert typical([]) == {}
-    assert bottleneck(typical([])) is None
-    gone = typical([step(train=1.0) | {"loss/mean": float("nan")}])
-    assert "loss/mean" not in gone
+    assert bottleneck({}) is None
