@@ -282,28 +282,45 @@ def test_modules_that_need_only_torch_import_without_the_rest(tree):
 
 # The checks themselves
 
+TREE = dict.fromkeys(("rl/train.py", "actors/b.py", "rl/models/qwen3.py", "rl/models/qwen3_moe.py"), "")
+CLASS = "class Place: ..."
+
+
+def of_lines(head: str, num: int) -> str:
+    return "\n".join([head, *["    x = 1"] * (num - 1)])
+
 
 @pytest.mark.parametrize(
-    ("rule", "path", "text", "says"),
+    ("rule", "sources", "says"),
     [
-        (upward_arrows, "losses/a.py", "import rl.types", ": losses.a -> rl.types: "),
-        (upward_arrows, "rl/a.py", "def f():\n    from configs import tiny", ": rl.a -> configs: "),
-        (upward_arrows, "rl/a.py", "import importlib\nimportlib.import_module('actors.b')", ": rl.a -> actors.b: "),
-        (upward_arrows, "configs/a.py", "from examples.x import x", ": configs.a -> examples.x: "),
-        (upward_arrows, "actors/a.py", "from rl import train", ": actors.a -> rl.train: "),
-        (upward_arrows, "rl/train.py", "from actors.b import B", ": rl.train -> actors.b: "),
-        (upward_arrows, "rl/a.py", "if TYPE_CHECKING:\n    import actors.b", ": rl.a -> actors.b: "),
-        (misplaced_imports, "actors/generator.py", "def f():\n    import vllm.config", "vllm is for actors/vllm/"),
-        (misplaced_imports, "rl/models/a.py", "from torchao.float8 import convert", "torchao is for rl/models/"),
-        (misplaced_imports, "losses/a.py", "import numpy", "losses import torch only, not numpy"),
-        (misplaced_imports, "actors/a.py", "def f():\n    import rl.models.qwen3_moe", "is a model family"),
-        (misplaced_imports, "rl/models/qwen3_moe.py", "from rl.models import qwen3", "is a model family"),
+        (upward_arrows, {"losses/a.py": "import rl.types"}, "losses/a.py:1: losses.a -> rl.types: "),
+        (upward_arrows, {"rl/a.py": "def f():\n    from configs import tiny"}, "rl/a.py:2: rl.a -> configs: "),
+        (upward_arrows, {"rl/a.py": "import_module('actors.b')"}, "rl/a.py:1: rl.a -> actors.b: "),
+        (upward_arrows, {"configs/a.py": "from examples.x import x"}, ": configs.a -> examples.x: "),
+        (upward_arrows, {"actors/a.py": "from rl import train"}, ": actors.a -> rl.train: nothing imports an entry"),
+        (upward_arrows, {"rl/train.py": "from actors.b import B"}, ": rl.train -> actors.b: entries load these"),
+        (upward_arrows, {"rl/a.py": "if TYPE_CHECKING:\n    import actors.b"}, ": rl.a -> actors.b: "),
+        (misplaced_imports, {"actors/generator.py": "def f():\n    import vllm.config"}, "vllm is for actors/vllm/"),
+        (misplaced_imports, {"rl/models/a.py": "from torchao.float8 import x"}, "torchao is for rl/models/"),
+        (misplaced_imports, {"losses/a.py": "import numpy"}, "losses import torch only, not numpy"),
+        (misplaced_imports, {"actors/a.py": "def f():\n    import rl.models.qwen3_moe"}, "is a model family"),
+        (misplaced_imports, {"rl/models/qwen3_moe.py": "from rl.models import qwen3"}, "is a model family"),
+        (cycles, {"rl/a.py": "import rl.b", "rl/b.py": "def f():\n    from rl import a", "rl/d.py": "import rl.a"},
+         "rl.a -> rl.b -> rl.a"),
+        (cycles, {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q", "rl/q.py": "import rl.p.b"},
+         "rl.p.a"),
+        (repeated_names, {"rl/a.py": CLASS, "actors/b.py": CLASS}, "Place: rl/a.py, actors/b.py"),
+        (repeated_names, {"rl/errors.py": "", "rl/x/errors.py": ""}, "errors.py: rl/errors.py, rl/x/errors.py"),
+        (oversized, {"rl/a.py": of_lines("def f():", 61)}, "61 lines, at most 60"),
+        (oversized, {"rl/a.py": of_lines("async def f():", 61)}, "61 lines, at most 60"),
+        (oversized, {"rl/a.py": of_lines("class A:", 401)}, "401 lines, at most 400"),
+        (oversized, {"rl/a.py": of_lines("if True:", 501), "tests/a.py": of_lines("if True:", 501)},
+         "rl/a.py: 501 lines, at most 500"),
     ],
 )  # fmt: skip
-def test_forbidden_import_is_caught(rule, path, text, says):
-    names = ("rl/train.py", "actors/b.py", "rl/models/qwen3.py", "rl/models/qwen3_moe.py")
-    (violation,) = rule({**dict.fromkeys(names, ""), path: text})
-    assert violation.startswith(f"{path}:")
+def test_violation_is_caught(rule, sources, says):
+    assert rule(TREE) == []
+    (violation,) = rule({**TREE, **sources})
     assert says in violation
 
 
@@ -317,34 +334,3 @@ def test_bad_opening_of_a_docstring_is_caught(tmp_path):
 
 def test_code_lines_leave_out_blanks_comments_and_docstrings():
     assert num_code_lines('"""Doc\nstring."""\n\n# comment\nx = (\n    1\n)\n"""Of x."""\n') == 3
-
-
-def test_cycle_of_imports_at_run_time_is_caught():
-    late = {"rl/a.py": "import rl.b", "rl/b.py": "def f():\n    from rl import a", "rl/d.py": "import rl.a"}
-    assert cycles(late) == ["rl.a -> rl.b -> rl.a"]
-    package = {
-        "rl/p/__init__.py": "from rl.p.a import x",
-        "rl/p/a.py": "import rl.q",
-        "rl/q.py": "import rl.p.b",
-    }
-    (cycle,) = cycles(package)
-    assert set(cycle.split(" -> ")) == {"rl.p", "rl.p.a", "rl.q"}
-
-
-def test_repeated_class_and_general_file_are_caught():
-    place = "class Place: ..."
-    sources = {"rl/a.py": place, "actors/b.py": place, "rl/errors.py": "", "rl/x/errors.py": ""}
-    assert repeated_names(sources) == [
-        "Place: rl/a.py, actors/b.py",
-        "errors.py: rl/errors.py, rl/x/errors.py",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("head", "most"), [("def f():", 60), ("async def f():", 60), ("class A:", 400), ("if True:", 500)]
-)
-def test_size_beyond_the_guideline_is_caught(head, most):
-    lines = "\n".join([head, *["    x = 1"] * most])
-    (violation,) = oversized({"rl/a.py": lines, "examples/a.py": lines, "tests/a.py": lines})
-    assert f"{most + 1} lines, at most {most}" in violation
-    assert oversized({"rl/a.py": lines.rpartition("\n")[0]}) == []
