@@ -13,7 +13,6 @@ from benchmarks.train_step import (
     LossesDifferError,
     Workload,
     compare,
-    padded_micro_batches,
     parser,
     workload_of,
 )
@@ -52,19 +51,14 @@ def test_all_sides_compute_the_same_losses_at_every_step():
     assert losses["relay"][0] - losses["relay"][3] > 1e-3 * losses["relay"][0]
 
 
-def test_micro_batches_hold_as_many_tokens_as_the_padded_grid():
-    lengths = [5, 3, 8, 2, 2]
-    assert padded_micro_batches(lengths, max_tokens=16) == [[0, 1], [2, 3], [4]]
-    assert padded_micro_batches(lengths, max_tokens=16, by_length=True) == [[2, 0], [1, 3, 4]]
-
-
 def test_figures_are_medians_and_ratios_of_the_turns():
-    def timed():
+    def result_of(facts):
         # The first turn is the warm-up.
         seconds = ([9, 1, 2, 6], [9, 4, 4, 4], [9, 3, 3, 3])
-        return {name: taking(of_side) for name, of_side in zip(NAMES, seconds, strict=True)}
+        sides = {name: taking(of_side) for name, of_side in zip(NAMES, seconds, strict=True)}
+        return compare(TINY, facts=facts, sides=sides, repeats=3, steps=1, threads=1)
 
-    result = compare(TINY, facts=describe(TINY), sides=timed(), repeats=3, steps=1, threads=1)
+    result = result_of(describe(TINY))
     num_tokens = sum(TINY.lengths())
     assert 60 <= num_tokens < 60 + 24
     assert result["tokens_per_s"] == {
@@ -76,9 +70,7 @@ def test_figures_are_medians_and_ratios_of_the_turns():
     assert result["peak_memory_gib"] == dict.fromkeys(NAMES, 1.0)
     assert result["loss_difference"] == {"first": 0.0, "last": 0.0}
     assert result["mfu"] is None
-    gpu = compare(
-        TINY, facts=describe(TINY) | {"peak_flops": 1e6}, sides=timed(), repeats=3, steps=1, threads=1
-    )
+    gpu = result_of(describe(TINY) | {"peak_flops": 1e6})
     assert gpu["mfu"]["relay"] == result["step_flops"] / 2 / 1e6
 
 
@@ -92,8 +84,7 @@ def test_different_losses_are_refused(wrong):
 
 def test_tiny_flavor_has_the_counted_parameters():
     facts = describe(TINY)
-    # Embedding 320 x 128; in each of 3 blocks qkv 128 x 512, output 256 x 128, feed-forward 3 x 128 x 384 and
-    # norms 2 x 128 + 2 x 32; the last norm.
+    # The embedding; qkv, output, feed-forward and norms of each of 3 blocks; the last norm.
     assert facts["parameters"] == 320 * 128 + 3 * (65_536 + 32_768 + 147_456 + 320) + 128
     lengths = TINY.lengths()
     pairs = sum(length**2 for length in lengths)
@@ -113,7 +104,6 @@ def test_tiny_flavor_has_the_counted_parameters():
         ),
         ("--microbatch-tokens 200", "microbatch_tokens=200: must hold the longest sequence, 256 tokens"),
         ("--tokens 0", "tokens=0: must be at least 1"),
-        ("--repeats 0", "repeats=0: must be at least 1"),
     ],
 )
 def test_size_out_of_range_is_refused_by_name(arguments, message):
