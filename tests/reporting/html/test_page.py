@@ -14,8 +14,6 @@ from rl.reporting.html.rollouts import pack
 from tests.support.report_runs import unpack
 
 EVIL = "</script><script>alert(1)</script>"
-
-
 SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
 
 
@@ -52,11 +50,8 @@ def test_text_of_a_run_is_escaped(text):
     assert unpack(ids["chunk-0"]) == [EVIL]
 
 
-HOSTILE = "</script><script>alert(1)</script><!-- & \u2028 \ud800 \x00"
-
-
 def test_packed_block_is_base64_and_unpacks_to_its_value():
-    value = {"reply": HOSTILE, "numbers": [1, 2.5, None]}
+    value = {"reply": f"{EVIL}<!-- & \u2028 \ud800 \x00", "numbers": [1, 2.5, None]}
     block = pack(value)
     assert unpack(block) == value
     assert set(block) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")

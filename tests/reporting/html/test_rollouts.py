@@ -85,13 +85,6 @@ def test_index_has_columns_and_chunks(texts):
     assert [turns[0]["reply"] for turns in shown(packed)] == [long, long, "end"]
 
 
-def test_shared_prompt_is_stored_once(texts):
-    lines = [line(sample=i) for i in range(8)]
-    lines[0]["turns"][0]["messages"] = lines[1]["turns"][0]["messages"] = [{"role": "user", "content": "Q"}]
-    chunk = unpack(pack_rollouts(lines, texts, max_bytes=ROOM).chunks[0])
-    assert sorted(chunk["texts"]) == ["47 82", "Q", "ab"]
-
-
 def test_too_many_rollouts_are_thinned_by_whole_groups(texts):
     # Replies differ, since equal ones would compress to nothing.
     lines = [
