@@ -1,14 +1,15 @@
-"""Full disks and read-only folders: a lost file that is required ends the run, any other is a warning."""
+"""Full disks and read-only folders: a lost file that is required ends the run, any other is a warning.
+
+Limits on the length of files, in a forked copy of this process, stand for a full disk.
+"""
 
 import asyncio
 import io
-import json
 import logging
+import os
 import re
 import tempfile
 from pathlib import Path
-
-import pytest
 
 from actors.members import record_process
 from rl.observability.logs import setup_logging
@@ -16,10 +17,13 @@ from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.observability.run_folder import RunFolder, read_status
 from rl.utils.errors import RunError
-from tests.support.disks import FULL, SmallDisk, on_small_disk, run_unprivileged
 from tests.support.fakes import FakePolicy
+from tests.support.forked import answer_in_fork, limit_files
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time
+
+FULL = "File too large"
+NOBODY = 65534
 
 
 def said(function):
@@ -31,126 +35,103 @@ def said(function):
     return "no error"
 
 
-class FillsAt:
-    """Sink that fills or frees the disk when a step is written."""
+class CallsAt:
+    """Sink that calls a function when a step is written."""
 
-    def __init__(self, disk: SmallDisk, *, full: int, free: int = 0) -> None:
-        self.disk, self.full, self.free = disk, full, free
-
-    def write(self, record):
-        if record["step"] == self.full:
-            self.disk.fill()
-        elif record["step"] == self.free:
-            self.disk.free()
-
-
-class _Longer:
-    """Recorder of records that each need a page, so that a full disk has room for none."""
-
-    def __init__(self, sink):
-        self.sink = sink
+    def __init__(self, calls):
+        self.calls = calls
 
     def write(self, record):
-        self.sink.write({**record, **{f"filler/{number:04}": float(number) for number in range(400)}})
-
-
-def assert_matches(pattern, text):
-    assert re.fullmatch(pattern, text, flags=re.DOTALL), text
+        self.calls.get(record["step"], lambda: None)()
 
 
 def test_metrics_that_cannot_be_written_stop_the_run(tmp_path):
-    def run(disk):
+    file = tmp_path / "metrics.jsonl"
+
+    def run():
         policy = FakePolicy(reply=half_right)
         loop, _ = make_loop(policy, num_steps=4)
-        with MetricsWriter(disk.folder / "metrics.jsonl") as metrics:
-            loop.sinks = [FillsAt(disk, full=3), _Longer(metrics)]
+        with MetricsWriter(file) as metrics:
+            loop.sinks = [CallsAt({3: lambda: limit_files(file.stat().st_size + 10)}), metrics]
             error = said(lambda: run_in_virtual_time(loop.run()))
-        steps = [record["step"] for record in read_metrics(disk.folder / "metrics.jsonl")]
-        whole = (disk.folder / "metrics.jsonl").read_text().endswith("}\n")
-        return json.dumps([error, steps, whole, len(policy.saved)])
+        return error, len(policy.saved)
 
-    error, steps, whole, num_saved = json.loads(on_small_disk(run, tmp_path))
-    says = rf"UnwrittenError: step 3: {tmp_path}/metrics\.jsonl was not written, its previous content is intact: "
-    assert_matches(says + FULL, error)
-    assert (steps, whole) == ([1, 2], True)
+    error, num_saved = answer_in_fork(run)
+    says = f"{file} was not written, its previous content is intact: {FULL}"
+    assert error == f"UnwrittenError: step 3: {says}"
+    assert [record["step"] for record in read_metrics(file)] == [1, 2]
+    assert file.read_text().endswith("}\n")  # the 10 bytes that had room are gone
     assert num_saved == 0  # a resumed run repeats the lost step
 
 
 def test_rollouts_that_cannot_be_written_are_a_warning(tmp_path):
-    def run(disk):
+    file = tmp_path / "rollouts.jsonl"
+
+    def run():
         loop, records = make_loop(FakePolicy(reply=half_right), num_steps=5)
-        loop.recorder = Recorder(disk.folder / "rollouts.jsonl", config=RecorderConfig())
+        loop.recorder = Recorder(file, config=RecorderConfig())
         # The end of step 1 is written during step 2, and so on.
-        loop.sinks = [records, FillsAt(disk, full=1, free=4)]
+        loop.sinks = [records, CallsAt({1: lambda: limit_files(0), 4: limit_files})]
         console = io.StringIO()
         undo = setup_logging("controller", console=console)
         asyncio.run(loop.run())
         undo()
-        steps = sorted({line["step"] for line in read_rollouts(disk.folder / "rollouts.jsonl")})
-        return json.dumps([[r["step"] for r in records.records], steps, console.getvalue()])
+        return [record["step"] for record in records.records], console.getvalue()
 
-    done, recorded, console = json.loads(on_small_disk(run, tmp_path, num_bytes=1 << 20))
+    done, console = answer_in_fork(run)
     assert done == [1, 2, 3, 4, 5]
+    recorded = sorted({line["step"] for line in read_rollouts(file)})
     assert recorded[-1] == 5
     assert len(recorded) < 5
     (warning,) = console.splitlines()
-    says = rf".*WARNING .*/rollouts\.jsonl was not written: {FULL}; the run goes on"
-    assert_matches(says, warning)
+    assert re.fullmatch(rf".*WARNING .*/rollouts\.jsonl was not written: {FULL}; the run goes on", warning)
 
 
 def test_logs_that_cannot_be_written_are_one_warning(tmp_path):
-    def log(disk):
+    def log():
         console = io.StringIO()
-        undo = setup_logging("trainer", rank=2, folder=disk.folder, console=console)
+        undo = setup_logging("trainer", rank=2, folder=tmp_path, console=console)
         logger = logging.getLogger("rl.training.engine")
         logger.info("before")
-        disk.fill()
+        limit_files(2000)
         for number in range(3):
             logger.info("lost %d %s", number, "x" * 5000)
-        disk.free()
+        limit_files()
         logger.info("after")
         undo()
-        return json.dumps([(disk.folder / "trainer-2.log").read_text(), console.getvalue()])
+        return console.getvalue()
 
-    written, console = json.loads(on_small_disk(log, tmp_path))
-    first, *warned, last = written.splitlines()
+    console = answer_in_fork(log)
+    first, *warned, last = (tmp_path / "trainer-2.log").read_text().splitlines()
     assert (first.rpartition(": ")[2], last.rpartition(": ")[2]) == ("before", "after")
-    assert warned == console.splitlines()  # a warning is short enough for the rest of a page
-    (warning,) = console.splitlines()
+    assert warned == console.splitlines()  # the warning is short enough for the rest of the disk
+    (warning,) = warned
     says = rf".* WARNING  trainer\[2\] .*/trainer-2\.log was not written: {FULL}; the run goes on"
-    assert_matches(says, warning)
+    assert re.fullmatch(says, warning)
 
 
 def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
-    def finish(disk):
-        with RunFolder.create(disk.folder, "run") as folder:
-            disk.fill()
+    def finish():
+        with RunFolder.create(tmp_path, "run") as folder:
+            limit_files(0)
             unfinished = said(folder.mark_finished)
-            refused = said(lambda: RunFolder.create(disk.folder / "outputs", "run"))
-            return json.dumps([unfinished, refused, read_status(folder.path), disk.entries()])
+            return unfinished, said(lambda: RunFolder.create(tmp_path / "outputs", "run"))
 
-    unfinished, refused, status, entries = json.loads(on_small_disk(finish, tmp_path))
-    assert_matches(
-        rf"UnwrittenError: .*/run/status\.json was not written, its previous content .*: {FULL}", unfinished
-    )
-    assert_matches(rf"ValueError: .*/outputs/run cannot be a run's folder: {FULL}", refused)
-    assert status == "running"
+    unfinished, refused = answer_in_fork(finish)
+    says = f"{tmp_path}/run/status.json was not written, its previous content is intact: {FULL}"
+    assert unfinished == f"UnwrittenError: {says}"
+    assert refused == f"ValueError: {tmp_path}/outputs/run cannot be a run's folder: {FULL}"
+    assert read_status(tmp_path / "run") == "running"
+    entries = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
 
 
-# Folders without write permission, seen by an unprivileged process
-
-
-@pytest.fixture
-def folder():
-    """Yield a folder that everybody can enter and write to, unlike pytest's own folders."""
-    with tempfile.TemporaryDirectory(prefix="relay-test-") as path:
-        Path(path).chmod(0o777)
-        yield Path(path)
-
-
-def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(folder, capsys):
+def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(capsys):
     def go_on():
+        if os.geteuid() == 0:  # file permissions do not apply to root
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
         (folder / "outputs").mkdir()
         (folder / "outputs").chmod(0o555)
         refused = said(lambda: RunFolder.create(folder / "outputs" / "today", "run"))
@@ -161,9 +142,12 @@ def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_lo
             unwritten = said(lambda: MetricsWriter(made.metrics))
             record_process(made.logs, role="trainer", rank=1)
             undo()
-        return json.dumps([refused, unwritten, capsys.readouterr().err])
+        return refused, unwritten, capsys.readouterr().err
 
-    refused, unwritten, console = json.loads(run_unprivileged(go_on))
+    with tempfile.TemporaryDirectory(prefix="relay-test-") as name:  # pytest's own folders are private
+        folder = Path(name)
+        folder.chmod(0o777)
+        refused, unwritten, console = answer_in_fork(go_on)
     path = folder / "run"
     assert refused == f"ValueError: {folder}/outputs/today/run cannot be a run's folder: Permission denied"
     says = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"

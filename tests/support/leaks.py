@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from actors.guard import GUARD_NAME
 from actors.processes import SHARED_MEMORY, carrying_environment, mapped_shared_memory, with_descendants
+from rl.utils.processes import ProcessId, identify, kill
 
 SESSION_MARK = "RELAY_TEST_SESSION"
 WATCH_MARK = "RELAY_WATCHED"
