@@ -61,34 +61,24 @@ def test_a_kept_warm_up_is_the_start_of_the_next_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "task",
+    ("change", "shared"),
     [
-        SumDigits.Config(num_integers=2, reward="noise"),
-        SumDigits.Config(num_integers=2, num_eval=64, format_reward=0.5),
+        ({"task": SumDigits.Config(num_integers=2, reward="noise")}, True),
+        ({"task": SumDigits.Config(num_integers=2, num_eval=64, format_reward=0.5)}, True),
+        ({"task": SumDigits.Config(num_integers=2, haste=0.5)}, False),
+        ({"task": SumDigits.Config(num_integers=3)}, False),
+        ({"seed": 1}, False),
+        ({"warmup": SupervisedWarmup.Config(num_steps=10)}, False),
+        ({"arithmetic": {"dtypes": "bfloat16"}}, False),
+        ({"environment": lambda problem: SingleTurn(problem=problem, system="Add.")}, False),
+        ({"spec": replace(SPEC, model=rebuild(SPEC.model, {"num_layers": 2}))}, False),
     ],
 )
-def test_what_does_not_shape_the_warm_up_shares_its_result(tmp_path, task):
-    assert planned(tmp_path, task=task).warmed_up == planned(tmp_path).warmed_up
+def test_runs_whose_warm_up_is_the_same_share_its_result(tmp_path, change, shared):
+    assert (planned(tmp_path, **change).warmed_up == planned(tmp_path).warmed_up) is shared
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"warmup": SupervisedWarmup.Config(num_steps=10)},
-        {"task": SumDigits.Config(num_integers=2, haste=0.5)},
-        {"task": SumDigits.Config(num_integers=3)},
-        {"arithmetic": {"dtypes": "bfloat16"}},
-        {"environment": lambda problem: SingleTurn(problem=problem, system="Add.")},
-        {"spec": replace(SPEC, model=rebuild(SPEC.model, {"num_layers": 2}))},
-    ],
-    ids=["seed", "warm-up", "haste", "integers", "dtype", "system", "layers"],
-)
-def test_what_shapes_the_warm_up_gets_one_of_its_own(tmp_path, change):
-    assert planned(tmp_path, **change).warmed_up != planned(tmp_path).warmed_up
-
-
-def test_what_an_environment_says_between_the_replies_shapes_the_warm_up(tmp_path):
+def test_messages_between_the_replies_shape_the_warm_up(tmp_path):
     two_turns = [Problem(id="p", question="q", answer="b", demonstration=("a", "b"))]
 
     def folder(answer: str) -> Path | None:

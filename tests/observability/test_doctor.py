@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl import doctor
+from rl import doctor, report, timeline
 from rl.doctor import examine
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
@@ -49,9 +49,6 @@ class Watched:
         record["clock_offset_s"] += seconds
         file.write_text(json.dumps(record))
 
-    def examine(self, **options):
-        return examine(self.run.path, **options)
-
 
 @pytest.fixture
 def run(tmp_path):
@@ -73,7 +70,7 @@ def test_run_with_a_recent_step_is_healthy(watched):
     watched.record_sleeper_as("trainer")
     watched.write_metrics({"step": 3, "time/step_s": 2.0}, {"step": 4, "time/step_s": 30.0})
     watched.controller.begin("step 5", None)
-    health = watched.examine()
+    health = examine(watched.run.path)
     assert (health.status, health.problems) == ("running", ())
     assert re.search(r"running; the last step was step 4, \d\.\d s ago", health.text)
     assert f"controller[0]    alive     pid {os.getpid()}: step 5 for 0." in health.text
@@ -84,24 +81,24 @@ def test_run_with_a_recent_step_is_healthy(watched):
 def test_silent_controller_is_a_problem(watched):
     watched.write_metrics({"step": 4, "time/step_s": 2.0})
     watched.controller.begin("waits for trainer.optim_step", None)
-    assert watched.examine().problems == ()
+    assert examine(watched.run.path).problems == ()
     watched.age(61.0)
-    (problem,) = watched.examine().problems
+    (problem,) = examine(watched.run.path).problems
     says = "in the controller nothing has begun or ended for 61 s, expected are at most 60 s"
     assert problem.startswith(says)
     assert "waits for trainer.optim_step for 61." in problem
-    assert watched.examine(expected_s=100.0).problems == ()
+    assert examine(watched.run.path, expected_s=100.0).problems == ()
 
 
 def test_dead_or_stopped_actor_is_a_problem(watched):
     watched.record_sleeper_as("generator_1")
     os.kill(watched.sleeper.pid, signal.SIGSTOP)
     os.waitpid(watched.sleeper.pid, os.WUNTRACED)
-    health = watched.examine()
+    health = examine(watched.run.path)
     assert health.problems == ("generator_1[0] is stopped by a signal",)
     assert "generator_1[0]   STOPPED" in health.text
     watched.kill_sleeper()
-    health = watched.examine()
+    health = examine(watched.run.path)
     assert health.problems == ("generator_1[0] is dead",)
     assert "PROBLEM: generator_1[0] is dead" in health.text
 
@@ -109,11 +106,11 @@ def test_dead_or_stopped_actor_is_a_problem(watched):
 def test_run_without_its_controller_has_ended_or_finished(watched):
     watched.record_sleeper_as("controller")
     watched.kill_sleeper()
-    health = watched.examine()
+    health = examine(watched.run.path)
     problems = ("the controller is dead, and the run has not finished",)
     assert (health.status, health.problems) == ("ended", problems)
     watched.run.mark_finished()
-    health = watched.examine()
+    health = examine(watched.run.path)
     assert (health.status, health.problems) == ("finished", ())
     assert health.text.endswith("the run has finished")
 
@@ -134,7 +131,8 @@ def test_command_prints_spans_and_stacks_of_a_healthy_run(run, capsys):
     assert "in take_twice" in printed
 
 
-def test_command_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
-    assert doctor.main([str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said == f"error: {tmp_path} is not the folder of a run: it has no status.json\n"
+@pytest.mark.parametrize("command", [doctor, report, timeline])
+def test_commands_refuse_a_folder_that_is_not_a_run(command, tmp_path, capsys):
+    assert command.main([str(tmp_path)]) == 2
+    assert f"error: {tmp_path} is not the folder of a run: it has no" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
