@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.train_step import (
-    FLAVORS,
-    NAMES,
-    LossesDifferError,
-    Workload,
-    compare,
-    parser,
-    workload_of,
-)
+from benchmarks.train_step import FLAVORS, NAMES, LossesDifferError, Workload, compare, parser, workload_of
 from benchmarks.train_step_sides import SIDES, Runner, describe, model_spec
 
 TINY = Workload(

@@ -7,13 +7,10 @@ from rl.utils.files import (
     TMP_SUFFIX,
     atomic_folder,
     atomic_write,
-    locked_folder,
     remove,
     remove_leftovers,
     temporary_folder,
 )
-
-SHARED = {"as_what": "trainer.checkpoint.folder", "otherwise": "choose another"}
 
 
 def test_atomic_write_replaces_the_file_only_without_an_error(tmp_path):
@@ -69,17 +66,3 @@ def test_an_interrupted_removal_is_completed_later(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir())
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_locked_folder_has_one_owner(tmp_path):
-    folder = tmp_path / "deep" / "shared"
-    with locked_folder(folder, **SHARED):
-        text = r"shared is in use by process \d+ on .*; choose another"
-        with pytest.raises(ValueError, match=text), locked_folder(folder, **SHARED):
-            raise AssertionError("two owners")
-    with locked_folder(folder, **SHARED):
-        pass
-    (tmp_path / "file").touch()
-    text = r"file/x cannot be trainer\.checkpoint\.folder: Not a directory"
-    with pytest.raises(ValueError, match=text), locked_folder(tmp_path / "file" / "x", **SHARED):
-        raise AssertionError("there is no such folder")
