@@ -1,4 +1,5 @@
-"""Set-up of all tests: no network, a time limit for each test, a check for leaks at the end."""
+"""Set-up of all tests: no network, a time limit for each test, a check for leaks at the end, and groups for
+pytest-xdist."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import atexit
 import gc
 import os
 import sys
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import rl.weights  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
-from tests.support.sharing import pytest_xdist_make_scheduler
 
 __all__ = [
     "pytest_collection_finish",
@@ -60,3 +62,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.timeout(limit_s))
                 break
+
+
+ONE_PROCESS = ("actors", "weights", "tinker")
+"""Folders of tests whose files share engines and actors, or would start too many at once."""
+
+
+class Scheduling(LoadScopeScheduling):
+    """Tests go to processes by their files, or by their folders."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder = file.removeprefix("tests/").partition("/")[0]
+        return folder if folder in ONE_PROCESS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import wandb
 
 from rl.observability.loggers import WandbConfig
 from rl.observability.sinks import SinksConfig, check_sinks
-from tests.support.wandb_server import PlayedServer
+from tests.support.json_server import JsonServer
 
 pytestmark = pytest.mark.medium
 
@@ -62,6 +64,73 @@ assert (sys.excepthook, sys.exit) == hooks
 print("ended")
 exit_process(0)
 """
+
+
+HISTORY = "wandb-history.jsonl"
+
+
+@dataclass(kw_only=True, slots=True)
+class FakeRun:
+    history: list[str] = field(default_factory=list)
+    """Lines of JSON by file and line number."""
+    exit_code: int | None = None
+
+
+class FakeServer(JsonServer):
+    """W&B for starting, resuming, logging and finishing runs, on the loopback."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs: dict[str, FakeRun] = {}
+
+    def rows(self):
+        """Return the rows of the only run, without W&B's own fields."""
+        (run,) = self.runs.values()
+        rows = [json.loads(line) for line in run.history]
+        return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+    def answer(self, method, path, body, headers):
+        if path.endswith("/graphql"):
+            asked = json.loads(body)
+            named = re.search(r"(?:query|mutation)\s+(\w+)", asked.get("query", ""))
+            operation = asked.get("operationName") or (named[1] if named else "")
+            return 200, {"data": self._data(operation, asked.get("variables") or {})}
+        if path.endswith("/file_stream"):
+            self._take(path.split("/")[-2], json.loads(body))
+        return 200, {"limits": {}}
+
+    def _data(self, operation, given):
+        """Answer one GraphQL operation."""
+        entity = {"id": "E", "name": "team"}
+        if operation == "RunResumeStatus":
+            model = {"id": "M", "name": given["project"], "entity": entity}
+            return {"model": model | {"bucket": self._bucket(given["name"])}}
+        if operation == "UpsertBucket":
+            name = given["name"]
+            self.runs.setdefault(name, FakeRun())
+            project = {"id": "P", "name": given["project"], "entity": entity}
+            bucket = {"id": f"B-{name}", "name": name, "config": "{}", "project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if operation == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.url}/file/{name}"} for name in given["files"]]
+            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
+        return {}
+
+    def _take(self, name, sent):
+        """Store a run's file stream."""
+        run = self.runs[name]
+        if history := sent.get("files", {}).get(HISTORY):
+            run.history[history["offset"] :] = history["content"]
+        if sent.get("complete"):
+            run.exit_code = sent.get("exitcode")
+
+    def _bucket(self, name):
+        if (run := self.runs.get(name)) is None:
+            return None
+        tails = {"historyTail": json.dumps(run.history[-1:]), "eventsTail": "[]"}
+        counts = {"historyLineCount": len(run.history), "logLineCount": 0, "eventsLineCount": 0}
+        about = {"id": f"B-{name}", "name": name, "summaryMetrics": "{}", "config": "{}", "tags": []}
+        return {**about, **counts, **tails, "wandbConfig": '{"t": 1}'}
 
 
 class Site:
@@ -125,7 +194,7 @@ SECOND = [at(step, **{"reward/mean": step / 8 + 0.0625}) for step in range(3, 7)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_run_resumed_from_an_earlier_step_is_one_run(mode, tmp_path):
-    with PlayedServer() as server:
+    with FakeServer() as server:
         site = Site(tmp_path, server.url)
         site.run(mode, *FIRST)
         site.cut(3)  # again from step 2
