@@ -15,14 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 import rl.weights  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
 
-__all__ = [
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_xdist_make_scheduler",
-    "pytest_sessionfinish",
-    "pytest_sessionstart",
-]
+__all__ = ["pytest_sessionfinish", "pytest_sessionstart"]
 
 # Set before any import that reads them, and inherited by the actors. Several tests and actors share the cores:
 # a compute thread that spins between two operations takes the time of another that has work.
