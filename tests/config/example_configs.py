@@ -154,7 +154,3 @@ def helper(path: str) -> Run.Config:
 
 def _private() -> Run.Config:
     return Run.Config()
-
-
-def number() -> int:
-    return 3

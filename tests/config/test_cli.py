@@ -116,7 +116,7 @@ def test_unknown_key_names_the_nearest(capsys):
         (["--warmup", "None", "--warmup.num_steps", "3"], "tiny", "turns off what --warmup.num_steps sets"),
         (["--module", "no_such_task"], "tiny", "--module no_such_task: no such module; in configs are: "),
         (["--module", "../x"], "tiny", "no such module"),
-        ([], "huge", "there are: tiny, large, with_momentum, unannotated, without_warmup, wrong_return, number"),
+        ([], "huge", "there are: tiny, large, with_momentum, unannotated, without_warmup, wrong_return"),
         ([], None, "there are: tiny, large"),
         ([], "wrong_return", "wrong_return() returned a dict"),
         (["--explain", "yaml"], "tiny", "--explain yaml: must be text or json, or nothing"),

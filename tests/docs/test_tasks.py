@@ -43,22 +43,16 @@ def test_task_of_one_turn_has_fewer_than_forty_lines():
     assert len(FILE.splitlines()) < NUM_LINES
 
 
-def test_documented_option_reaches_the_task(shout):
+def test_documented_task_has_its_option_and_pays_the_share_of_right_letters(shout):
     task = documented_config().task.build()
     problems = [*islice(task.train_problems(seed=0), 20), *task.eval_sets()["held_out"]]
     assert {len(p.question) for p in problems} == {6}
     assert {p.question.upper() for p in problems} == {p.answer for p in problems}
-
-
-@pytest.mark.parametrize(
-    ("reply", "reward"), [("ABCDE", 1.0), ("ABCDe", 0.8), ("ABCDEF", 5 / 6), ("abcde", 0.0), ("", 0.0)]
-)
-def test_replies_earn_the_share_of_right_letters(shout, reply, reward):
-    task = documented_config().task.build()
     problem = Problem(id="shout/abcde", question="abcde", answer="ABCDE", demonstration="ABCDE")
-    score = scored(task, problem, reply)
-    assert score.reward == pytest.approx(reward)
-    assert score.correct is (reward == 1.0)
+    rewards = {"ABCDE": 1.0, "ABCDe": 0.8, "ABCDEF": 5 / 6, "abcde": 0.0, "": 0.0}
+    scores = {reply: scored(task, problem, reply) for reply in rewards}
+    assert {reply: score.reward for reply, score in scores.items()} == pytest.approx(rewards)
+    assert [reply for reply, score in scores.items() if score.correct] == ["ABCDE"]
 
 
 def test_documented_multi_turn_environment_is_that_of_alphabet_sort():

@@ -1,15 +1,12 @@
-import contextlib
-import gc
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from rl.utils.processes import process_states, restore_process_states, without_collections
+from rl.utils.processes import process_states, restore_process_states
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,22 +39,6 @@ def test_exit_joins_threads_and_runs_handlers_without_freeing_objects():
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == ["unflushed", "the thread is done", "registered"]
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collections_are_off_within_and_objects_are_frozen_afterwards(enabled):
-    was = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with contextlib.suppress(ImportError), without_collections():
-            here = [gc.isenabled()]
-            raise ImportError
-        assert here == [False]
-        assert gc.isenabled() is enabled
-        assert gc.is_tracked(here)
-        assert not any(found is here for found in gc.get_objects())  # lists all objects but the frozen ones
-    finally:
-        (gc.enable if was else gc.disable)()
 
 
 def test_restored_random_states_repeat_the_draws():
