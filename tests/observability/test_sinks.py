@@ -12,14 +12,11 @@ import pytest
 from actors.plan import make_plan
 from configs.sum_digits import tiny
 from rl.config.tree import rebuild
-from rl.loop.stop_request import StopRequestedError
-from rl.observability.loggers import MetricsLogger, TensorBoardConfig
-from rl.observability.metrics import Mean, MetricsWriter
+from rl.observability.loggers import MetricsLogger
+from rl.observability.metrics import Mean
 from rl.observability.recorder import RecorderConfig
-from rl.observability.run_folder import METRICS
 from rl.observability.sinks import LoggerThread, SinksConfig, open_sinks
 from rl.observability.spans import TimelineConfig
-from tests.support.event_files import points
 
 # Config
 
@@ -138,38 +135,20 @@ def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
 # All sinks of a run
 
 
-def run(folder, steps, *, config, stream=None, error=None):
-    async def go():
-        opened = open_sinks(config, folder=folder, title="try-1", num_steps=9, stream=stream)
-        async with opened as sinks:
-            with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
-                for step in steps:
-                    record = {"step": step, "reward/mean": step / 2}
-                    metrics.write(record)
-                    sinks.write(record)
-                if error is not None:
-                    raise error
-
-    asyncio.run(go())
-
-
-def test_resumed_run_continues_its_curve(tmp_path):
-    config = SinksConfig(tensorboard=TensorBoardConfig(enable=True))
-    stream = io.StringIO()
-    with pytest.raises(StopRequestedError):
-        run(tmp_path, [1, 2], config=config, stream=stream, error=StopRequestedError())
-    run(tmp_path, [3], config=config, stream=stream)
-    assert points(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 1.0), (3, 1.5)]}
-    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["step", "1", "2", "step", "3"]
-
-
 class ClosedTerminal(io.StringIO):
     def write(self, text):
         raise OSError(5, "Input/output error")
 
 
 def test_closed_terminal_is_one_warning_and_stops_nothing(tmp_path, caplog):
-    run(tmp_path, [1, 2, 3], config=SinksConfig(), stream=ClosedTerminal())
+    async def run():
+        config, stream = SinksConfig(), ClosedTerminal()
+        opened = open_sinks(config, folder=tmp_path, title="try-1", num_steps=9, stream=stream)
+        async with opened as sinks:
+            with sinks.attempt():
+                for step in (1, 2, 3):
+                    sinks.write({"step": step, "reward/mean": step / 2})
+
+    asyncio.run(run())
     (record,) = caplog.records
     assert record.getMessage() == "the console was not written: Input/output error; the run goes on"
-    assert len((tmp_path / METRICS).read_text().splitlines()) == 3
