@@ -127,7 +127,7 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
 
 
 def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(capsys):
-    def go_on():
+    def go_on(folder):
         if os.geteuid() == 0:  # file permissions do not apply to root
             os.setgroups([])
             os.setgid(NOBODY)
@@ -147,7 +147,7 @@ def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_lo
     with tempfile.TemporaryDirectory(prefix="relay-test-") as name:  # pytest's own folders are private
         folder = Path(name)
         folder.chmod(0o777)
-        refused, unwritten, console = answer_in_fork(go_on)
+        refused, unwritten, console = answer_in_fork(lambda: go_on(folder))
     path = folder / "run"
     assert refused == f"ValueError: {folder}/outputs/today/run cannot be a run's folder: Permission denied"
     says = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -70,23 +71,23 @@ def test_healthy_run_has_no_findings(num_steps):
     assert find(run_data(num_steps)) == []
 
 
-@pytest.mark.parametrize(
-    "by_step",
-    [
-        {"loss__entropy_mean": falls, "reward__correct": lambda s: min(0.95, s / 20)},
-        {"loss__entropy_mean": lambda s: 0.06 if 12 <= s < 20 else 0.8},
-        {"reward__equal_groups": equal, "reward__correct": lambda s: 0.97},
-        {"reward__num_failed": lambda s: 40 if s == 5 else 0, "loop": LOOP},
-        {"reward__num_failed": lambda s: 2, "loop": LOOP},
-        {"logprob_diff__mean": lambda s: 0.0},
-        {"sync__version": lambda s: s - s % 3, "loop": {"publish_every": 3, "max_off_policy_steps": 2}},
-        {"completion__tokens_mean": grows, "reward__correct": lambda s: min(0.85, 0.2 + s / 40)},
-    ],
-    ids=[
-        "entropy of a solved task", "entropy that comes back", "equal rewards of a solved task",
-        "one step with failures", "few failures", "no difference", "seldom published", "longer and better",
-    ],
-)  # fmt: skip
+HEALTHY: dict[str, Any] = {
+    "entropy of a solved task": {"loss__entropy_mean": falls, "reward__correct": lambda s: min(0.95, s / 20)},
+    "entropy that comes back": {"loss__entropy_mean": lambda s: 0.06 if 12 <= s < 20 else 0.8},
+    "equal rewards of a solved task": {"reward__equal_groups": equal, "reward__correct": lambda s: 0.97},
+    "one step with failures": {"reward__num_failed": lambda s: 40 if s == 5 else 0, "loop": LOOP},
+    "few failures": {"reward__num_failed": lambda s: 2, "loop": LOOP},
+    "no difference": {"logprob_diff__mean": lambda s: 0.0},
+    "seldom published": {
+        "sync__version": lambda s: s - s % 3, "loop": {"publish_every": 3, "max_off_policy_steps": 2},
+    },
+    "longer and better": {
+        "completion__tokens_mean": grows, "reward__correct": lambda s: min(0.85, 0.2 + s / 40),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by_step", HEALTHY.values(), ids=HEALTHY)
 def test_similar_numbers_of_a_healthy_run_are_no_finding(by_step):
     assert find(run_data(30, **by_step)) == []
 
