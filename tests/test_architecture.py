@@ -309,7 +309,7 @@ def of_lines(head: str, num: int) -> str:
          "rl.a -> rl.b -> rl.a"),
         (cycles, {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q", "rl/q.py": "import rl.p.b"},
          "rl.p.a"),
-        (repeated_names, {"rl/a.py": CLASS, "actors/b.py": CLASS}, "Place: rl/a.py, actors/b.py"),
+        (repeated_names, {"rl/a.py": CLASS, "actors/b.py": CLASS}, "Place: actors/b.py, rl/a.py"),
         (repeated_names, {"rl/errors.py": "", "rl/x/errors.py": ""}, "errors.py: rl/errors.py, rl/x/errors.py"),
         (oversized, {"rl/a.py": of_lines("def f():", 61)}, "61 lines, at most 60"),
         (oversized, {"rl/a.py": of_lines("async def f():", 61)}, "61 lines, at most 60"),
