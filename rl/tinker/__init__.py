@@ -18,14 +18,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl.tinker.client import ServiceClient
+    from rl.tinker.local import ServiceClient
 
 __all__ = ["ServiceClient"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "ServiceClient":  # Imported on demand: the servers and backends do not need the client.
-        from rl.tinker.client import ServiceClient
+        from rl.tinker.local import ServiceClient
 
         return ServiceClient
     raise AttributeError(f"module 'rl.tinker' has no attribute {name!r}")

@@ -35,7 +35,6 @@ _key = APIKeyHeader(name=KEY_HEADER, auto_error=False)
 
 class ErrorAnswer(pydantic.BaseModel):
     detail: str
-    """Explanation with the field, its value and valid values."""
 
 
 PROTOBUF_BODY: dict[str, Any] = {
@@ -58,7 +57,6 @@ EMPTY: dict[str, Any] = {"status_code": 204}
 
 
 def _add_calls(router: APIRouter, service: Service) -> None:
-    """Give the service's calls the paths by which the official client makes them."""
 
     def add(
         method: str, path: str, call: Callable[..., Any], options: Mapping[str, Any] | None = None
@@ -126,7 +124,7 @@ async def _health() -> dict[str, str]:
 
 
 def _answer(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with an ASCII body, whatever characters the request had."""
+    # The body is ASCII, whatever characters the request had.
     return Response(json.dumps({"detail": detail}), status, headers, "application/json")
 
 

@@ -1,7 +1,7 @@
 """API keys, and the middleware that every request passes before its body is looked at.
 
-A key is never stored: a hash of it, the owner, stands for it. Keys are compared by this hash, so the time that a
-comparison takes tells nothing about a key. The text of a key never gets into a log or an error.
+A hash of a key, its owner, stands for it: comparing hashes takes a time that tells nothing about a key, and no log
+or error has its text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 
 
 class Keys:
-    """The keys that may call. Without configured keys any key may, and each is its own owner."""
+    """The keys that may call; None: any key may, and each is its own owner."""
 
     def __init__(self, keys: Collection[str] | None = None) -> None:
-        """Hash the keys; raise ValueError for an unsafe one, which the text names by its position."""
+        """Raise ValueError for an unsafe key, which the text names by its position."""
         self._owners: frozenset[str] | None = None
         if keys is None:
             return
@@ -51,7 +51,7 @@ class Keys:
         return self._owners is not None
 
     def owner(self, key: bytes) -> str | None:
-        """Return the owner that a key stands for, or None if the key may not call."""
+        """Return a key's owner, or None if the key may not call."""
         owner = _owner(key)
         may_call = bool(key) if self._owners is None else owner in self._owners
         return owner if may_call else None
@@ -94,8 +94,8 @@ class AccessGuard:
         keys: the keys that may call.
         hosts: valid names of the Host header, without port; None accepts any. A page of another site in a browser
             on this machine could reach a loopback server through a name of its own that resolves here.
-        limits: bytes and seconds of bodies. JSON grows many times while it is parsed, and blocks all others
-            meanwhile, so every body that does not say that it is protobuf has the smaller limit.
+        limits: bytes and seconds of bodies. JSON grows many times while it is parsed and blocks all others, so
+            every body that is not protobuf has the smaller limit.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def _too_large(most: int) -> _RefusedError:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the whole body, and then the messages that follow, such as a disconnect."""
+    """Return a `receive` that gives the whole body, then what follows, such as a disconnect."""
     sent = False
 
     async def replay() -> Message:

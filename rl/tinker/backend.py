@@ -1,7 +1,7 @@
 """The Tinker backend: models in training and samplers, over the core calls of a trainer and generators.
 
-The service above checks names, owners, order and values; it never overlaps two calls about one model. The workers
-below are this process (`rl.local.LocalBackend`) or actors (actors/tinker.py).
+The service checks names, owners, order and values; it never overlaps two calls about one model. The workers are
+this process (`rl.local.LocalBackend`) or actors (actors/tinker.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rl.types import (
 from rl.utils.errors import RunError
 
 ALPHA = 32.0
-"""Numerator of the products' scale, as in PEFT and the official service: one learning rate fits all ranks."""
+"""Numerator of the products' scale, as in the official service: one learning rate fits all ranks."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROBED_TOKENS = 16
@@ -149,8 +149,7 @@ class BackendLostError(RunError):
 
 
 class Workers(Protocol):
-    """Trainer, publisher and generators of models by id. A `ModelError` is a refusal; another `RunError` means that
-    they cannot go on."""
+    """Trainer, publisher and generators of models by id; a `RunError` other than `ModelError` ends them."""
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
 
@@ -179,7 +178,7 @@ class Workers(Protocol):
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None: ...
 
     async def push(self, *, model_id: str) -> int:
-        """Publish a model's weights and return their version; raise LimitReachedError if there is no room."""
+        """Return the version of the published weights; raise LimitReachedError if there is no room."""
         ...
 
     async def serve(self, version: int) -> object: ...
@@ -203,16 +202,14 @@ class _Turn:
     """Version of the weights; None if they could not be served."""
     num_requests: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there are no requests."""
     served: asyncio.Task[None] | None = None
 
 
 class Turns:
     """Turns of the snapshots: the generators have one at a time.
 
-    All requests of the snapshot that is served run at once. As soon as one for another snapshot waits, no more are
-    admitted; when those that run have ended, the snapshot is served that the oldest request waits for. So no request
-    waits for more than what was there before it.
+    All requests of the served snapshot run at once. As soon as one for another snapshot waits, no more are admitted;
+    when those that run have ended, the snapshot is served that the oldest request waits for.
     """
 
     def __init__(self, serve: Callable[[int], Awaitable[object]]) -> None:
@@ -223,7 +220,7 @@ class Turns:
 
     @asynccontextmanager
     async def serving(self, version: int) -> AsyncIterator[None]:
-        """Within the block the generators have this version; raises what `serve` raises."""
+        """Hold the generators at this version within the block; raise what `serve` raises."""
         turn = next((one for one in self._turns[1:] or self._turns if one.version == version), None)
         if turn is None:
             turn = _Turn(version)
@@ -268,7 +265,6 @@ class TinkerBackend(Configurable):
     def __init__(self, *, config: Config) -> None:
         self._workers: Workers | None = None
         self.base_model: BaseModel
-        """The model on offer; set by `start`."""
         self._turns: Turns
         self._order = asyncio.Lock()
         self._base_version: int | None = None
@@ -282,11 +278,7 @@ class TinkerBackend(Configurable):
     async def _start_workers(self, base: Base) -> Workers: ...
 
     async def start(self) -> None:
-        """Load everything that the first call needs.
-
-        Raises:
-            ValueError: the base's folder is incomplete or of an unsupported architecture, or a field does not fit.
-        """
+        """Load everything that the first call needs; raise ValueError as `Base` does, or if a field does not fit."""
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         self._turns = Turns(self._workers.serve)
@@ -301,15 +293,14 @@ class TinkerBackend(Configurable):
 
     @asynccontextmanager
     async def trainer(self) -> AsyncIterator[Workers]:
-        """Wait for the turn of calls about models, which never overlap, and turn refusals into
-        InvalidRequestError."""
+        """Lock calls about models, which never overlap; turn refusals into InvalidRequestError."""
         async with self._order, self._refusing() as workers:
             yield workers
 
     # Weights to sample from, which never change: versions
 
     async def publish(self, model_id: str) -> int:
-        """Keep a copy of the model's weights as they are now, and return its version.
+        """Return the version of a copy of the model's weights as they are now.
 
         Raises:
             LimitReachedError: there is no room for another one.
@@ -319,7 +310,7 @@ class TinkerBackend(Configurable):
             return await self._push(workers, model_id)
 
     async def open(self, lora: LoRA.Config | None, folder: Path | None) -> int:
-        """Return the version of a folder of `save_model`, or with None that of the base model itself."""
+        """Return the version of a folder of `save_model`, or with None that of the base model."""
         async with self.trainer() as workers:
             if folder is not None:
                 return await self._loaded(workers, lora, folder)

@@ -1,7 +1,7 @@
-"""The bodies of the wire that hold tensors, protobuf both ways.
+"""The bodies of the wire that hold tensors, in the official client's protobuf messages.
 
-The protobuf messages are those that the official client ships. Bytes from the network are believed only once their
-parts agree: a few bytes can claim any shape. Arrays are little-endian.
+Bytes from the network are believed only once their parts agree: a few bytes can claim any shape. Arrays are
+little-endian.
 
 Shape legend: N rows, K columns.
 """
@@ -53,7 +53,6 @@ MASKED_LOGPROB = -99999.0
 
 
 async def read_forward_backward(request: Request) -> pb.ForwardBackwardRequest:
-    """Read the message in a request's body, without checking its values."""
     body = await request.body()
     message = pb.ForwardBackwardRequest()
     try:
@@ -64,11 +63,7 @@ async def read_forward_backward(request: Request) -> pb.ForwardBackwardRequest:
 
 
 def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple[Datum, ...]:
-    """Decode a request's data, whose tensors may have `max_values` numbers together once they are dense.
-
-    Raises:
-        InvalidRequestError: a field is invalid; the text names it.
-    """
+    """Decode a request's data, whose tensors may have `max_values` numbers together once they are dense."""
     data, num_values = [], 0
     for i, datum in enumerate(message.data):
         inputs = {}
@@ -87,7 +82,7 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
 
 
 def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
-    """Merge the two maps of loss settings; the client sends the numbers in both, and the newer one counts."""
+    """Merge the two maps of loss settings, in both of which the client sends numbers; the newer one counts."""
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -107,7 +102,7 @@ def _tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
 
 
 def _num_values(message: pb.Tensor, *, most: int, where: str) -> int:
-    """Return how many numbers a tensor has once it is dense."""
+    """Return the number of values of the dense tensor."""
     shape = list(message.shape)
     if len(shape) > 2 or not all(0 <= size <= most for size in shape):
         raise InvalidRequestError(f"{where}.shape: {shape}, must be [N] or [N, K], each from 0 to {most}")
@@ -165,7 +160,7 @@ def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where:
 def encode_forward_backward(
     logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]
 ) -> pb.ForwardBackwardOutput:
-    """Encode the [N] or [N, K] logprobs of each datum."""
+    """Encode each datum's [N] or [N, K] logprobs."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     for array in logprobs:
         tensor = message.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
@@ -176,7 +171,6 @@ def encode_forward_backward(
 
 
 def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResponse:
-    """Encode the completions, and those logprobs of the prompt that were requested."""
     sequences = [
         pb.SampledSequence(
             stop_reason=pb.STOP_REASON_STOP if one.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
@@ -206,11 +200,7 @@ def _bytes(array: np.ndarray, dtype: str) -> bytes:
 
 
 def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> SampleRequest:
-    """Translate a request, with its defaults filled in.
-
-    Raises:
-        InvalidRequestError: a field is unsupported or out of range; the text names it.
-    """
+    """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the field."""
     for name in UNSUPPORTED:
         if value := getattr(body, name):
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")

@@ -39,8 +39,7 @@ LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 MAX_TARGETS = 2**25
 """Most targets of a call with several per token, where every token is padded to the largest number."""
 MIN_EPS = 1e-30
-"""Smallest eps: with 0 in float32, a parameter without gradient becomes 0 / 0, as LoRA's first factors in the
-first step."""
+"""Smallest eps: with 0, a parameter without gradient becomes 0 / 0, as LoRA's first factors in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +51,6 @@ class WireLoss:
     defaults: Mapping[str, float] = field(default_factory=dict)
     """All settings, with their default values."""
     required: tuple[str, ...] = (TARGETS, LOGPROBS, ADVANTAGES)
-    """Inputs that every datum must have."""
     optional: tuple[str, ...] = ()
     many_targets: bool = False
     """True if a token may have several targets, [N, K]."""
@@ -60,7 +58,6 @@ class WireLoss:
     """True if a token with advantage 0 contributes exactly 0, to the gradient too."""
 
     def build(self, settings: Mapping[str, float]) -> Loss:
-        """Build the loss; raise InvalidRequestError for a setting that is unknown or out of range."""
         for name, value in settings.items():
             if name not in self.defaults:
                 valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
@@ -127,11 +124,6 @@ def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float
 
 
 def optim_params(params: wire.AdamParams) -> OptimParams:
-    """Translate the settings of an optimizer step.
-
-    Raises:
-        InvalidRequestError: a setting is out of range; the text names it.
-    """
     for name, lowest, highest in (
         ("learning_rate", 0.0, MAX_FLOAT),
         ("beta1", 0.0, BELOW_1),
@@ -155,8 +147,6 @@ def optim_params(params: wire.AdamParams) -> OptimParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireSamples:
-    """The data of one call as training samples."""
-
     samples: tuple[TrainingSample, ...]
     widths: tuple[int | None, ...]
     """K of each datum; None where its targets are [N]."""
@@ -175,13 +165,10 @@ class WireSamples:
 
 
 def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
-    """Check data and translate them, in order.
+    """Check data and translate them; raise InvalidRequestError, which names datum and field.
 
     If all targets are the tokens that follow, the samples are plain ones, whose prompts can be shared. Targets of
     different K in one call are padded with ones that count for nothing.
-
-    Raises:
-        InvalidRequestError: a datum is invalid; the text names datum and field.
     """
     if not data:
         raise InvalidRequestError("data: has no entries")

@@ -37,12 +37,9 @@ _CLOSED = "the service is closing"
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """An accepted request."""
-
     request_id: str
     owner: str
     num_bytes: int
-    """Bytes that it takes while it waits."""
     result: Result | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -74,13 +71,7 @@ class Futures:
     def begin(
         self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
     ) -> PendingRequest:
-        """Accept a request.
-
-        One that `unblocks` others is exempt from the limit: refusing it would keep the others waiting.
-
-        Raises:
-            BusyError: `limits.waiting_bytes` is reached.
-        """
+        """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others that wait."""
         if self._closed:
             raise GoneError(_CLOSED)
         held, most = self._held[owner], self._limits.waiting_bytes
@@ -97,7 +88,7 @@ class Futures:
         return request
 
     async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Result]]) -> None:
-        """Do the work of a request; an exception becomes a RequestFailedResponse."""
+        """Do a request's work; an exception becomes a RequestFailedResponse."""
         try:
             self._finish(request, await work())
         except TinkerError as error:
@@ -116,7 +107,7 @@ class Futures:
         error: str,
         category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
     ) -> None:
-        """Fail a request; the text is for the client, without paths or other internals."""
+        """Fail a request with a text for the client, without paths or other internals."""
         self._finish(request, wire.RequestFailedResponse(error=error, category=category))
 
     def _finish(self, request: PendingRequest, result: Result) -> None:
@@ -157,7 +148,7 @@ class Futures:
             self._cancel(request, request.task, "it was cancelled")
 
     def end_samples(self, session_id: str, error: str) -> None:
-        """Fail and cancel the samples of a session that has ended."""
+        """Fail and cancel a session's samples."""
         for request in tuple(self._requests.values()):
             if request.task is not None and request.request_id.startswith(f"{session_id}:"):
                 self._cancel(request, request.task, error)
@@ -189,7 +180,7 @@ class Futures:
 
 
 class Background:
-    """Tasks that run until they end or the service closes. A failed one is logged."""
+    """Tasks that run until they end or the service closes; failures are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -1,10 +1,9 @@
 """A model in training, and the order of its requests.
 
-Requests arrive in any order: the first chunk of a batch often last, some twice, some never. Each one begins when
-the one before it has ended, well or badly. Later requests wait for a missing seq id at most `gap_timeout_s`, from
-the moment they could run. Then the missing ones count as lost, and the waiting ones fail: an `optim_step` among
-them would step with part of a batch. The accumulated gradient is part of such a batch and is dropped. The model
-goes on after the last waiting seq id; a missing request that arrives later is never done.
+Requests arrive in any order, some twice, some never; each begins when the one before it has ended. Later requests
+wait for a missing seq id at most `gap_timeout_s`, from the moment they could run. Then the missing ones count as
+lost, the waiting ones fail and the accumulated gradient is dropped, as both may be part of an incomplete batch. The
+model goes on after the last waiting seq id; a missing request that arrives later is never done.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ Work: TypeAlias = Callable[[], Awaitable[Result]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
-    """A request whose turn has not come."""
-
     request: PendingRequest
     work: Work | None
-    """None for a request that was refused, which only uses up its seq id."""
+    """None for a refused request, which only uses up its seq id."""
     adds: bool
-    """True for a request that adds to the gradient."""
+    """True if it adds to the gradient."""
 
 
 class Model:
@@ -46,9 +43,8 @@ class Model:
         self.record = record
         self.session = session
         self.is_created = False
-        """True once the backend has the model."""
         self.failed: list[int] = []
-        """Seq ids of failed requests that should have added to the gradient of the next step."""
+        """Seq ids of failed requests that would have added to the gradient of the next step."""
         self.ended: str | None = None
         """Reason why the model accepts no more requests."""
         self._backend = parts.backend
@@ -84,7 +80,6 @@ class Model:
         return seq_id == missing and any(waiting > seq_id for waiting in self._waiting)
 
     def submit(self, seq_id: int, request: PendingRequest, work: Work | None, *, adds: bool = False) -> None:
-        """Accept a seq id that has not come before."""
         if self.ended is not None:
             self._futures.fail(request, self._gone)
         elif seq_id >= self._next:

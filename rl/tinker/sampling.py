@@ -1,9 +1,8 @@
 """Sampling sessions, the weights behind them, and requests to sample.
 
-Saved weights open with the first sample, and all sampling sessions of the same checkpoint share them. At most
-`limits.samplers` snapshots and saved weights of one owner are open: the next one closes the least recently used
-one. A snapshot is then gone; saved weights open again with their next sample. Weights close when no session uses
-them, except for the base model. Nothing closes before its samples have ended.
+Saved weights open with the first sample, and all sampling sessions of a checkpoint share them. An owner's weights
+above `limits.samplers`, least recently used first, and those that no session uses close once their samples have
+ended; the base model stays open.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ from rl.tinker.types import (
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Weights that the backend holds to sample from."""
-
     key: str
     """Folder, version of a snapshot, or "base"."""
     owner: str | None
-    """Owner, or None for the base model, which all owners share."""
+    """Owner; None for the base model."""
     version: asyncio.Future[int]
     """The backend's number for them; pending while they open."""
     num_samples: int = 0
-    """Samples that are not finished."""
+    """Samples in progress."""
     closed: str | None = None
     """Reason why no more samples are accepted."""
 
@@ -80,7 +77,7 @@ class OpenWeights:
         return weights
 
     def opened(self, stored: Stored | None, owner: str) -> Weights:
-        """Return saved weights, or with None those of the base model; they may still be opening."""
+        """Return saved weights, or the base model's (None); they may still be opening."""
         key = "base" if stored is None else str(stored.data)
         found = self._open.get(key)
         if found is None or found.could_not_open:
@@ -92,7 +89,7 @@ class OpenWeights:
         return found
 
     def acquire(self, weights: Weights) -> None:
-        """Keep the weights open until `release`, and note that they are the most recently used."""
+        """Keep weights open until `release`."""
         weights.num_samples += 1
         self._open[weights.key] = self._open.pop(weights.key)
         self._make_room(weights.owner)
@@ -105,7 +102,7 @@ class OpenWeights:
             self._make_room(weights.owner)
 
     def close(self, key: str, why: str) -> asyncio.Task[None] | None:
-        """Close weights that are open; return the task that closes them now, or None while they have samples."""
+        """Close weights; return the task that does so, or None if it comes after their samples."""
         if (weights := self._open.pop(key, None)) is not None:
             weights.closed = why
             if not weights.num_samples:
@@ -139,8 +136,6 @@ class OpenWeights:
 
 
 class SamplingSessions:
-    """Calls about sampling sessions."""
-
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._weights = OpenWeights(parts)
@@ -149,15 +144,9 @@ class SamplingSessions:
     async def create_sampling_session(
         self, body: wire.CreateSamplingSessionRequest, *, owner: Owner
     ) -> wire.CreateSamplingSessionResponse:
-        """Open a sampling session of saved sampler weights or of a base model, and return its id.
+        """Open a sampling session of saved sampler weights or of the base model; the same call returns the same id.
 
-        The same call returns the same id. Weights load with the first sample; if they are replaced or deleted
-        before, that sample fails.
-
-        Raises:
-            InvalidRequestError: the base model is missing, unknown or not the path's, or the path has weights for
-                training.
-            NotFoundError, GoneError: there is no such session or path.
+        Weights load with the first sample, which fails if they are replaced or deleted before.
         """
         session = self._parts.sessions.live(body.session_id, owner)
         new_id = self.id_of(session, body.sampling_session_seq_id)
@@ -171,14 +160,10 @@ class SamplingSessions:
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
     async def asample(self, body: wire.SampleRequest, *, owner: Owner) -> Future:
-        """Start a sample, whose result is a `SampleResponse`.
+        """Start a sample; raise GoneError when its weights were closed for newer ones.
 
-        The same (sampling_session_id, seq_id) is the same request as long as its result is kept. Seq ids count
-        from 0, in any order.
-
-        Raises:
-            InvalidRequestError, NotFoundError, BusyError
-            GoneError: the session has ended, or its weights were closed for newer ones.
+        The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids count from 0,
+        in any order.
         """
         if (session_id := body.sampling_session_id) is None:
             raise InvalidRequestError("sampling_session_id: is missing; create_sampling_session returns it")
@@ -210,7 +195,7 @@ class SamplingSessions:
     # For the other calls
 
     def source(self, sampling_session_id: str, owner: str) -> Weights | Stored | None:
-        """Return what a sampling session samples from, and keep its session alive."""
+        """Return what a sampling session samples from, and keep the session alive."""
         session = self._parts.sessions.live(sampling_session_id, owner)
         if sampling_session_id not in session.samplers:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")

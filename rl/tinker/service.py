@@ -2,12 +2,6 @@
 
     app.py  ->  Service  ->  TinkerBackend (this process or actors)
 
-    sessions     sessions and their timeouts
-    training     requests about models in training (datums.py translates them), each model's in order (models.py)
-    sampling     sampling sessions and samples
-    runs         training runs and checkpoints, in memory and on the disk (storage.py)
-    futures      requests and their results
-
 Everything runs in one event loop. The calls of the official client are methods, in its types; app.py gives them
 their paths. A call that submits work checks it, queues it and returns at once. A mistake in the call raises a
 `TinkerError`; what goes wrong later is a `RequestFailedResponse` from `retrieve_future`. Every call names its owner,
@@ -20,11 +14,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import pydantic
 from fastapi import Body
+from fastapi import Path as PathSegment
 from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 from tinker import types as wire
@@ -32,17 +29,20 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import Futures, Parts, Result
-from rl.tinker.runs import Runs
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
-from rl.tinker.storage import Storage
+from rl.tinker.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.training import TrainingCalls
-from rl.tinker.types import HttpLimits, Limits, Owner
+from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Kind = Annotated[str, PathSegment(min_length=1, max_length=64)]
+"""Path segment `weights` or `sampler_weights`."""
 
 
 class Service:
@@ -74,16 +74,12 @@ class Service:
         self.runs = Runs(parts)
 
     async def start(self) -> None:
-        """Start the backend, and remove checkpoints that have expired or are half written.
-
-        Raises:
-            ValueError: the storage folder cannot be made.
-        """
+        """Raise ValueError if the storage folder cannot be made, or the backend refuses its config."""
         await self._parts.storage.prepare()
         await self._parts.backend.start()
 
     def stop_waiting(self) -> None:
-        """Give callers that wait for a result a GoneError at once, and accept no more requests. Idempotent."""
+        """Raise GoneError in callers that wait for a result, and accept no more requests. Idempotent."""
         self._parts.futures.close()
 
     async def close(self) -> None:
@@ -123,7 +119,7 @@ class Service:
     # Calls about results
 
     async def retrieve(self, request_id: str, *, owner: str, wait_s: float) -> Result | None:
-        """Return a request's result, or None when there is none after `wait_s`. May be called repeatedly.
+        """Return a request's result, or None when there is none after `wait_s`.
 
         Raises:
             NotFoundError: the id was never given to this owner.
@@ -144,9 +140,115 @@ class Service:
         return Response(json.dumps(result.model_dump()), media_type="application/json")
 
     async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
-        """Cancel a sample, whose result becomes a failure; training cannot be cancelled.
-
-        Without effect when it has ended.
-        """
+        """Cancel a sample, whose result becomes a failure unless it has ended."""
         self.sessions.touch(request_id, owner)
         self._parts.futures.cancel(request_id)
+
+
+class Ttl(pydantic.BaseModel):
+    ttl_seconds: int | None
+    """Seconds from now; None never expires."""
+
+
+class Runs:
+    """Calls about training runs and checkpoints, in memory and on the disk together; lists are newest first."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._storage = parts.storage
+        self._sessions = parts.sessions
+
+    async def training_runs(
+        self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
+    ) -> wire.TrainingRunsResponse:
+        """Return the runs in memory or with checkpoints."""
+        records = {record.model_id: record for record in self._storage.runs(owner)}
+        records |= {i: model.record for i, model in self._sessions.models(owner).items()}
+        newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
+        some, cursor = _page(newest, offset=offset, limit=limit)
+        runs = [self._describe(record) for record in some]
+        return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
+
+    async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
+        return self._describe(self._record(run_id, owner))
+
+    async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
+        found = self._storage.checkpoints(self._record(run_id, owner).model_id)
+        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
+
+    async def checkpoints(
+        self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
+    ) -> wire.CheckpointsListResponse:
+        newest = self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
+        some, cursor = _page(newest, offset=offset, limit=limit)
+        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(one) for one in some], cursor=cursor)
+
+    async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
+        path = parse_path(f"tinker://{run_id}/{kind}/{name}")
+        await self._storage.delete(path, owner)
+
+    async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
+        check_ttl(body.ttl_seconds)
+        path = parse_path(f"tinker://{run_id}/{kind}/{name}")
+        self._storage.set_expiry(path, owner, body.ttl_seconds)
+
+    async def weights_info(
+        self, tinker_path: Annotated[str, Body(embed=True)], *, owner: Owner
+    ) -> wire.WeightsInfoResponse:
+        """Return the settings that a model must have to load these weights."""
+        stored = self._storage.find(parse_path(tinker_path), owner)
+        settings = stored.record.settings
+        lora = {} if settings.lora is None else settings.lora.model_dump(exclude={"rank", "seed"})
+        return wire.WeightsInfoResponse(
+            base_model=settings.base_model,
+            is_lora=settings.lora is not None,
+            lora_rank=None if settings.lora is None else settings.lora.rank,
+            **lora,
+        )
+
+    def _record(self, model_id: str, owner: str) -> RunRecord:
+        if (model := self._sessions.models(owner).get(model_id)) is not None:
+            return model.record
+        record = self._storage.run(model_id, owner)
+        if record is None:
+            raise NotFoundError(f"there is no training run {model_id!r:.100}")
+        return record
+
+    def _describe(self, record: RunRecord) -> wire.TrainingRun:
+        found = self._storage.checkpoints(record.model_id)
+        checkpoints = [_checkpoint(stored) for stored in found]
+        newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
+        lora = record.settings.lora
+        times_s = [record.created_s, *(stored.record.created_s for stored in found)]
+        return wire.TrainingRun(
+            training_run_id=record.model_id,
+            base_model=record.settings.base_model,
+            model_owner=record.owner_hash,
+            is_lora=lora is not None,
+            lora_rank=None if lora is None else lora.rank,
+            last_request_time=_time(max(times_s)),
+            last_checkpoint=newest.get("training"),
+            last_sampler_checkpoint=newest.get("sampler"),
+            user_metadata=record.user_metadata,
+        )
+
+
+def _checkpoint(stored: Stored) -> wire.Checkpoint:
+    record, path = stored.record, stored.path
+    return wire.Checkpoint(
+        checkpoint_id=path.checkpoint_id,
+        checkpoint_type=path.checkpoint_type,
+        time=_time(record.created_s),
+        tinker_path=path.tinker_path,
+        size_bytes=record.size_bytes,
+        user_metadata=record.user_metadata,
+        expires_at=None if record.expires_s is None else _time(record.expires_s),
+    )
+
+
+def _page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
+    cursor = wire.Cursor(offset=offset, limit=limit, total_count=len(items))
+    return items[offset : offset + limit], cursor
+
+
+def _time(wall_s: float) -> datetime:
+    return datetime.fromtimestamp(wall_s, UTC)

@@ -67,11 +67,7 @@ class TinkerServer(Configurable):
                 raise ValueError("storage_folder='': must be a folder's name")
 
     def __init__(self, *, config: Config, run: ResolvedRun | None = None) -> None:
-        """Read the API keys.
-
-        Raises:
-            ValueError: the keys cannot be read, or are missing although the address is public.
-        """
+        """Raise ValueError for API keys that cannot be read, or are missing although the address is public."""
         self._config = config
         self._keys = read_keys(config.keys_file)
         if not is_loopback(config.host) and not self._keys.configured:
@@ -110,8 +106,8 @@ class TinkerServer(Configurable):
 class ServerThread:
     """Server on a free loopback port in a thread of this process.
 
-    Its API key is random and kept in the storage folder, so that the next server there has the same owner. The
-    thread has its own event loop, so a caller may block on it anywhere, also inside a running loop.
+    Its API key is kept in the storage folder, so that the next server there has the same owner. The thread has its
+    own event loop, so a caller may block on it inside a running loop.
     """
 
     def __init__(self, backend: TinkerBackend, *, storage_folder: str | Path) -> None:
@@ -135,7 +131,7 @@ class ServerThread:
             raise
 
     def close(self) -> None:
-        """End the sessions, the backend and the thread. Idempotent."""
+        """End the sessions, the backend and the thread; idempotent."""
         with contextlib.suppress(RuntimeError, AttributeError):  # the loop has ended, or never started
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(END_TIMEOUT_S)
@@ -168,7 +164,6 @@ def locked_storage(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _kept_key(file: Path) -> str:
-    """Return the key in a file that only its owner can read; make it if it is missing."""
     if not file.exists():
         file.touch(mode=0o600)
         file.write_text(PREFIX + secrets.token_hex(16))
@@ -221,7 +216,6 @@ async def serve(
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -243,11 +237,7 @@ def _stop_signal() -> asyncio.Event:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen on a socket; who connects before requests are answered waits.
-
-    Raises:
-        ValueError: the address is unavailable.
-    """
+    """Listen on a socket; raise ValueError if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is TCP.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:

@@ -1,4 +1,4 @@
-"""Sessions: the unit that a client opens and keeps alive, and that ends with everything in it."""
+"""Sessions, which a client opens and keeps alive, and which end with everything in them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
-from rl.tinker.types import (
-    SESSION,
-    GoneError,
-    Id,
-    LimitReachedError,
-    Limits,
-    NotFoundError,
-    Owner,
-)
+from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
 
 if TYPE_CHECKING:
     from rl.tinker.models import Model
@@ -53,14 +45,12 @@ class Sessions:
 
     def __init__(self, *, limits: Limits) -> None:
         self._process = secrets.token_hex(4)
-        """First part of all ids, by which ids of an earlier process of the server are recognised."""
+        """First part of all ids, which tells those of an earlier process of the server."""
         self._limits = limits
         self._sessions: dict[str, Session] = {}
         """Sessions of this process, oldest first; those that have ended as long as their results may be kept."""
         self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
-
-    # Calls
 
     async def create_session(
         self, body: wire.CreateSessionRequest, *, owner: Owner
@@ -88,10 +78,7 @@ class Sessions:
         detail: Annotated[str | None, Body()] = None,
         owner: Owner,
     ) -> None:
-        """End a session: waiting requests fail, its models and samplers close in the background.
-
-        Checkpoints stay. Without effect on a session that has ended.
-        """
+        """End a session: waiting requests fail, models and samplers close, checkpoints stay. Idempotent."""
         self._end(self._find(session_id, owner), f"session {session_id} was finished")
 
     # For the other calls
@@ -107,7 +94,7 @@ class Sessions:
         return session
 
     def touch(self, any_id: str, owner: str) -> None:
-        """Keep a session alive if it has not ended."""
+        """Keep a session alive unless it has ended."""
         session = self._find(any_id, owner)
         if not session.ended:
             self._keep_alive(session)
@@ -122,7 +109,6 @@ class Sessions:
         return [source for session in self._sessions.values() for source in session.samplers.values()]
 
     def close(self) -> None:
-        """End all sessions."""
         for session in tuple(self._sessions.values()):
             self._end(session, "the service is closing")
 

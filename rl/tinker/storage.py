@@ -7,8 +7,7 @@
 
 A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
 data that no record names, which the next start removes; other files and folders are left alone. An expired
-checkpoint is not found any more, and is removed at the next start or at a save a minute later. Reading a checkpoint
-that is deleted meanwhile fails.
+checkpoint is not found any more, and is removed at the next start or at a save a minute later.
 """
 
 from __future__ import annotations
@@ -28,13 +27,7 @@ from typing import Literal, TypeAlias, TypeVar
 import pydantic
 from tinker import types as wire
 
-from rl.tinker.types import (
-    SESSION,
-    InvalidRequestError,
-    Metadata,
-    ModelSettings,
-    NotFoundError,
-)
+from rl.tinker.types import SESSION, InvalidRequestError, Metadata, ModelSettings, NotFoundError
 from rl.utils.files import atomic_write, make_folder, publish, remove_leftovers, temporary_folder
 
 log = logging.getLogger(__name__)
@@ -64,12 +57,7 @@ def checkpoint_path(model_id: str, kind: CheckpointKind, name: str) -> Checkpoin
 
 
 def parse_path(path: str) -> CheckpointPath:
-    """Parse a path.
-
-    Raises:
-        InvalidRequestError: the text does not have the form of a path.
-        NotFoundError: no checkpoint can have this path.
-    """
+    """Raise InvalidRequestError for a text without the form of a path, NotFoundError if no checkpoint can have it."""
     form = re.fullmatch(rf"tinker://([^/\s]+)/(?:{'|'.join(FOLDERS.values())})/([^/]+)", path)
     if form is None:
         raise InvalidRequestError(
@@ -107,7 +95,6 @@ class RunRecord(_Record):
     format: Literal[1] = 1
     model_id: str
     owner_hash: str
-    """The owner, who is the hash of a key (auth.py)."""
 
 
 class CheckpointRecord(_Record):
@@ -138,11 +125,7 @@ class Storage:
         """Unix time of the last search for expired checkpoints."""
 
     async def prepare(self) -> None:
-        """Create the folder, and remove expired checkpoints, data without a record, and runs without files.
-
-        Raises:
-            ValueError: the folder cannot be made.
-        """
+        """Create the folder, and remove expired checkpoints, data without a record, and runs without files."""
         make_folder(self._root, "the storage folder")
         await self._remove_expired()
         for run in self._runs():
@@ -200,11 +183,7 @@ class Storage:
         return stored
 
     def find_weights(self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None) -> Stored:
-        """Find the checkpoint at a path, which must be of this kind and, unless None, of this base model.
-
-        Raises:
-            InvalidRequestError, NotFoundError: there is none.
-        """
+        """Find the checkpoint at a path, which must be of this kind and, unless None, of this base model."""
         parsed = parse_path(path)
         if parsed.checkpoint_type != kind:
             raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
@@ -226,11 +205,7 @@ class Storage:
         ttl_seconds: int | None,
         user_metadata: Metadata | None,
     ) -> None:
-        """Let `write` fill an empty folder, and publish it as a checkpoint.
-
-        Raises:
-            InvalidRequestError: the name is taken and `overwrite` is False.
-        """
+        """Let `write` fill an empty folder, and publish it as a checkpoint."""
         await self._remove_expired()
         file = self._file(path)
         if not overwrite and self._stored(path) is not None:
@@ -295,7 +270,6 @@ class Storage:
 
 
 def _records(run: Path) -> list[Path]:
-    """Return the files with the records of a run's checkpoints."""
     return [file for folder in FOLDERS.values() for file in (run / folder).glob("*.json")]
 
 

@@ -41,18 +41,11 @@ _EITHER = (
 
 
 class TrainingCalls:
-    """Calls about models in training; the result of a request is that of `Service.retrieve_future`.
+    """Calls about models in training.
 
     A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition says. Seq ids count
     from 1. A request refused as invalid uses up its seq id, so that later ones do not wait for it; one refused
     with BusyError does not.
-
-    Raises:
-        InvalidRequestError: from any call; the text names the field.
-        NotFoundError: session, model or checkpoint is unknown or belongs to another owner.
-        GoneError: session or model has ended.
-        BusyError: `limits.waiting_bytes` is reached.
-        LimitReachedError: `limits.models` is reached.
     """
 
     def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
@@ -64,7 +57,7 @@ class TrainingCalls:
     # Creation and end
 
     async def create_model(self, body: wire.CreateModelRequest, *, owner: Owner) -> Future:
-        """Create model `<session_id>:train:<model_seq_id>`, to which requests may follow at once."""
+        """Create a model, to which requests may follow at once."""
         return self._create_model(body, owner)
 
     async def load_weights(self, body: wire.LoadWeightsRequest, *, owner: Owner) -> Future:
@@ -163,10 +156,7 @@ class TrainingCalls:
     # Steps
 
     async def forward_backward(self, message: ForwardBackward, *, owner: Owner) -> Future:
-        """Take a ForwardBackwardRequest of the official client's protobuf messages, and add to the gradient.
-
-        If the request fails, so does the next `optim_step`, which would step with part of a batch.
-        """
+        """Add to the gradient; if this fails, so does the next `optim_step`."""
         backward = not message.forward_only
 
         def check(model: Model) -> Work:
@@ -209,7 +199,6 @@ class TrainingCalls:
                             "that of part of a batch. It is dropped and the weights stay as they were: send the "
                             "whole batch again, or without the data that failed"
                         )
-                    # Without a gradient, a step with zeros.
                     result = await trainer.optim_step(settings, allow_empty=True, model_id=model.model_id)
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
@@ -220,8 +209,7 @@ class TrainingCalls:
     # Checkpoints
 
     async def save_weights(self, body: wire.SaveWeightsRequest, *, owner: Owner) -> Future:
-        """Save weights and optimizer state; without a name, under the seq id. A name that is taken fails without
-        `overwrite`."""
+        """Save weights and optimizer state; without a name, under the seq id."""
 
         def check(model: Model) -> Work:
             name = f"{body.seq_id:06d}" if body.path is None else body.path
@@ -269,7 +257,6 @@ class TrainingCalls:
         *,
         overwrite: bool,
     ) -> Work:
-        """Check a save and return its work, whose result is the `answer` with the path."""
         check_name(name)
         check_ttl(body.ttl_seconds)
         check_metadata(body.user_metadata)

@@ -1,6 +1,4 @@
-"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls.
-
-Names of losses, of their inputs and of their settings are those of the wire (docs/tinker.md). Ids and paths:
+"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls. Ids and paths:
 
     session      <process>-<random>
     model        <session>:train:<model_seq_id>
@@ -39,7 +37,6 @@ class TinkerError(Exception):
     """
 
     status: ClassVar[int]
-    """HTTP status of the answer."""
 
 
 class InvalidRequestError(TinkerError, ValueError):
@@ -77,8 +74,6 @@ class LimitReachedError(TinkerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """Settings of a model in training."""
-
     base_model: str
     lora: wire.LoraConfig | None
     """Adapters; None trains all parameters."""
@@ -111,7 +106,7 @@ class Datum:
     """One sequence of a `forward_backward`; entry i of each input belongs to the prediction after token i."""
 
     tokens: np.ndarray
-    """[N] int32 input tokens."""
+    """[N] int32."""
     loss_inputs: Mapping[str, np.ndarray]
     """[N] or, for cross_entropy, [N, K] arrays of float32 or int64; sparse ones are dense here."""
 
@@ -132,11 +127,10 @@ class SampleRequest:
 class SampleOutput:
     completions: Sequence[Completion]
     of_prompt: PromptLogprobs | None
-    """Logprobs of the prompt; None unless requested."""
+    """Logprobs of the prompt, if requested."""
 
 
 def check_base(base: BaseModel, name: str | None) -> None:
-    """Raise InvalidRequestError unless this is the base model's name."""
     if name != base.name:
         raise InvalidRequestError(f"base_model={name!r:.100}: must be {base.name!r}")
 
@@ -220,7 +214,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 class Future(pydantic.BaseModel):
-    """An accepted request, whose result `retrieve_future` returns."""
+    """An accepted request."""
 
     request_id: str
     model_id: str | None = None

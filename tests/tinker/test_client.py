@@ -13,7 +13,7 @@ import pytest
 import tinker
 
 from rl.tinker import ServiceClient
-from rl.tinker.client import make_backend
+from rl.tinker.local import make_backend
 from tests.support.tinker_data import text_datum
 
 pytestmark = [pytest.mark.timeout(120)]

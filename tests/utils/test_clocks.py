@@ -15,8 +15,7 @@ STAMPS = {
     "rl/doctor.py": "how long ago the last step was, as the doctor shows it",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/report.py": "when a report was written, as it says",
-    "rl/tinker/service.py": "the clock of stamps in answers and of checkpoints that expire",
-    "rl/tinker/runs.py": "these stamps, as answers show them",
+    "rl/tinker/service.py": "stamps in answers, and the clock of checkpoints that expire",
 }
 """Purpose of each file's use of the wall clock."""
 
