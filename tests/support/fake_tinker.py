@@ -13,7 +13,7 @@ import itertools
 import json
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -61,11 +61,9 @@ class FakeBackend:
     def __init__(self) -> None:
         self.base_model = BASE
         self.calls: list[str] = []
-        """Calls, in the order in which they started."""
         self.weights: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.published: dict[int, float] = {}
-        """Weights to sample from, by version."""
         self.max_published = 1000
         self.num_sampling: Counter[int] = Counter()
         self._versions = itertools.count(1)
@@ -170,7 +168,6 @@ class FakeBackend:
             self.num_sampling[version] -= 1
 
     def names(self, *left_out: str) -> list[str]:
-        """Return the methods that were called."""
         return [name for call in self.calls if (name := call.partition(" ")[0]) not in left_out]
 
     @asynccontextmanager
@@ -210,43 +207,24 @@ BODIES: dict[str, Any] = {
 class Client:
     """A service and its backend, with shorthand calls for one owner."""
 
-    def __init__(
-        self,
-        service: Service,
-        backend: FakeBackend,
-        folder: Path,
-        *,
-        owner: str = ME,
-        keys: Keys | None = None,
-    ) -> None:
+    def __init__(self, service: Service, backend: FakeBackend, folder: Path, *, owner: str = ME) -> None:
         self.service, self.backend, self.folder, self.owner = service, backend, folder, owner
-        self._keys = keys or Keys()
 
     def of(self, owner: str) -> Client:
         return Client(self.service, self.backend, self.folder, owner=owner)
 
     @functools.cached_property
     def app(self) -> FastAPI:
-        return make_app(self.service, keys=self._keys, hosts=None)
+        return make_app(self.service, keys=Keys(), hosts=None)
 
     async def post(self, path: str, body: Any, media_type: str = "application/json") -> httpx.Response:
         """Send bytes, or another value as JSON, to the HTTP application."""
         content = body if isinstance(body, bytes) else json.dumps(body)
-        return await self.send(
-            "POST", f"/api/v1/{path}", content=content, headers={"content-type": media_type}
-        )
-
-    async def get(self, path: str) -> httpx.Response:
-        return await self.send("GET", f"/api/v1/{path}")
-
-    async def send(
-        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **how: Any
-    ) -> httpx.Response:
+        headers = {"x-api-key": KEYS[self.owner], "content-type": media_type}
         # Errors that the application raises after its answer do not reach the client, as with a real server.
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            named = {"x-api-key": KEYS[self.owner]} | dict(headers or {})
-            return await http.request(method, path, headers=named, **how)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1/") as http:
+            return await http.post(path, content=content, headers=headers)
 
     async def retrieved(self, request_id: str) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": request_id})
@@ -296,6 +274,10 @@ class Client:
     def snapshot(self, model: str, seq_id: int, number: int) -> str:
         return self.save_sampler(model, seq_id, sampling_session_seq_id=number)
 
+    async def opened(self, model: str, seq_id: int, number: int) -> str:
+        """Return the id of a sampling session of a snapshot."""
+        return (await self.result(self.snapshot(model, seq_id, number))).sampling_session_id
+
     def load(self, path: str, *, optimizer: bool = True, **where: Any) -> str:
         return self.submit("load_weights", path=path, optimizer=optimizer, **where)
 
@@ -311,7 +293,6 @@ class Client:
         return self.now(self.service.sampling.asample, body).request_id
 
     async def runs(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        """Make a call about runs and checkpoints."""
         return await getattr(self.service.runs, call)(*args, owner=self.owner, **kwargs)
 
     async def result(self, request_id: str) -> Any:
@@ -340,7 +321,6 @@ class Client:
         return model
 
     async def saved(self, model: str, seq_id: int, name: str | None, **options: Any) -> str:
-        """Save, and return the path."""
         return (await self.result(self.save(model, seq_id, name, **options))).path
 
     async def saved_sampler(self, model: str, seq_id: int, name: str) -> str:
@@ -379,12 +359,12 @@ async def settled() -> None:
 
 
 @asynccontextmanager
-async def running_service(folder: Path, *, keys: Keys | None = None, **options: Any) -> AsyncIterator[Client]:
+async def running_service(folder: Path, **options: Any) -> AsyncIterator[Client]:
     backend = FakeBackend()
     service = Service(backend=cast(Any, backend), storage_folder=folder, **options)
     await service.start()
     try:
-        yield Client(service, backend, folder, keys=keys)
+        yield Client(service, backend, folder)
     finally:
         backend.release()
         await service.close()
@@ -394,9 +374,7 @@ async def running_service(folder: Path, *, keys: Keys | None = None, **options: 
 Test = Callable[..., Awaitable[None]]
 
 
-def service_test(
-    *, virtual: bool = True, keys: Keys | None = None, **limits: Any
-) -> Callable[[Test], Callable[..., None]]:
+def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Callable[..., None]]:
     """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no task is left.
 
     Keywords are fields of `Limits` and `HttpLimits`.
@@ -408,8 +386,7 @@ def service_test(
             async with asyncio.timeout(None if virtual else DEADLINE_S):
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name) / "storage"
-                    how: dict[str, Any] = {"keys": keys, "limits": Limits(**limits), "http": http}
-                    async with running_service(folder, **how) as client:
+                    async with running_service(folder, limits=Limits(**limits), http=http) as client:
                         await test(client)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 

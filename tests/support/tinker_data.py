@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tinker
@@ -11,6 +12,10 @@ from tinker import types
 from tests.support.tinker_server import RESULT_TIMEOUT_S
 
 TEXTS = ("seven plus two is nine", "two and two make four", "a rose is a rose", "one, two, three")
+
+
+def done(future: Any) -> Any:
+    return future.result(RESULT_TIMEOUT_S)
 
 
 def floats(values: Sequence[float]) -> types.TensorData:
@@ -51,7 +56,8 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
 
 
 def lora(client: tinker.ServiceClient, *, seed: int = 1, rank: int = 8) -> tinker.TrainingClient:
-    return client.create_lora_training_client("tiny", rank=rank, seed=seed).result()
+    model: tinker.TrainingClient = done(client.create_lora_training_client("tiny", rank=rank, seed=seed))
+    return model
 
 
 def learn(
@@ -60,12 +66,12 @@ def learn(
     """Submit all steps on the same data at once and return the loss of each step."""
     losses = []
     for _ in range(steps):
-        done = model.forward_backward(list(data), "cross_entropy")
-        model.optim_step(types.AdamParams(learning_rate=lr)).result(RESULT_TIMEOUT_S)
-        losses.append(done.result(RESULT_TIMEOUT_S).metrics["loss:sum"])
+        gradient = model.forward_backward(list(data), "cross_entropy")
+        done(model.optim_step(types.AdamParams(learning_rate=lr)))
+        losses.append(done(gradient).metrics["loss:sum"])
     return losses
 
 
 def forward(model: tinker.TrainingClient, data: Sequence[types.Datum]) -> list[np.ndarray]:
     """Return logprobs without changing the model."""
-    return logprobs_of(model.forward(list(data), "cross_entropy").result(RESULT_TIMEOUT_S))
+    return logprobs_of(done(model.forward(list(data), "cross_entropy")))

@@ -13,13 +13,7 @@ from rl.tinker.backend import Base, TinkerBackend, lora_config
 from rl.tinker.codec import checked_request
 from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.types import (
-    Datum,
-    Limits,
-    ModelSettings,
-    SampleOutput,
-    SampleRequest,
-)
+from rl.tinker.types import Datum, Limits, ModelSettings, SampleOutput, SampleRequest
 from rl.training.config import TrainingConfig
 from tests.support.fake_tinker import prompt
 from tests.training.parts import write_assets
@@ -37,18 +31,14 @@ class Output(NamedTuple):
 
 
 def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False) -> Base.Config:
-    """Return a config of width 36; write its folder unless it exists."""
     if not folder.exists():
         write_assets(folder, tie=tie)
     return Base.Config(name=NAME, folder=str(folder), batch_invariant=batch_invariant)
 
 
 def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
-    base = base_config(folder, **options)
-    backend: LocalTinkerBackend = LocalTinkerBackend.Config(
-        base=base, training=TRAINING, device="cpu"
-    ).build()
-    return backend
+    config = LocalTinkerBackend.Config(base=base_config(folder, **options), training=TRAINING, device="cpu")
+    return LocalTinkerBackend(config=config)
 
 
 def settings(rank: int = 4, **lora: Any) -> ModelSettings:
@@ -62,13 +52,9 @@ def settings(rank: int = 4, **lora: Any) -> ModelSettings:
 
 def datum(tokens: list[int], targets: Any = None, **inputs: Any) -> Datum:
     """Return a datum whose targets default to the next tokens, with 7 at the end."""
-    if targets is None:
-        targets = [*tokens[1:], 7]
-    found: Mapping[str, Any] = {
-        "target_tokens": np.array(targets, np.int64),
-        **{name: np.asarray(values, np.float32) for name, values in inputs.items()},
-    }
-    return Datum(tokens=np.array(tokens, np.int32), loss_inputs=found)
+    found = {name: np.asarray(values, np.float32) for name, values in inputs.items()}
+    targets = np.array([*tokens[1:], 7] if targets is None else targets, np.int64)
+    return Datum(tokens=np.array(tokens, np.int32), loss_inputs={"target_tokens": targets, **found})
 
 
 def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256) -> list[Datum]:
@@ -149,7 +135,7 @@ async def train(backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: 
 
 
 async def created(backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2) -> list[Output]:
-    """Create a model and train it a few steps; rank 0 trains all parameters."""
+    """Create a model and train it a few steps."""
     await create(backend, model_id, settings(rank))
     return await train(backend, model_id, steps=steps)
 

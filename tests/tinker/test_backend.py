@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,8 @@ async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own
     for model_id in ("a", "b"):
         parameters = engine_of(backend, model_id).policy.parameters
         assert {name: parameters[name].data_ptr() for name in own} == own
-    full = engine_of(backend, "full").policy.parameters
-    assert not any(p.data_ptr() in own.values() for p in full.values())
+    full = {p.data_ptr() for p in engine_of(backend, "full").policy.parameters.values()}
+    assert full.isdisjoint(own.values())
 
 
 async def test_models_trained_at_once_have_the_bits_of_each_alone(backend):
@@ -159,25 +158,23 @@ async def test_loaded_model_continues_with_the_same_bits(backend, tmp_path, rank
         await load(backend, "other", tmp_path, optimizer=True)
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-3])
+def truncate(content: bytes) -> bytes:
+    return content[:-3]
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+def flip(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def edit(**change: Any) -> Callable[[Path], object]:
-    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | change))
+def edit(**change: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps(json.loads(content) | change).encode()
 
 
 async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
     await created(backend, "m", rank=2)
     before = weights(backend, "m")
-    cases: tuple[tuple[str, Callable[[Path], object], str], ...] = (
-        ("weights.safetensors", Path.unlink, "file weights.safetensors is missing"),
+    cases: tuple[tuple[str, Callable[[bytes], bytes] | None, str], ...] = (
+        ("weights.safetensors", None, "file weights.safetensors is missing"),
         ("optimizer.safetensors", flip, "file optimizer.safetensors is damaged"),
         ("model.json", truncate, "file model.json is damaged"),
         ("model.json", edit(format=9), "the saved model's format is 9, but this model's is"),
@@ -188,7 +185,10 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         await save(backend, "m", folder, optimizer=True)
-        damage(folder / name)
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if damage is not None:
+            (folder / name).write_bytes(damage(content))
         with pytest.raises(InvalidRequestError, match=says):
             await load(backend, "m", folder, optimizer=True)
     assert equal(before, weights(backend, "m"))
@@ -226,6 +226,7 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     await created(backend, "m", rank=rank)
     version = await backend.publish("m")
     base = backend.base_model
+    vocab = base.vocab_size
     asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
     outputs = await asyncio.gather(*(backend.sample(version, one) for one in asked))
     data = []
@@ -235,15 +236,17 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
             logprobs = np.append(np.zeros(3), drawn.logprobs)
             data.append(datum(whole[:-1], whole[1:], logprobs=logprobs, advantages=logprobs != 0))
     found = await add_gradient(backend, "m", data, PPO)
-    assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
-    assert found.metrics["loss:sum"] == -72.0
-    assert found.metrics["num_tokens:sum"] == 72.0
-    assert found.metrics["entropy:sum"] > 0.0
-    assert found.metrics["logprob_diff:sum"] == 0.0
+    metrics = dict(found.metrics)
+    assert metrics.pop("entropy:sum") > 0.0
+    zeros = {"logprob_diff:max": 0.0, "logprob_diff:sum": 0.0, "num_clipped:sum": 0.0}
+    assert metrics == {"loss:sum": -72.0, "num_tokens:sum": 72.0, **zeros}
     whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
-    scored = await backend.sample(version, request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
-    assert scored.of_prompt is not None
-    assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
+    how = {"prompt_logprobs": True, "topk_prompt_logprobs": vocab, "max_tokens": 1}
+    scored = (await backend.sample(version, request(base, whole.tolist(), **how))).of_prompt
+    assert scored is not None
+    assert np.array_equal(scored.logprobs[1:], found.logprobs[0])
+    by_id = np.take_along_axis(scored.top_logprobs, np.argsort(scored.top_ids, axis=1), axis=1)
+    assert np.array_equal(by_id[range(1, len(whole)), whole[1:]], found.logprobs[0])
     await backend.close()
 
 
@@ -252,15 +255,17 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
     base = backend.base_model
     mine = request(base, PROMPT, seed=11, num_samples=3)
     alone = tokens_of(await backend.sample(version, mine))
-    others = [
+    all_ = [
         request(base, [9, 9], seed=4, num_samples=3, max_tokens=20),
+        mine,
         request(base, PROMPT, seed=12, num_samples=3),
         request(base, PROMPT, seed=11, num_samples=3, temperature=0.5),
+        mine,
     ]
     leaves = asyncio.create_task(
         backend.sample(version, request(base, [8], num_samples=3, max_tokens=60, stop=()))
     )
-    groups = asyncio.gather(*(backend.sample(version, one) for one in (others[0], mine, *others[1:], mine)))
+    groups = asyncio.gather(*(backend.sample(version, one) for one in all_))
     await asyncio.sleep(0.01)
     leaves.cancel()
     found = [tokens_of(output) for output in await groups]
@@ -269,47 +274,21 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
     assert len(set(map(tuple, alone))) == 3
 
 
-async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
-    said = "naïve: end.Q and on".encode()
-    end = backend.base_model.stop_token_ids[-1]
-    await create(backend, "m", settings(0))
-    for _ in range(40):
-        continued = [*PROMPT, *said, end, 66]
-        await add_gradient(backend, "m", [datum(continued[:-1], continued[1:])])
-        await step(backend, "m")
-    version = await backend.publish("m")
+async def test_stop_texts_and_tokens_end_a_completion(backend):
+    version = await backend.open(None, None)
     base = backend.base_model
 
-    async def ends(stop: object) -> str:
-        asked = request(base, PROMPT, temperature=0.0, stop=stop, max_tokens=len(said) + 1)
-        (completion,) = (await backend.sample(version, asked)).completions
-        tokens = [token for token in completion.token_ids.tolist() if token != end]
-        return f"{bytes(tokens).decode()} {completion.finish_reason}"
+    async def drawn(stop: object, reason: str = "stop") -> list[int]:
+        (one,) = (await backend.sample(version, request(base, PROMPT, stop=stop, max_tokens=60))).completions
+        assert one.finish_reason == reason
+        return one.token_ids.tolist()
 
-    assert await ends([": end"]) == "naïve: end stop"
-    assert await ends(["ï"]) == "naï stop"
-    assert await ends(["Q", "end"]) == "naïve: end stop"
-    assert await ends([ord("d")]) == "naïve: end stop"
-    assert await ends(None) == "naïve: end.Q and on stop"  # the tokenizer's end of text
-    assert await ends([]) == "naïve: end.Q and on length"
-
-
-async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
-    await created(backend, "m")
-    version = await backend.publish("m")
-    base = backend.base_model
-    asked = request(base, [5, 6, 7, 300], prompt_logprobs=True, topk_prompt_logprobs=2)
-    found = await backend.sample(version, asked)
-    every = datum([5, 6, 7], [list(range(320))] * 3)
-    (logprobs,) = (await add_gradient(backend, "m", [every], backward=False)).logprobs
-    assert math.isnan(found.of_prompt.logprobs[0])
-    np.testing.assert_allclose(found.of_prompt.logprobs[1:], logprobs[range(3), [6, 7, 300]], atol=1e-5)
-    top = found.of_prompt
-    assert top.top_ids[0].tolist() == [-1, -1]
-    assert top.top_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
-    np.testing.assert_allclose(top.top_logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
-    full = await backend.sample(version, request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
-    assert tokens_of(full) == [[], []]
+    free = await drawn([], "length")
+    # The tokens of ASCII letters are their bytes.
+    at = next(i for i in range(60) if all(32 <= token < 127 for token in free[i : i + 2]))
+    text = bytes(free[at : at + 2]).decode()
+    assert await drawn(["no such text", text]) == free[: at + 2]
+    assert await drawn([free[at]]) == free[: free.index(free[at]) + 1]
 
 
 # Life and config
@@ -327,10 +306,8 @@ async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     await asyncio.wait([training, *calls])
     assert all(call.cancelled() for call in calls)
     assert engine_of(backend, "n").policy_version == 0
-    async with backend.trainer() as trainer:
-        await trainer.delete_model("n")
     waits = [asyncio.create_task(sampled(backend, version, max_tokens=50)) for _ in range(3)]
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
     await backend.close()
     await backend.close()
     for late in (*waits, step(backend, "m")):

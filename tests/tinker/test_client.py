@@ -14,14 +14,11 @@ import tinker
 
 from rl.tinker import ServiceClient
 from rl.tinker.local import make_backend
-from tests.support.tinker_data import text_datum
+from tests.support.tinker_data import done, learn, text_datum
 
 pytestmark = [pytest.mark.timeout(120)]
 TIMEOUT_S = 60
-
-
-def server_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "tinker-server"]
+DATA = [text_datum("a rose is a rose")]
 
 
 @pytest.mark.medium
@@ -29,12 +26,7 @@ def test_client_trains_samples_and_ends_with_its_server_inside_a_running_loop(tm
     async def notebook():
         service = ServiceClient(backend="tiny", storage_folder=tmp_path / "storage")
         training = await service.create_lora_training_client("tiny", rank=4, seed=1)
-        data = [text_datum("a rose is a rose")]
-        losses = []
-        for _ in range(3):
-            gradient = training.forward_backward(data, "cross_entropy")
-            training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
-            losses.append(gradient.result(TIMEOUT_S).metrics["loss:sum"])
+        losses = learn(training, DATA, steps=3)
         path = (await training.save_state("kept")).path
         url = service.base_url
         await service.close("success")
@@ -43,15 +35,14 @@ def test_client_trains_samples_and_ends_with_its_server_inside_a_running_loop(tm
 
     losses, path, url = asyncio.run(notebook())
     assert losses[2] < losses[0]
-    assert server_threads() == []
+    assert not any(thread.name == "tinker-server" for thread in threading.enumerate())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/api/v1/healthz")
     with ServiceClient(backend="tiny", storage_folder=tmp_path / "storage") as service:
         rest = tinker.RestClient(base_url=service.base_url, api_key=service.api_key)
-        assert rest.get_server_capabilities().result(TIMEOUT_S).supported_models[0].model_name == "tiny"
-        resumed = service.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
-        gradient = resumed.forward_backward([text_datum("a rose is a rose")], "cross_entropy")
-        assert gradient.result(TIMEOUT_S).metrics["loss:sum"] < losses[2]
+        assert done(rest.get_server_capabilities()).supported_models[0].model_name == "tiny"
+        resumed = done(service.create_training_client_from_state_with_optimizer(path))
+        assert learn(resumed, DATA, steps=1)[0] < losses[2]
 
 
 @pytest.mark.medium

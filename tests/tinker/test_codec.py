@@ -11,11 +11,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.models.generate import PromptLogprobs
-from rl.tinker.codec import (
-    decode_data,
-    encode_sample,
-    loss_settings,
-)
+from rl.tinker.codec import decode_data, encode_sample, loss_settings
 from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
 from rl.types import Completion, SamplingParams
 from tests.support.tinker_data import floats, ints
@@ -26,14 +22,9 @@ def datum(tokens, **inputs):
 
 
 def request(*data, loss_fn="cross_entropy", config=None):
+    given = ForwardBackwardInput(data=list(data), loss_fn=loss_fn, loss_fn_config=config)
     return forward_backward_request_to_proto(
-        ForwardBackwardRequest(
-            model_id="s:train:0",
-            seq_id=3,
-            forward_backward_input=ForwardBackwardInput(
-                data=list(data), loss_fn=loss_fn, loss_fn_config=config
-            ),
-        )
+        ForwardBackwardRequest(model_id="s:train:0", seq_id=3, forward_backward_input=given)
     )
 
 
@@ -42,10 +33,10 @@ def decode(message):
     return decode_data(message, max_values=1000)
 
 
-def with_tensor(**fields):
+def with_tensor(dtype=pb.DTYPE_FLOAT32, **fields):
     """Return a request with one datum whose weights are this tensor."""
     message = request(datum([1, 2], target_tokens=ints([2, 3])))
-    message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(**fields))
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dtype=dtype, **fields))
     return message
 
 
@@ -60,7 +51,6 @@ NO_CSR = "['weights'].sparse_csr: is no CSR matrix of shape ["
 
 def csr(values, crow, col, *, shape):
     return with_tensor(
-        dtype=pb.DTYPE_FLOAT32,
         shape=shape,
         sparse_csr=pb.SparseCsr(
             values=np.array(values, "<f4").tobytes(),
@@ -83,7 +73,6 @@ def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are
     message.data[0].loss_fn_inputs["weights"].CopyFrom(row)
 
     (found,) = decode(message)
-
     assert found.tokens.tolist() == [1, 2, 3, 4]
     assert found.loss_inputs["target_tokens"].tolist() == dense.tolist()
     assert found.loss_inputs["weights"].shape == (2,)
@@ -92,18 +81,12 @@ def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (
-            with_tensor(dtype=pb.DTYPE_BFLOAT16, dense=b""),
-            "data[0].loss_fn_inputs['weights'].dtype: DTYPE_BFLOAT16",
-        ),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"123"), "3 bytes are no whole number of float32"),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[2]), "[2] has 2 values, but there"),
-        (
-            with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[1, 1, 1]),
-            "shape: [1, 1, 1], must be [N] or [N, K]",
-        ),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"", shape=[0, 2**62]), "each from 0 to 1000"),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, shape=[0]), "neither dense nor sparse_csr"),
+        (with_tensor(pb.DTYPE_BFLOAT16, dense=b""), "data[0].loss_fn_inputs['weights'].dtype: DTYPE_BFLOAT16"),
+        (with_tensor(dense=b"123"), "3 bytes are no whole number of float32"),
+        (with_tensor(dense=b"1234", shape=[2]), "[2] has 2 values, but there"),
+        (with_tensor(dense=b"1234", shape=[1, 1, 1]), "shape: [1, 1, 1], must be [N] or [N, K]"),
+        (with_tensor(dense=b"", shape=[0, 2**62]), "each from 0 to 1000"),
+        (with_tensor(shape=[0]), "neither dense nor sparse_csr"),
         (with_image(), "data[0].model_input[1]: is a chunk of type image"),
         (csr([1], [0, 1], [0], shape=[1]), "shape: [1], must be [N, K]"),
         (csr([1], [0, 1, 1], [0], shape=[1, 3]), NO_CSR),
@@ -149,7 +132,6 @@ def test_client_reads_samples_with_prompt_logprobs():
         deserialize_sample_response(encode_sample(sampled, asked(**how)).SerializeToString())
         for how in ({"prompt_logprobs": True, "topk_prompt_logprobs": 2}, {})
     )
-
     assert [list(sequence.tokens) for sequence in output.sequences] == [[4, 5], [6]]
     assert [list(sequence.logprobs) for sequence in output.sequences] == [[-0.5, -0.25], [0.0]]
     assert [sequence.stop_reason for sequence in output.sequences] == ["length", "stop"]

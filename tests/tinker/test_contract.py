@@ -13,6 +13,7 @@ from rl.utils.processes import identify
 from tests.support.runs import wait_until_gone
 from tests.support.tinker_data import (
     TEXTS,
+    done,
     floats,
     forward,
     ints,
@@ -22,7 +23,7 @@ from tests.support.tinker_data import (
     sampled_datum,
     text_datum,
 )
-from tests.support.tinker_server import RESULT_TIMEOUT_S, server_process
+from tests.support.tinker_server import server_process
 from tests.tinker.conftest import CHUNK_DATA
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
@@ -52,7 +53,10 @@ def either(request):
     """Official client of a server over each backend."""
     service = request.getfixturevalue("server" if request.param == "local" else "actor_server").client()
     yield service
-    service.close("success").result(RESULT_TIMEOUT_S)
+    done(service.close("success"))
+
+
+# Training
 
 
 def test_loss_is_the_weighted_sum_of_the_logprobs_and_falls(either):
@@ -64,9 +68,8 @@ def test_loss_is_the_weighted_sum_of_the_logprobs_and_falls(either):
         for datum, row in zip(DATA, weights, strict=True)
     ]
     model = lora(either)
-    output = model.forward(data, "cross_entropy").result(RESULT_TIMEOUT_S)
-    logprobs = logprobs_of(output)
-    by_hand = -sum(float(np.dot(p.astype(float), w)) for p, w in zip(logprobs, weights, strict=True))
+    output = done(model.forward(data, "cross_entropy"))
+    by_hand = -sum(np.dot(p.astype(float), w) for p, w in zip(logprobs_of(output), weights, strict=True))
     assert output.metrics["loss:sum"] == pytest.approx(by_hand, rel=1e-5)
 
     losses = learn(model, DATA, steps=8)
@@ -75,61 +78,48 @@ def test_loss_is_the_weighted_sum_of_the_logprobs_and_falls(either):
     assert losses[-1] < 0.6 * losses[0]
 
 
+def assert_steps_are_equal(*models):
+    norms = [done(model.optim_step(STEP)).metrics["grad_norm:mean"] for model in models]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for one, other in zip(*(forward(model, DATA) for model in models), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
 def test_gradients_of_calls_and_of_chunks_add_up(client):
     assert len(DATA) > CHUNK_DATA
     chunked, by_hand = lora(client), lora(client)
-
-    chunked.forward_backward(DATA, "cross_entropy").result(RESULT_TIMEOUT_S)
+    done(chunked.forward_backward(DATA, "cross_entropy"))
     for datum in DATA:
-        by_hand.forward_backward([datum], "cross_entropy").result(RESULT_TIMEOUT_S)
-    norms = [
-        m.optim_step(STEP).result(RESULT_TIMEOUT_S).metrics["grad_norm:mean"] for m in (chunked, by_hand)
-    ]
-
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-    for one, other in zip(forward(chunked, DATA), forward(by_hand, DATA), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+        done(by_hand.forward_backward([datum], "cross_entropy"))
+    assert_steps_are_equal(chunked, by_hand)
 
 
 def test_custom_loss_equals_the_built_in_one(client):
     custom, built_in = lora(client), lora(client)
 
     def cross_entropy(data, logprobs):
-        weighted = [
-            (p * torch.tensor(d.loss_fn_inputs["weights"].data)).sum()
-            for d, p in zip(data, logprobs, strict=True)
-        ]
-        loss = -torch.stack(weighted).sum()
+        weights = [torch.tensor(datum.loss_fn_inputs["weights"].data) for datum in data]
+        loss = -torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)]).sum()
         return loss, {"mine": loss.item()}
 
-    one = custom.forward_backward_custom(DATA, cross_entropy).result(RESULT_TIMEOUT_S)
-    other = built_in.forward_backward(DATA, "cross_entropy").result(RESULT_TIMEOUT_S)
-    norms = [
-        m.optim_step(STEP).result(RESULT_TIMEOUT_S).metrics["grad_norm:mean"] for m in (custom, built_in)
-    ]
-
+    one = done(custom.forward_backward_custom(DATA, cross_entropy))
+    other = done(built_in.forward_backward(DATA, "cross_entropy"))
     assert one.metrics["mine"] == pytest.approx(other.metrics["loss:sum"], rel=1e-5)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    for p, q in zip(forward(custom, DATA), forward(built_in, DATA), strict=True):
-        np.testing.assert_allclose(p, q, atol=1e-5)
+    assert_steps_are_equal(custom, built_in)
 
 
 def test_several_targets_of_a_token_are_weighted(client):
-    tokens = list(b"a rose is")
-    targets = torch.zeros(len(tokens) - 1, 12, dtype=torch.int64)
-    weights = torch.zeros(len(tokens) - 1, 12)
-    targets[:, 0], weights[:, 0] = torch.tensor(tokens[1:]), 0.5
+    plain = text_datum("a rose is")
+    next_tokens = torch.tensor(plain.loss_fn_inputs["target_tokens"].data)
+    targets, weights = torch.zeros(8, 12, dtype=torch.int64), torch.zeros(8, 12)
+    targets[:, 0], weights[:, 0] = next_tokens, 0.5
     targets[2, 1], weights[2, 1] = ord("R"), 0.25
-    prompt = types.ModelInput.from_ints(tokens[:-1])
-    inputs = {
-        "target_tokens": types.TensorData.from_torch_sparse(targets),
-        "weights": types.TensorData.from_torch(weights),
-    }
-    assert inputs["target_tokens"].sparse_crow_indices is not None
+    sparse = types.TensorData.from_torch_sparse(targets)
+    assert sparse.sparse_crow_indices is not None
+    inputs = {"target_tokens": sparse, "weights": types.TensorData.from_torch(weights)}
+    datum = types.Datum(model_input=plain.model_input, loss_fn_inputs=inputs)
     model = lora(client)
-    datum = types.Datum(model_input=prompt, loss_fn_inputs=inputs)
-    plain = types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": ints(tokens[1:])})
-    output = model.forward_backward([datum], "cross_entropy").result(RESULT_TIMEOUT_S)
+    output = done(model.forward_backward([datum], "cross_entropy"))
     (logprobs,) = logprobs_of(output)
     (as_plain,) = forward(model, [plain])
 
@@ -142,24 +132,24 @@ def test_several_targets_of_a_token_are_weighted(client):
 def test_saved_model_continues_training_and_sampling(either):
     model = lora(either, seed=5)
     learn(model, DATA, steps=3)
-    saved = model.save_state("resume").result(RESULT_TIMEOUT_S)
-    for_sampler = model.save_weights_for_sampler("sampler").result(RESULT_TIMEOUT_S)
-    before = drawn(either.create_sampling_client(for_sampler.path).result(RESULT_TIMEOUT_S))
+    saved = done(model.save_state("resume"))
+    for_sampler = done(model.save_weights_for_sampler("sampler"))
+    before = drawn(done(either.create_sampling_client(for_sampler.path)))
     went_on = learn(model, DATA, steps=2)
 
-    resumed = either.create_training_client_from_state_with_optimizer(saved.path).result(RESULT_TIMEOUT_S)
+    resumed = done(either.create_training_client_from_state_with_optimizer(saved.path))
 
     assert saved.path == f"tinker://{model.model_id}/weights/resume"
     assert drawn(snapshot(resumed)) == before
     assert learn(resumed, DATA, steps=2) == went_on
     with pytest.raises(RequestFailedError, match="resume"):
-        model.save_state("resume").result(RESULT_TIMEOUT_S)
+        done(model.save_state("resume"))
 
 
 def drawn(sampler):
     params = {"num_samples": 3, "max_tokens": 12, "seed": 11, "temperature": 0.8}
-    response = sample(sampler, prompt=list(b"a rose"), **params)
-    return [(sequence.tokens, sequence.logprobs) for sequence in response.sequences]
+    sequences = sample(sampler, prompt=list(b"a rose"), **params)
+    return [(sequence.tokens, sequence.logprobs) for sequence in sequences]
 
 
 # Sampling
@@ -169,53 +159,46 @@ WANTED = ord("a")
 
 
 def sample(sampler, *, num_samples=1, prompt=PROMPT, **params):
-    return sampler.sample(
-        types.ModelInput.from_ints(prompt),
-        num_samples=num_samples,
-        sampling_params=types.SamplingParams(**{"max_tokens": 4} | params),
-    ).result(RESULT_TIMEOUT_S)
+    how = types.SamplingParams(**{"max_tokens": 4} | params)
+    given = types.ModelInput.from_ints(prompt)
+    return done(sampler.sample(given, num_samples=num_samples, sampling_params=how)).sequences
 
 
 def snapshot(model):
-    return model.save_weights_and_get_sampling_client().result(RESULT_TIMEOUT_S)
-
-
-def group(sampler, seed):
-    """Return tokens, logprobs and the share of the wanted token of each sample."""
-    sequences = sample(sampler, num_samples=32, seed=seed).sequences
-    return [(s.tokens, s.logprobs, s.tokens.count(WANTED) / len(s.tokens)) for s in sequences]
+    return done(model.save_weights_and_get_sampling_client())
 
 
 def test_reward_of_an_rl_loop_rises(client):
     model = lora(client, seed=3)
     # A random model would draw it once in 259 tokens; make it likely enough to be found.
     learn(model, [text_datum("say a: abcd"), text_datum("say a: bcda")], steps=3, lr=3e-3)
-    rewards = []
+    means = []
     for step in range(10):
-        samples = group(snapshot(model), seed=step)
-        mean = float(np.mean([reward for *_, reward in samples]))
-        rewards.append(mean)
+        sequences = sample(snapshot(model), num_samples=32, seed=step)
+        rewards = [one.tokens.count(WANTED) / len(one.tokens) for one in sequences]
+        means.append(float(np.mean(rewards)))
+        advantages = [reward - means[-1] for reward in rewards]
         data = [
-            sampled_datum(PROMPT, tokens, logprobs, reward - mean) for tokens, logprobs, reward in samples
+            sampled_datum(PROMPT, one.tokens, one.logprobs, advantage)
+            for one, advantage in zip(sequences, advantages, strict=True)
         ]
-        done = model.forward_backward(data, "ppo")
-        model.optim_step(types.AdamParams(learning_rate=5e-3)).result(RESULT_TIMEOUT_S)
-        metrics = done.result(RESULT_TIMEOUT_S).metrics
+        gradient = model.forward_backward(data, "ppo")
+        done(model.optim_step(types.AdamParams(learning_rate=5e-3)))
         # The sampler computes the same as the trainer, so each ratio is 1 and the loss is minus the
         # advantages.
-        advantages = sum(len(tokens) * (reward - mean) for tokens, _, reward in samples)
-        assert metrics["loss:sum"] == pytest.approx(-advantages, abs=1e-3)
+        by_hand = -sum(len(one.tokens) * a for one, a in zip(sequences, advantages, strict=True))
+        assert done(gradient).metrics["loss:sum"] == pytest.approx(by_hand, abs=1e-3)
 
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+    assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.2, means
 
 
 def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
     model = lora(either)
     learn(model, [text_datum("a rose is a rose")], steps=2)
     sampler = snapshot(model)
-    (sequence,) = sample(sampler, seed=1, max_tokens=6).sequences
+    (sequence,) = sample(sampler, seed=1, max_tokens=6)
     whole = PROMPT + list(sequence.tokens)
-    of_prompt = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result(RESULT_TIMEOUT_S)
+    of_prompt = done(sampler.compute_logprobs(types.ModelInput.from_ints(whole)))
     learned = types.Datum(
         model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": ints(whole[1:])}
     )
@@ -228,16 +211,16 @@ def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
 
 def test_rest_client_manages_runs_and_checkpoints(server, client):
     model = lora(client, rank=4)
-    path = model.save_state("managed", ttl_seconds=3600).result(RESULT_TIMEOUT_S).path
+    path = done(model.save_state("managed", ttl_seconds=3600)).path
     rest = tinker.RestClient(base_url=server.url, api_key="tml-test")
-    run = rest.get_training_run_by_tinker_path(path).result(RESULT_TIMEOUT_S)
-    (listed,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
-    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(RESULT_TIMEOUT_S)
-    (kept,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
-    rest.delete_checkpoint_from_tinker_path(path).result(RESULT_TIMEOUT_S)
+    run = done(rest.get_training_run_by_tinker_path(path))
+    (listed,) = done(rest.list_checkpoints(model.model_id)).checkpoints
+    done(rest.set_checkpoint_ttl_from_tinker_path(path, None))
+    (kept,) = done(rest.list_checkpoints(model.model_id)).checkpoints
+    done(rest.delete_checkpoint_from_tinker_path(path))
 
     assert (run.training_run_id, run.base_model, run.lora_rank) == (model.model_id, "tiny", 4)
     assert (listed.checkpoint_id, listed.checkpoint_type) == ("weights/managed", "training")
     assert listed.size_bytes > 1000
     assert (listed.expires_at is None, kept.expires_at) == (False, None)
-    assert rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints == []
+    assert done(rest.list_checkpoints(model.model_id)).checkpoints == []

@@ -1,13 +1,15 @@
-"""Sampling sessions of base models, snapshots and saved weights: when weights close, and which requests are
-valid.
-"""
+"""Sampling sessions, when their weights close, turns of the snapshots, and which requests are valid."""
+
+from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
+from rl.tinker.backend import Turns
 from rl.tinker.codec import checked_request
 from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, NotFoundError
@@ -57,9 +59,8 @@ async def test_saved_weights_open_with_a_sample_are_shared_and_close_for_others(
     assert await asyncio.gather(*map(client.token, ids)) == [-4, -4]
     assert [client.now(service.sampling.sampler, one).model_path for one in ids] == [path, path]
     assert backend.names().count("open") == 1
-    other = client.create_sampler(
-        model.partition(":")[0], 0, model_path=await client.saved_sampler(model, 4, "s2")
-    )
+    second = await client.saved_sampler(model, 4, "s2")
+    other = client.create_sampler(model.partition(":")[0], 0, model_path=second)
     for seq_id, one in enumerate((other, ids[0]), 1):
         await client.token(one, seq_id)
         await settled()
@@ -75,16 +76,16 @@ async def test_saved_weights_open_with_a_sample_are_shared_and_close_for_others(
 async def test_least_recently_used_snapshot_closes_once_its_samples_have_ended(client):
     gate = client.backend.hold("sample")
     model, other = client.model(), client.of(YOU).model()
-    first = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
-    await client.of(YOU).result(client.of(YOU).snapshot(other, 1, 1))
+    first = await client.opened(model, 1, 0)
+    await client.of(YOU).opened(other, 1, 1)
     running = client.sample(first)
-    later = [await client.result(client.snapshot(model, number, number)) for number in (2, 3)]
+    second, third = [await client.opened(model, number, number) for number in (2, 3)]
     await asyncio.sleep(1)
     with pytest.raises(GoneError, match="limit samplers"):
-        client.sample(later[0].sampling_session_id)
+        client.sample(second)
     gate.set()
     await client.result(running)
-    assert [await client.token(one, 9) for one in (first, later[1].sampling_session_id)] == [0, 0]
+    assert [await client.token(one, 9) for one in (first, third)] == [0, 0]
     await asyncio.sleep(1)
     assert len(client.backend.published) == 3  # two of this owner, and one of the other
 
@@ -93,19 +94,18 @@ async def test_least_recently_used_snapshot_closes_once_its_samples_have_ended(c
 async def test_without_room_in_the_backend_the_owners_oldest_unused_snapshot_closes(client):
     client.backend.max_published = 3
     model, other = client.model(), client.of(YOU).model()
-    await client.of(YOU).result(client.of(YOU).snapshot(other, 1, 9))
-    ids = [(await client.result(client.snapshot(model, n, n))).sampling_session_id for n in (1, 2)]
+    await client.of(YOU).opened(other, 1, 9)
+    first, second = [await client.opened(model, n, n) for n in (1, 2)]
     gate = client.backend.hold("sample")
-    running = client.sample(ids[0])
-    await client.result(client.snapshot(model, 3, 3))
+    running = client.sample(first)
+    third = await client.opened(model, 3, 3)
     with pytest.raises(GoneError, match="there are 3 snapshots"):
-        client.sample(ids[1])
-    client.sample(f"{ids[0][:-1]}3")
-    refused = await client.failure(client.snapshot(model, 4, 4))
-    assert "there are 3 snapshots" in refused.error
+        client.sample(second)
+    client.sample(third)
+    assert "there are 3 snapshots" in (await client.failure(client.snapshot(model, 4, 4))).error
     gate.set()
     await client.result(running)
-    assert [await client.token(one, 9) for one in (ids[0], f"{ids[0][:-1]}3")] == [0, 0]
+    assert [await client.token(one, 9) for one in (first, third)] == [0, 0]
     assert len(client.backend.published) == 3
 
 
@@ -154,11 +154,10 @@ async def test_sources_that_cannot_be_sampled_from_are_refused(client):
     ):
         with pytest.raises(InvalidRequestError, match=said):
             client.create_sampler(session, 5, **source)
-    with pytest.raises(NotFoundError, match="there is no checkpoint"):
-        client.create_sampler(session, 5, model_path=f"{path}x")
     stranger = client.of(YOU)
-    with pytest.raises(NotFoundError, match="there is no checkpoint"):
-        stranger.create_sampler(stranger.session(), 5, model_path=path)
+    for one, own, missing in ((client, session, f"{path}x"), (stranger, stranger.session(), path)):
+        with pytest.raises(NotFoundError, match="there is no checkpoint"):
+            one.create_sampler(own, 5, model_path=missing)
     with pytest.raises(NotFoundError):
         client.sample(client.create_sampler(session, 5, base_model="tiny")[:-1] + "6")
 
@@ -230,3 +229,79 @@ async def test_waiting_samples_count_each(client):
     with pytest.raises(BusyError, match="limit waiting_bytes"):
         client.sample(sampler, 1, prompt(1, num_samples=5))
     client.sample(sampler, 1, prompt(1, num_samples=4))
+
+
+# Turns
+
+
+class Generators:
+    """Requests such as "b1" for the version of their letter, 2, that run until the test ends them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.turns = Turns(self.serve)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.ends: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def serve(self, version: int) -> None:
+        await asyncio.sleep(0)
+        if version < 0:
+            raise ArithmeticError("the pull failed")
+        self.log.append(f"serves {version}")
+
+    async def request(self, name: str) -> None:
+        async with self.turns.serving("xabc".index(name[0]) or -1):
+            self.log.append(name)
+            await self.ends[name].wait()
+
+    async def after(self, *names: str) -> list[str]:
+        """Start these requests and return the calls recorded since the last look."""
+        self.tasks |= {name: asyncio.create_task(self.request(name)) for name in names}
+        await settled()
+        found, self.log = self.log, []
+        return found
+
+    async def ended(self, *names: str) -> list[str]:
+        for name in names:
+            self.ends[name].set()
+        return await self.after()
+
+    async def cancelled(self, *names: str) -> list[str]:
+        for name in names:
+            self.tasks[name].cancel()
+        return await self.after()
+
+
+@pytest.mark.anyio
+async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
+    room = Generators()
+    assert await room.after("a1", "a2") == ["serves 1", "a1", "a2"]
+    assert await room.after("c1", "a3", "b1", "c2") == []
+    assert await room.ended("a1") == []
+    assert await room.ended("a2") == ["serves 3", "c1", "c2"]
+    assert await room.ended("c1", "c2") == ["serves 1", "a3"]
+    assert await room.ended("a3") == ["serves 2", "b1"]
+    assert await room.ended("b1") == []
+    assert await room.after("b2") == ["b2"]  # still served
+    await room.ended("b2")
+    await room.after("x1", "x2")
+    for name in ("x1", "x2"):
+        with pytest.raises(ArithmeticError, match="the pull failed"):
+            await room.tasks[name]
+    assert await room.after("b3") == ["serves 2", "b3"]
+    await room.ended("b3")
+
+
+@pytest.mark.anyio
+async def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
+    """A session that ends cancels several at once; the end of one would admit another cancelled one."""
+    room = Generators()
+    assert await room.after("a1") == ["serves 1", "a1"]
+    await room.after("b1", "a2", "c1")
+    assert await room.cancelled("b1", "a2") == []
+    assert await room.cancelled("a1") == ["serves 3", "c1"]
+    await room.after("b2")
+    await room.cancelled("b2")
+    await room.ended("c1")
+    assert await room.after("b3") == ["serves 2", "b3"]
+    await room.ended("b3")

@@ -1,6 +1,7 @@
 """Creation and loading of models, and settings of requests."""
 
 import re
+from typing import Any
 
 import pytest
 from tinker import types as wire
@@ -14,16 +15,19 @@ from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 @service_test()
 async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     session = client.session()
-    with pytest.raises(InvalidRequestError, match="base_model='huge': must be 'tiny'"):
-        client.model(session=session, number=4, base_model="huge")
-    with pytest.raises(InvalidRequestError, match="model_seq_id=-1"):
-        client.model(session=session, number=-1)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("base_model='huge': must be 'tiny'", {"base_model": "huge"}),
+        ("model_seq_id=-1", {"number": -1}),
+        *(("user_metadata", {"user_metadata": {"a": value}}) for value in (1, [], "\ud800")),
+    ]
+    for said, fields in wrong:
+        with pytest.raises(InvalidRequestError, match=said):
+            client.model(session=session, **{"number": 4} | fields)
     model = client.model(session=session, number=4)
     assert client.model(session=session, number=4, rank=0) == model
     assert model == f"{session}:train:4"
     assert (await client.result(f"{model}:0")).model_id == model
-    info = client.service.training.live(model, ME)
-    assert info.settings == LORA
+    assert client.service.training.live(model, ME).settings == LORA
     assert client.backend.names("delete_model") == ["create_model"]
 
 
@@ -79,14 +83,14 @@ async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
     await settled()
     assert len(client.backend.weights) == 2
     assert client.backend.names()[-1] == "delete_model"
-    with pytest.raises(InvalidRequestError, match="base_model='other': must be 'tiny'"):
-        create(1, path, "other")
-    with pytest.raises(NotFoundError):
-        create(1, f"{path}x", None)
-    with pytest.raises(InvalidRequestError, match="must have the form tinker://"):
-        create(1, "/etc/passwd", None)
-    with pytest.raises(InvalidRequestError, match="weights to sample from"):
-        create(1, path.replace("/weights/", "/sampler_weights/"), None)
+    for base, wrong, error, said in (
+        ("other", path, InvalidRequestError, "base_model='other': must be 'tiny'"),
+        (None, f"{path}x", NotFoundError, "there is no checkpoint"),
+        (None, "/etc/passwd", InvalidRequestError, "must have the form tinker://"),
+        (None, path.replace("/weights/", "/sampler_weights/"), InvalidRequestError, "weights to sample from"),
+    ):
+        with pytest.raises(error, match=said):
+            create(1, wrong, base)
 
 
 @service_test(virtual=False)
@@ -120,14 +124,3 @@ def test_invalid_setting_of_a_step_is_named(field, value, bounds):
         optim_params(wire.AdamParams(**{field: value}))
     assert optim_params(wire.AdamParams()).max_norm == float("inf")  # clipped on request only
     assert optim_params(wire.AdamParams(grad_clip_norm=0.5)).max_norm == 0.5
-
-
-@service_test()
-async def test_save_for_a_sampler_has_a_name_or_a_session_number(client):
-    model = client.model()
-    for seq_id, (name, number) in enumerate(((None, None), ("a", 0)), 1):
-        with pytest.raises(InvalidRequestError, match="give one of them"):
-            client.save_sampler(model, seq_id, name, sampling_session_seq_id=number)
-    for seq_id, ttl in enumerate((0, 10**12), 3):
-        with pytest.raises(InvalidRequestError, match=f"ttl_seconds={ttl}"):
-            client.save(model, seq_id, "a", ttl_seconds=ttl)
