@@ -1,3 +1,5 @@
+"""Examples of episodes of several turns: an environment of one's own, and tools."""
+
 import asyncio
 import pickle
 import subprocess
@@ -5,18 +7,76 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from examples.multi_turn_tools import Arithmetic, tiny
+from examples import custom_environment, multi_turn_tools
+from examples.custom_environment import GuessNumber
+from examples.multi_turn_tools import Arithmetic
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.observability.metrics import read_metrics
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.samples import demonstrated
-from rl.types import Reply
+from rl.types import Problem, Reply
 from tests.support.scored import COMPLETION, replied
+from tests.support.tasks import played
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("example", [custom_environment, multi_turn_tools], ids=lambda e: e.__name__)
+def test_demonstrations_fit_the_tiny_run(example, tmp_path):
+    config = example.tiny()
+    build_byte_tokenizer(tmp_path)
+    tokenizer, ends = open_tokenizer(tmp_path)
+    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends)
+    renderer.check_multi_turn()
+    task = config.task.build()
+    environments = Environments(make=task.environment)
+    for problem in islice(task.warmup_problems(seed=0), 12):
+        sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
+        text = tokenizer.decode(sample.token_ids[sample.mask]).split("<|im_end|>")
+        assert text[:-1] == list(problem.demonstrations)
+        assert len(sample.token_ids) <= config.generator.max_model_len
+        most = config.loop.sampling.max_tokens
+        assert all(len(renderer.reply(text)) <= most for text in problem.demonstrations)
+
+
+# An environment of one's own
+
+RANGE = Problem(id="guess/10-16/12", question="10-16", answer="12", info={"low": 10, "high": 16})
+GUESSING: GuessNumber = GuessNumber.Config().build()
+
+
+@pytest.mark.parametrize(
+    ("guesses", "asked", "reward", "is_correct"),
+    [
+        (["13", "11", "12"], ["10-16", "lower", "higher"], 0.8, True),
+        (["12"], ["10-16"], 1.0, True),
+        (["10", "11", "13"], ["10-16", "higher", "higher"], -0.3, False),
+        (["a"], ["10-16"], -0.1, False),
+    ],
+    ids=["halved", "at once", "too late", "no number"],
+)
+def test_guesses_are_answered_and_rewarded(guesses, asked, reward, is_correct):
+    rollout = played(GUESSING, RANGE, *guesses)
+    assert [m.content for turn in rollout.turns for m in turn.messages] == asked
+    assert rollout.turns[-1].observation.messages == ()
+    score = GUESSING.rubric(seed=0).score(rollout)
+    assert score.reward == pytest.approx(reward)
+    assert score.correct == is_correct
+
+
+def test_demonstrations_mostly_begin_at_the_lowest_and_half_of_them_end_right():
+    problems = list(islice(GUESSING.warmup_problems(seed=0), 400))
+    lowest = [p.demonstrations[0] == str(p.info["low"]) for p in problems]
+    assert 0.6 < np.mean(lowest) < 0.8
+    found = [p.demonstrations[-1] == p.answer for p in problems]
+    assert 0.45 < np.mean(found) < 0.75
+
+
+# Tools
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +112,9 @@ def test_only_the_right_number_at_the_end_is_rewarded(task):
     assert [s.correct for s in scores] == [True] * 3 + [False] * 5
 
 
-def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
-    config = tiny()
-    build_byte_tokenizer(tmp_path)
-    tokenizer, ends = open_tokenizer(tmp_path)
-    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends)
-    renderer.check_multi_turn()
-    task = config.task.build()
-    problems = list(islice(task.warmup_problems(seed=0), 12))
-    environments = Environments(make=task.environment)
-    for problem in problems:
-        sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
-        assert len(sample.token_ids) <= config.generator.max_model_len
-        for text in problem.demonstrations:
-            assert len(renderer.reply(text)) <= config.loop.sampling.max_tokens
-    guesses = [len(p.demonstrations) == 1 for p in islice(task.warmup_problems(seed=1), 200)]
+def test_demonstrations_mostly_guess():
+    problems = islice(multi_turn_tools.tiny().task.build().warmup_problems(seed=1), 200)
+    guesses = [len(problem.demonstrations) == 1 for problem in problems]
     assert 0.5 < sum(guesses) / 200 < 0.7
 
 
