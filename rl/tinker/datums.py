@@ -3,16 +3,8 @@
 A datum's entry i belongs to the model's prediction after token i; a sample's entry t belongs to token t as a target.
 A datum of N tokens is therefore a sample of N + 1, whose last token is never read.
 
-All losses are plain sums over the tokens of a call, without any division. With p the logprob of a target, q the
-logprob that came with it, A its advantage, w its weight, and r = exp(p - q) with p - q clamped to +-20 nats:
-
-    cross_entropy          - sum w p
-    importance_sampling    - sum r A
-    ppo                    - sum min(r A, clamp(r, lo, hi) A)
-    cispo                  - sum sg(clamp(r, lo, hi)) p A                          sg: stop-gradient
-    dro                    - sum [p A - beta / 2 (p - q)^2]
-    gspo                   - sum min(s A, clamp(s, lo, hi) A), s = exp(mean of sg(p) - q) exp(p - sg(p)), the mean
-                           taken over sequence_ratio_mask or, without one, over the tokens with an advantage
+All losses are plain sums over the tokens of a call, without any division; docs/tinker.md has their formulas. The mean
+ratio of gspo is taken over sequence_ratio_mask or, without one, over the tokens with an advantage.
 
 Shape legend: N tokens of one datum, K targets of each, T = N + 1.
 """

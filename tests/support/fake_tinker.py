@@ -305,6 +305,9 @@ class Client:
         assert isinstance(result, wire.RequestFailedResponse), result
         return result
 
+    async def loss(self, request_id: str) -> float:
+        return (await self.result(request_id)).metrics["loss:sum"]
+
     async def weight(self, request_id: str) -> float:
         """Return the weight reported by a step."""
         return (await self.result(request_id)).metrics["grad_norm:mean"]

@@ -16,7 +16,7 @@ async def test_repeated_request_is_done_once_even_after_its_result_was_evicted(c
     model = client.model()
     first = client.add(model, 1, 5)
     assert client.add(model, 1, 7) == first  # while it waits
-    assert (await client.result(first)).metrics["loss:sum"] == 5
+    assert await client.loss(first) == 5
     assert client.add(model, 1, 7) == first  # when it is done
     await asyncio.sleep(6)
     assert client.add(model, 1, 5) == first
@@ -63,7 +63,7 @@ async def test_requests_run_in_the_order_of_their_seq_ids_if_gaps_close_in_time(
     await asyncio.sleep(29)  # the next gap has a timeout of its own
     client.add(model, 3, 3)
 
-    assert (await client.result(behind)).metrics["loss:sum"] == 2
+    assert await client.loss(behind) == 2
     assert await client.weight(step) == -(1 + 2 + 3)
     added = [f"forward_backward 0 [{i}]" for i in (1, 2, 3)]
     assert client.backend.calls == ["create_model 0", *added, "optim_step 0"]
@@ -90,7 +90,7 @@ async def test_refused_request_uses_up_its_seq_id(client):
     with pytest.raises(InvalidRequestError, match=r"data\[0\].model_input: has token id -1"):
         client.add(model, 1, -1)
 
-    assert (await client.result(client.add(model, 2, 3))).metrics["loss:sum"] == 3
+    assert await client.loss(client.add(model, 2, 3)) == 3
     assert "token id -1" in (await client.failure(client.add(model, 1, -1))).error
     assert now_s() == 0
     for seq_id in (0, -1, 2**63, None):
@@ -108,9 +108,9 @@ async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(clie
     client.of(YOU).model()  # has a limit of its own
     first = client.add(model, 1, 1)
 
-    sums = [(await client.result(one)).metrics["loss:sum"] for one in (first, *behind)]
+    sums = [await client.loss(one) for one in (first, *behind)]
     assert sums == [1, 2, 3, 4]
-    assert (await client.result(client.add(model, 5, 5))).metrics["loss:sum"] == 5
+    assert await client.loss(client.add(model, 5, 5)) == 5
 
 
 @service_test()
@@ -139,5 +139,5 @@ async def test_limit_on_results_evicts_the_oldest_except_for_who_waits(client):
     for request in requests[:2]:
         with pytest.raises(GoneError, match="too many newer results"):
             await client.result(request)
-    assert [(await client.result(one)).metrics["loss:sum"] for one in requests[2:]] == [3, 4, 5]
+    assert [await client.loss(one) for one in requests[2:]] == [3, 4, 5]
     assert (await created).model_id == model
