@@ -29,10 +29,6 @@ class Client:
 class Shared(SumDigits):
     """Shared client of all episodes, created by the first step of the first one."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(SumDigits.Config):
-        pass
-
     def __init__(self, *, config: Config) -> None:
         super().__init__(config=config)
         self.clients: list[Client] = []
