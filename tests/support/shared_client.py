@@ -29,7 +29,7 @@ class Client:
 class Shared(SumDigits):
     """Shared client of all episodes, created by the first step of the first one."""
 
-    def __init__(self, *, config: Config) -> None:
+    def __init__(self, *, config: SumDigits.Config) -> None:
         super().__init__(config=config)
         self.clients: list[Client] = []
 
