@@ -15,10 +15,11 @@ from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 @service_test()
 async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     session = client.session()
+    not_texts: tuple[Any, ...] = (1, [], "\ud800")
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("base_model='huge': must be 'tiny'", {"base_model": "huge"}),
         ("model_seq_id=-1", {"number": -1}),
-        *(("user_metadata", {"user_metadata": {"a": value}}) for value in (1, [], "\ud800")),
+        *(("user_metadata", {"user_metadata": {"a": value}}) for value in not_texts),
     ]
     for said, fields in wrong:
         with pytest.raises(InvalidRequestError, match=said):
