@@ -1,19 +1,54 @@
-"""Measured limits of a machine, and the shares of them that a step reaches."""
+"""The machine and packages of a run, its measured limits, and the shares of them that a step reaches."""
 
+import socket
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 
 from rl.models.model_cost import ModelWork
-from rl.observability.machine import LimitSink, MachineLimits, RunLimits, machine_limits
+from rl.observability.machine import (
+    LimitSink,
+    MachineLimits,
+    RunLimits,
+    describe_environment,
+    machine_limits,
+    write_environment,
+)
 from rl.observability.metrics import Max, Mean
+from rl.reporting.data import read_environment
 from rl.utils.processes import use_threads
 from tests.support.fakes import ListSink
 
 CPU = torch.device("cpu")
 MACHINE = MachineLimits(flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
+
+
+def test_machine_is_described_without_secrets(tmp_path, monkeypatch):
+    for number in range(2):
+        gpu = tmp_path / f"0000:0{number}:00.0"
+        gpu.mkdir()
+        (gpu / "information").write_text(f"Model: \t\t Some GPU {number}\nIRQ:   \t\t 16\n")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    told = describe_environment(gpus=tmp_path)
+    assert told["host"] == socket.gethostname()
+    assert told["memory_gib"] > 0
+    assert told["gpus"] == ["Some GPU 0", "Some GPU 1"]
+    assert told["packages"]["torch"] == metadata.version("torch")
+    assert told["variables"]["NCCL_DEBUG"] == "INFO"
+    assert "SOME_API_KEY" not in told["variables"]
+
+
+def test_environment_is_read_back(tmp_path, caplog):
+    write_environment(tmp_path / "environment.json")
+    assert read_environment(tmp_path / "environment.json") == describe_environment()
+    (tmp_path / "cut.json").write_text('{"host": "a')
+    assert read_environment(tmp_path / "cut.json") == {}
+    write_environment(tmp_path / "gone" / "environment.json")
+    assert "environment.json was not written: No such file" in caplog.text
 
 
 def test_measured_rates_are_those_of_a_machine_and_change_no_state():
