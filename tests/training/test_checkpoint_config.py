@@ -1,7 +1,6 @@
 """The checkpoint that a run loads before its first step, and the detection of damage."""
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -81,79 +80,78 @@ def test_names_are_excluded_by_whole_parts_and_patterns():
     assert not excluded("optimizer.norm.weight.step", ("model",))
 
 
-def test_latest_or_named_step_of_a_folder_is_loaded(saved, tmp_path):
-    asked = CheckpointConfig(initial_load_path=str(tmp_path / "saved"), initial_load_model_only=False)
-    assert find_load_source(asked) == continuing(saved[10], 10)
-    assert find_load_source(replace(asked, load_step=4)) == continuing(saved[4], 4)
-    without_loop = replace(asked, load_step=4, exclude_from_loading=("dataloader",))
-    assert find_load_source(without_loop) == replace(continuing(saved[4], 4), position=None)
-    with pytest.raises(ValueError, match=r"load_step=3: .*/saved has no such step, only 2, 4, 10"):
-        find_load_source(replace(asked, load_step=3))
+def find(tmp_path, *, repairs=False, **fields):
+    """Find what a config loads whose paths are relative to `tmp_path`."""
+    for name in fields.keys() & {"folder", "initial_load_path"}:
+        fields[name] = str(tmp_path / fields[name])
+    return find_load_source(CheckpointConfig(**fields), repairs=repairs)
 
 
-def test_one_checkpoint_is_loaded_by_its_path_and_continued_if_it_is_whole(saved, tmp_path):
-    asked = CheckpointConfig(initial_load_path=str(saved[4]))
-    assert find_load_source(asked) == starting(saved[4])
-    assert find_load_source(replace(asked, load_only=True)) == starting(saved[4])
-    with pytest.raises(ValueError, match=r"step-4: must be .* a folder of step-<n> for load_step=4"):
-        find_load_source(replace(asked, load_step=4))
-    of_model = save(tmp_path, 3, model_only=True)
-    asked = CheckpointConfig(initial_load_path=str(of_model))
-    assert find_load_source(asked) == starting(of_model)
-    with pytest.raises(ValueError, match=r"holds only the model .*, so it cannot be continued"):
-        find_load_source(replace(asked, initial_load_model_only=False))
+FOLDER = {"initial_load_path": "saved", "initial_load_model_only": False}
+ONE = {"initial_load_path": "saved/step-4"}
+HF = {"initial_load_path": "hf", "initial_load_in_hf": True}
+SHARED = {"folder": "saved"}
+WITHOUT_LOOP = {"exclude_from_loading": ("dataloader",)}
 
 
-def test_shared_folder_with_checkpoints_is_continued(saved, tmp_path):
-    shared = CheckpointConfig(folder=str(tmp_path / "saved"), initial_load_path=str(tmp_path / "nowhere"))
-    assert find_load_source(shared) == continuing(saved[10], 10)
-    with pytest.raises(ValueError, match="save the same steps again"):
-        find_load_source(replace(shared, exclude_from_loading=("dataloader",)))
+@pytest.fixture
+def folders(saved, tmp_path):
+    """Write a model, the checkpoints of a run that ended, an export and an empty folder beside `saved`."""
+    save(tmp_path / "model", 3, model_only=True)
+    save(tmp_path / "ended", 6)
+    for name in ("ended/hf", "hf", "empty"):
+        (tmp_path / name).mkdir()
+    return tmp_path
 
 
-def test_earlier_step_of_the_shared_folder_is_loaded_only_without_saving(saved, tmp_path):
-    shared = CheckpointConfig(folder=str(tmp_path / "saved"))
-    assert find_load_source(replace(shared, load_step=10)) == continuing(saved[10], 10)
-    with pytest.raises(ValueError, match=r"load_step=4: .* also holds later steps up to 10"):
-        find_load_source(replace(shared, load_step=4))
-    assert find_load_source(replace(shared, load_step=4, load_only=True)) == continuing(saved[4], 4)
+@pytest.mark.parametrize(
+    ("fields", "path", "step"),
+    [
+        (FOLDER, "saved/step-10", 10),
+        (FOLDER | {"load_step": 4}, "saved/step-4", 4),
+        (ONE, "saved/step-4", None),
+        (ONE | {"load_only": True}, "saved/step-4", None),
+        ({"initial_load_path": "model/step-3"}, "model/step-3", None),
+        (HF, "hf", None),
+        # A command that starts from another folder continues its own once that holds a checkpoint.
+        (ONE | {"folder": "own"}, "saved/step-4", None),
+        (ONE | {"folder": "ended", "last_save_in_hf": False}, "ended/step-6", 6),
+        (SHARED | {"initial_load_path": "nowhere"}, "saved/step-10", 10),
+        (SHARED | {"load_step": 10}, "saved/step-10", 10),
+        (SHARED | {"load_step": 4, "load_only": True}, "saved/step-4", 4),
+    ],
+)
+def test_config_continues_a_checkpoint_or_starts_from_it(folders, fields, path, step):
+    path = folders / path
+    assert find(folders, **fields) == (starting(path) if step is None else continuing(path, step))
 
 
-def test_command_that_started_from_another_folder_continues_its_own(saved, tmp_path):
-    asked = CheckpointConfig(
-        folder=str(tmp_path / "own"), initial_load_path=str(tmp_path / "saved"), load_step=4
-    )
-    assert find_load_source(asked) == starting(saved[4])
-    for step in (1, 4, 6):
-        path = save(tmp_path / "own", step)
-        assert find_load_source(asked) == continuing(path, step)
+def test_loop_starts_anew_without_its_position(folders):
+    source = find(folders, **FOLDER, **WITHOUT_LOOP)
+    assert source == replace(continuing(folders / "saved" / "step-10", 10), position=None)
 
 
-def test_end_of_an_earlier_run_is_not_overwritten(saved, tmp_path):
-    (tmp_path / "saved" / "hf").mkdir()
-    shared = CheckpointConfig(folder=str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match=r"last_save_in_hf=True: .*/hf exists, from a run that ended"):
-        find_load_source(shared)
-    assert find_load_source(replace(shared, last_save_in_hf=False)) == continuing(saved[10], 10)
-
-
-def test_missing_source_or_one_of_another_kind_is_refused(tmp_path):
-    folder = tmp_path / "folder"
-    (tmp_path / "empty").mkdir()
-    for fields, says in (
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (FOLDER | {"load_step": 3}, r"load_step=3: .*/saved has no such step, only 2, 4, 10"),
+        (ONE | {"load_step": 4}, r"step-4: must be .* a folder of step-<n> for load_step=4"),
+        (
+            {"initial_load_path": "model/step-3", "initial_load_model_only": False},
+            "holds only the model .*, so it cannot be continued",
+        ),
+        (SHARED | WITHOUT_LOOP, "save the same steps again"),
+        (SHARED | {"load_step": 4}, r"load_step=4: .* also holds later steps up to 10"),
+        ({"folder": "ended"}, r"last_save_in_hf=True: .*/hf exists, from a run that ended"),
         ({"load_only": True}, "there is no checkpoint to load"),
-        ({"initial_load_path": str(tmp_path / "empty")}, "must be a checkpoint, a folder of step-<n>"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            find_load_source(CheckpointConfig(**fields))
-    folder.mkdir()
-    asked = CheckpointConfig(initial_load_path=str(folder), initial_load_in_hf=True)
-    assert find_load_source(asked) == starting(folder)
-    for of_checkpoint in (
-        replace(asked, load_step=3), replace(asked, exclude_from_loading=("model.norm",))
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="only for checkpoints: must not be set with initial_load_in_hf"):
-            find_load_source(of_checkpoint)
+        ({"initial_load_path": "empty"}, "must be a checkpoint, a folder of step-<n>"),
+        (HF | {"load_step": 3}, "only for checkpoints: must not be set with initial_load_in_hf"),
+        (HF | {"exclude_from_loading": ("model.norm",)}, "only for checkpoints: must not be set"),
+    ],
+)
+def test_config_that_finds_nothing_to_load_is_refused(folders, fields, says):
+    with pytest.raises(ValueError, match=says):
+        find(folders, **fields)
 
 
 def test_own_latest_checkpoint_is_continued_whatever_is_excluded(tmp_path):
@@ -182,14 +180,14 @@ def test_own_checkpoint_that_cannot_be_continued_is_refused(tmp_path):
 
 
 def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved, tmp_path):
-    config = CheckpointConfig(folder=str(tmp_path / "saved"), last_save_in_hf=False)
     truncate(saved[10] / TENSORS)
     says = rf"{saved[10]}/__0_0.distcp is truncated: it has 14 bytes, 17 were written"
-    for asked in (config, replace(config, load_step=10)):
-        with pytest.raises(ValueError, match=says):
-            find_load_source(asked, repairs=asked is not config)  # A requested step is not replaced.
+    with pytest.raises(ValueError, match=says):
+        find(tmp_path, **SHARED)
+    with pytest.raises(ValueError, match=says):  # A requested step is not replaced.
+        find(tmp_path, **SHARED, load_step=10, repairs=True)
     assert list(saved_steps(tmp_path / "saved")) == [2, 4, 10]
-    assert find_load_source(config, repairs=True) == continuing(saved[4], 4)
+    assert find(tmp_path, **SHARED, repairs=True) == continuing(saved[4], 4)
     assert list(saved_steps(tmp_path / "saved")) == [2, 4]
 
 
@@ -199,43 +197,27 @@ def checked(path):
     return path
 
 
-def flip_a_bit(content, rng):
-    at = rng.randrange(len(content))
-    return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-
-
-def cut_short(content, rng):
-    return content[: rng.randrange(len(content))]
-
-
-def grow(content, rng):
-    return content + rng.randbytes(rng.randrange(1, 100))
-
-
-@pytest.mark.parametrize("fault", [flip_a_bit, cut_short, grow, None])
-def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(tmp_path, caplog, fault):
-    rng = random.Random(0)
-    for number in range(20):
-        caplog.clear()
-        folder = tmp_path / str(number)
-        save(folder, 1)
-        newest = save(folder, 2)
-        name = sorted(path.name for path in newest.iterdir())[number % 3]
-        before = (newest / name).read_bytes()
-        after = None if fault is None else fault(before, rng)
-        if after is None:
-            (newest / name).unlink()
-        else:
-            (newest / name).write_bytes(after)
-        taken = newest_usable(folder, checked)
-        if taken == newest:  # Only whitespace of the manifest was lost.
-            assert name == MANIFEST
-            assert json.loads(after or b"") == json.loads(before)
-            continue
-        assert taken == folder / "step-1"
-        assert list(saved_steps(folder)) == [1]
-        (record,) = caplog.records
-        assert record.message.endswith("set aside as step-2.damaged, and an earlier one is taken")
+@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda content: content[:9] + bytes([content[9] ^ 16]) + content[10:],
+        lambda content: content[:-3],
+        lambda content: content + b"more",
+        None,
+    ],
+    ids=["flipped bit", "cut short", "longer", "missing"],
+)
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(tmp_path, caplog, name, fault):
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    content = (newest / name).read_bytes()
+    (newest / name).unlink()
+    if fault is not None:
+        (newest / name).write_bytes(fault(content))
+    assert newest_usable(tmp_path, checked) == older
+    assert list(saved_steps(tmp_path)) == [1]
+    (record,) = caplog.records
+    assert record.message.endswith("set aside as step-2.damaged, and an earlier one is taken")
 
 
 @pytest.mark.parametrize(
