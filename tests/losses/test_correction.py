@@ -131,3 +131,80 @@ def test_effective_sample_share_by_hand():
     assert effective_sample_share(mean_weight=2.0, mean_squared_weight=4.0) == 1.0  # all alike
     assert effective_sample_share(mean_weight=0.25, mean_squared_weight=0.25) == 0.25  # one of four has all
     assert effective_sample_share(mean_weight=0.0, mean_squared_weight=0.0) == 0.0
+
+
+# Exact expectation of the corrected gradient: two tokens of a vocabulary of three give nine sequences. The policies
+# p, p_prox and q are tables of logits; q changes between the two tokens, as when weights change during generation.
+# Each sequence has its own advantage, multiplied by the sequence's probability under q; as the loss is linear in
+# the advantage, the gradient over all nine sequences is that of the expected loss.
+FIRST = torch.arange(3).repeat_interleave(3)
+SECOND = torch.arange(3).repeat(3)
+
+
+def table(seed):
+    """Make logits: row 0 for the first token, rows 1 to 3 for the second after each first token."""
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def logprobs(first, second):
+    """Return the logprobs of each token of each sequence, [9, 2]."""
+    at_first = first.log_softmax(-1)[0]
+    at_second = second.log_softmax(-1)[1:]
+    return torch.stack((at_first[FIRST], at_second[FIRST, SECOND]), dim=1)
+
+
+NINE_ADVANTAGES = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -0.5, 1.5], dtype=torch.float64)
+P = table(0)
+Q = logprobs(table(2), table(3))
+"""Logprobs under q, with another version for each of the two tokens."""
+
+
+def gradient_under(probabilities):
+    """Return the gradient of minus the expected advantage, by scores, under given probabilities, [9]."""
+    logits = P.clone().requires_grad_()
+    scores = logprobs(logits, logits).sum(1)
+    return torch.autograd.grad(-(probabilities * NINE_ADVANTAGES * scores).sum(), logits)[0]
+
+
+def expected_gradient(correction):
+    """Return the expected gradient of the loss on sequences sampled from q."""
+    logits = P.clone().requires_grad_()
+    advantages = Q.sum(1).exp() * NINE_ADVANTAGES
+    inputs = LossInputs(
+        logprobs=logprobs(logits, logits).flatten(),
+        generator_logprobs=Q.flatten(),
+        advantages=advantages.repeat_interleave(2),
+        mask=torch.ones(18, dtype=torch.bool),
+        sequence_ids=torch.arange(9).repeat_interleave(2),
+        num_sequences=9,
+    )
+    return torch.autograd.grad(GRPOLoss(correction=correction)(inputs).loss_sum, logits)[0]
+
+
+def gap(actual, expected):
+    return (torch.linalg.norm(actual - expected) / torch.linalg.norm(expected)).item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounded"),
+    [
+        ({"high": math.inf}, lambda p, q: p),
+        ({"high": 1.5}, lambda p, q: torch.minimum(p, 1.5 * q)),
+        (
+            {"mode": "mask", "low": 0.5, "high": 1.5},
+            lambda p, q: torch.where((p / q >= 0.5) & (p / q <= 1.5), p, 0.0),
+        ),
+    ],
+    ids=["unbounded", "truncated", "masked"],
+)
+def test_sequence_ratio_gives_the_on_policy_gradient_under_bounded_probabilities(settings, bounded):
+    p, q = logprobs(P, P).sum(1).exp(), Q.sum(1).exp()
+    assert 0 < ((p / q >= 0.5) & (p / q <= 1.5)).sum() < 9
+    correction = ImportanceCorrection(level="sequence", **settings)
+    assert gap(expected_gradient(correction), gradient_under(bounded(p, q))) < 1e-12
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence_mean"])
+def test_other_ratios_are_biased(level):
+    correction = None if level is None else ImportanceCorrection(level=level, high=math.inf)
+    assert gap(expected_gradient(correction), gradient_under(logprobs(P, P).sum(1).exp())) > 0.1

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
-from losses.policy import GRPOLoss
+from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
 from losses.types import LossOutput
 from rl.distributed.compile import CompileConfig
 from rl.training.failures import NonFiniteLossError, read_batch
@@ -103,6 +104,60 @@ def test_optimizer_implementations_agree(assets, implementation):
 
 PLAIN_SUM = CrossEntropyLoss(normalization="none")
 """Loss without a denominator."""
+NUM_VALID = sum(int((s.mask & np.isfinite(s.generator_logprobs)).sum()) for s in SAMPLES)
+NORMALIZED = {
+    "token_mean": (GRPOLoss(), NUM_VALID),
+    "sequence_mean": (GRPOLoss(normalization="sequence_mean"), 13),
+    "constant": (DrGRPOLoss(tokens_per_sequence=20), 260),
+    "none": (GRPOLoss(normalization="none"), 0),
+    "of sequences": (RLOOLoss(clip_low=1.0, clip_high=50.0), 13),
+    "supervised": (CrossEntropyLoss(normalization="sequence_mean"), 13),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_split_calls_equal_one_call_under_every_normalization(assets, name):
+    loss, denominator = NORMALIZED[name]
+    whole = make_engine(assets)
+    expected, expected_gradients = whole.forward_backward(SAMPLES, loss=loss), gradients(whole)
+    norm = whole.optim_step().grad_norm
+    size = 0.0  # of the terms: both signs nearly cancel in their sum
+    for cuts in (range(14), (0, 5, 13)):
+        engine = make_engine(assets)
+        parts = [engine.forward_backward(SAMPLES[a:b], loss=loss) for a, b in itertools.pairwise(cuts)]
+        size = max(size, sum(abs(part.loss_sum) for part in parts))
+        assert sum(part.loss_sum for part in parts) == pytest.approx(expected.loss_sum, abs=1e-5 * size)
+        assert sum(part.denominator for part in parts) == expected.denominator == denominator
+        assert_near(gradients(engine), expected_gradients)
+        assert engine.optim_step().grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+COMPILED_HEAD = CompileConfig(enable=True, components=("loss",), backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"logits_chunk_tokens": 7}, pytest.param({"compile": COMPILED_HEAD}, marks=pytest.mark.medium)],
+    ids=["chunks", "compiled"],
+)
+def test_entropy_bonus_is_unchanged_by_chunked_logits_and_a_compiled_head(assets, settings):
+    plain, other = make_engine(assets), make_engine(assets, **settings)
+    sums = [e.forward_backward(SAMPLES, loss=GRPOLoss(entropy_coef=0.7)).loss_sum for e in (plain, other)]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-5)
+    assert_near(gradients(other), gradients(plain))
+
+
+def test_loss_gets_the_entropy_with_its_gradient_only_on_request(assets, monkeypatch):
+    seen, call = [], GRPOLoss.__call__
+    monkeypatch.setattr(
+        GRPOLoss, "__call__", lambda loss, given: seen.append(given.entropy) or call(loss, given)
+    )
+    engine = make_engine(assets)
+    engine.forward_backward(SAMPLES[:2], loss=GRPOLoss())
+    assert set(seen) == {None}
+    seen.clear()
+    engine.forward_backward(SAMPLES[:2], loss=GRPOLoss(entropy_coef=0.1))
+    assert all(entropy.requires_grad for entropy in seen)
 
 
 def test_loss_without_denominator_is_not_divided(assets):
