@@ -1,6 +1,5 @@
 """Float8 emulated on one device. `tests/training/test_float8_layouts.py` tests the layouts."""
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -57,9 +56,8 @@ def test_product_and_gradients_use_rounded_factors(recipe):
 
 
 def test_head_and_filtered_layers_are_not_converted():
-    spec = even_spec()
-    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, tie_embeddings=False))
-    engine = make(Float8.Config(emulate=True, filter_fqns=("layers.0.attention", "down_proj")), spec=spec)
+    float8 = Float8.Config(emulate=True, filter_fqns=("layers.0.attention", "down_proj"))
+    engine = make(float8, spec=even_spec(tie=False))
     kinds = {
         name: type(module).__name__
         for name, module in engine.policy.model.named_modules()

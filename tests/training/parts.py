@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models import qwen3_moe
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models import qwen3, qwen3_moe
+from rl.models.decoder import FeedForward
 from rl.models.hf import write_hf_folder
 from rl.models.lora import ALL_LINEAR
 from rl.models.moe import MoE
 from rl.models.peft import write_peft_folder
-from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.training.config import TrainingConfig
@@ -34,38 +33,30 @@ BIAS_RATE = 0.01
 """Change of an expert's bias in a step."""
 
 
-def spec_like(spec: ModelSpec, *, dim: int, head_dim: int, feed_forward: Any, tie: bool) -> ModelSpec:
+def spec_like(family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: bool = True) -> ModelSpec:
     """Return a model of two layers."""
-    model = Decoder.Config(
-        vocab_size=VOCAB,
-        dim=dim,
-        num_layers=2,
-        tie_embeddings=tie,
-        block=TransformerBlock.Config(
-            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=head_dim),
-            feed_forward=feed_forward,
-        ),
-        rope=RoPE.Config(theta=1e4, max_positions=64),
-    )
+    spec = family.model_registry("tiny")
+    model = spec.adapter.sized(
+        vocab_size=VOCAB, dim=dim, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
+        feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=64,
+    )  # fmt: skip
     return replace(spec, model=model)
 
 
 def small_spec(*, tie: bool = True) -> ModelSpec:
     """Return a model of two layers of width 36, which shards do not all divide evenly."""
-    feed_forward = FeedForward.Config(hidden_dim=20)
-    return spec_like(model_registry("tiny"), dim=36, head_dim=6, feed_forward=feed_forward, tie=tie)
+    return spec_like(qwen3, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=tie)
 
 
-def even_spec() -> ModelSpec:
+def even_spec(*, tie: bool = True) -> ModelSpec:
     """Return a model of sizes that float8 can multiply, even on each of two tensor-parallel ranks."""
-    feed_forward = FeedForward.Config(hidden_dim=64)
-    return spec_like(model_registry("tiny"), dim=32, head_dim=16, feed_forward=feed_forward, tie=True)
+    return spec_like(qwen3, dim=32, head_dim=16, feed_forward=FeedForward.Config(hidden_dim=64), tie=tie)
 
 
 def moe_spec() -> ModelSpec:
     """Return two layers of width 36, six experts of width 20: sizes that not all shards divide evenly."""
     experts = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=20)
-    return spec_like(qwen3_moe.model_registry("tiny"), dim=36, head_dim=6, feed_forward=experts, tie=True)
+    return spec_like(qwen3_moe, dim=36, head_dim=6, feed_forward=experts)
 
 
 def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = None) -> str:

@@ -7,6 +7,7 @@ arrive is what the other ranks say.
 import dataclasses
 import math
 import os
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,26 +15,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from configs.sum_digits import qwen3_8b
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import World
+from rl.models import qwen3, qwen3_moe
 from rl.models.converter import ModelConverter
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.decoder import FeedForward
 from rl.models.lora import LoRA
 from rl.models.moe import MoE
-from rl.models.qwen3 import model_registry
-from rl.models.qwen3_moe import model_registry as moe_registry
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.memory import check_device_memory, estimate
 from rl.training.optimizer import Optimizer
 from tests.support.distributed import run_ranks
-from tests.support.tensor_bytes import TensorBytes
 from tests.training.parts import make_sample, moe_spec
 
 BOUND = 0.3
@@ -57,25 +59,18 @@ class Shape:
     """Number of experts, each as wide as `hidden_dim`; 0 for a dense model."""
 
     def spec(self) -> ModelSpec:
-        model = Decoder.Config(
-            vocab_size=self.vocab_size,
-            dim=self.dim,
-            num_layers=self.num_layers,
-            tie_embeddings=True,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(
-                    num_heads=self.num_heads, num_kv_heads=self.num_heads // 2, head_dim=32
-                ),
-                feed_forward=FeedForward.Config(hidden_dim=self.hidden_dim),
-            ),
-            rope=RoPE.Config(theta=1e4, max_positions=512),
-        )
-        if not self.num_experts:
-            return dataclasses.replace(model_registry("tiny"), model=model)
-        model.block.feed_forward = MoE.Config(
-            num_experts=self.num_experts, num_experts_per_token=2, hidden_dim=self.hidden_dim
-        )
-        return dataclasses.replace(moe_registry("tiny"), model=model)
+        feed_forward: Any = FeedForward.Config(hidden_dim=self.hidden_dim)
+        if self.num_experts:
+            feed_forward = MoE.Config(
+                num_experts=self.num_experts, num_experts_per_token=2, hidden_dim=self.hidden_dim
+            )
+        spec = (qwen3_moe if self.num_experts else qwen3).model_registry("tiny")
+        model = spec.adapter.sized(
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, num_heads=self.num_heads,
+            num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward, tie_embeddings=True,
+            theta=1e4, max_positions=512,
+        )  # fmt: skip
+        return dataclasses.replace(spec, model=model)
 
 
 # Each shape is dominated by another part, and takes a second or two to compute.
@@ -148,6 +143,48 @@ CASES = {
     ),
     "LoRA, op": Case(shape=ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
 }
+
+
+RESOLUTION = 0.003
+"""Share of the peak that may be allocated before the sum is computed again."""
+
+
+class TensorBytes(TorchDispatchMode):
+    """Tracker of the memory of every tensor returned by an operation, within a `with` block.
+
+    A storage counts once, by its size at the moment, as FSDP resizes them; what kernels use
+    inside themselves does not. Tensors made before are not seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unsummed = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t not in (Tensor, torch.nn.Parameter, FakeTensor) for t in types):
+            return NotImplemented  # a DTensor: the operations on its shards are dispatched separately
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            # Wrapper and fake tensors have no memory of their own.
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+                self._follow(tensor.untyped_storage())
+        if self._unsummed > RESOLUTION * self.peak:
+            self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self):
+        """Return the live bytes."""
+        self._unsummed = 0
+        alive = (reference() for reference in list(self._storages.values()))
+        return sum({s.data_ptr(): s.nbytes() for s in alive if s is not None}.values())
+
+    def _follow(self, storage):
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+            self._unsummed += storage.nbytes()
 
 
 def measure(case):
