@@ -92,7 +92,7 @@ bench: setup ## run all benchmarks, or BENCH=<file of benchmarks/>
 	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
 
 golden: setup ## renew the golden losses of the tiny config for this machine; print old and new
-	$(RUN) -m tests.training.golden
+	$(RUN) -m tests.training.test_golden
 
 hooks: ## install git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl tasks tinker sinks hooks
