@@ -161,9 +161,3 @@ def test_commands_of_the_docs_are_parsed(argv):
     for option, value in zip(argv[::2], argv[1::2], strict=False):
         if option in ("--task.dataset", "--task.taskset"):
             assert value == getattr(task, option.removeprefix("--task."))
-
-
-def test_evaluation_files_are_named():
-    argv = ["--config", "qwen3_0_6b", "--task.eval_files", "easy", "a.jsonl", "hard", "b.parquet"]
-    task = parse_cli(argv, default_module="gsm8k").config.task
-    assert task.eval_files == {"easy": "a.jsonl", "hard": "b.parquet"}

@@ -97,24 +97,19 @@ def test_every_gloo_group_has_one_worker_and_the_requested_devices(interfaces, n
 
 def count_threads(interfaces: str) -> list[tuple[int, int]]:
     """Count workers and devices with the default group alone, then with three more groups."""
+
+    def counted() -> tuple[int, int]:
+        names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+        return names.count("pt_gloo_runloop"), names.count("gloo_tcp_loop")
+
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces
-    join()
+    comm = CommConfig(trace_buffer_size=0)  # The flight recorder's lock would keep the collectives apart.
+    connect(world=World.from_env(), device=torch.device("cpu"), comm=comm, always=True)
     dist.barrier()  # a worker thread has its name once it ran a collective
-    alone = gloo_threads()
+    alone = counted()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for group in (*mesh.get_all_groups(), dist.new_group(backend="gloo")):
         dist.barrier(group)
-    counted = [alone, gloo_threads()]
+    together = counted()
     dist.destroy_process_group()
-    return counted
-
-
-def join() -> None:
-    # The flight recorder takes a lock, which would keep the collectives apart.
-    comm = CommConfig(trace_buffer_size=0)
-    connect(world=World.from_env(), device=torch.device("cpu"), comm=comm, always=True)
-
-
-def gloo_threads() -> tuple[int, int]:
-    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop"), names.count("gloo_tcp_loop")
+    return [alone, together]

@@ -50,13 +50,11 @@ def test_operations_equal_those_that_pytorch_counts(family):
 
 def test_sizes_of_the_registry_are_counted_without_memory():
     dense = model_work(model_registry("32B").model)
-    assert dense.parameters == pytest.approx(32.76e9, rel=1e-3)
     table = 151_936 * 5120
     assert dense.products == dense.trained
     assert dense.parameters - dense.products - table == 64 * (2 * 5120 + 2 * 128) + 5120  # norms
     assert (dense.attention, dense.cached) == (64 * 64 * 128, 2 * 64 * 8 * 128)
     mixture = model_work(qwen3_moe.model_registry("30B-A3B").model)
-    assert mixture.parameters == pytest.approx(30.5e9, rel=2e-3)
     assert mixture.products == pytest.approx(3.0e9, rel=0.05)  # its name says so
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
-from rl.distributed.sharding import ShardingOptions, whole_tensor
+from rl.distributed.sharding import ShardingOptions, local_tensor, whole_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.logprobs import token_logprobs
 from rl.models.parallelize import generator_head, parallelize_decoder, parallelize_decoder_generator
@@ -50,7 +49,7 @@ def compute(models):
             "gradients": {n: (of_whole[n].numpy(), ours[n].numpy()) for n in of_whole},
             "whole": whole,
             "sharded": logits(model),
-            "placements": {n: str(p.placements[0]) for n, p in after.items() if isinstance(p, DTensor)},
+            "unsplit": [n for n, t in after.items() if 2 * local_tensor(t).numel() != t.numel()],
             "same_names": list(before) == list(after),
             "same_values": all(torch.equal(whole_tensor(after[n]), before[n]) for n in before),
         }
@@ -96,25 +95,9 @@ def test_generator_plan_on_two_ranks_computes_the_unsharded_logits(ranks, name):
         assert np.abs(rank[name]["whole"]).max() > 3
         assert rank[name]["same_names"]
         assert rank[name]["same_values"]
+        assert all("norm" in tensor or "router" in tensor for tensor in rank[name]["unsplit"])
     # Ranks sample from these logits, so the bits must be equal.
     assert np.array_equal(ranks[0][name]["sharded"], ranks[1][name]["sharded"])
-
-
-QKV_O = {"attention.qkv_proj.weight": "S(0)", "attention.o_proj.weight": "S(1)"}
-DENSE = {"feed_forward.gate_up_proj.weight": "S(0)", "feed_forward.down_proj.weight": "S(1)"}
-EXPERTS = {"feed_forward.experts.gate_up_proj": "S(1)", "feed_forward.experts.down_proj": "S(2)"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_generator_plan_splits_projections_experts_and_vocabulary(ranks, name):
-    sizes = CASES[name]
-    block = QKV_O | (EXPERTS if "num_experts" in sizes else DENSE)
-    if "qkv_bias" in sizes:
-        block["attention.qkv_proj.bias"] = "S(0)"
-    expected = {f"layers.{i}.{n}": placement for i in (0, 1) for n, placement in block.items()}
-    tables = ["embed_tokens.weight"] if sizes.get("tie", True) else ["embed_tokens.weight", "lm_head.weight"]
-    expected |= dict.fromkeys(tables, "S(0)")
-    assert ranks[0][name]["placements"] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
