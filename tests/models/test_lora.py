@@ -1,8 +1,10 @@
-"""LoRA on one device, and refused folders of adapters. `tests/training/test_layouts.py` tests the layouts."""
+"""LoRA on one device, and folders of adapters. `tests/training/test_layouts.py` tests the layouts."""
 
 import json
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.lora import ALL_LINEAR, LoRA
 from rl.models.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
+from tests.support.policies import full_logits
 from tests.training.parts import (
     RANK,
     assert_near,
@@ -28,6 +31,11 @@ SCALE = 2.0
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "untied", tie=False)
 
 
 def make(assets, *, tie=True, **settings):
@@ -79,10 +87,9 @@ def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules)
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=0)
 
 
-def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(assets, tmp_path):
+def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(untied, tmp_path):
     """dA = s B^T dW and dB = s dW A^T."""
     spec = small_spec(tie=False)
-    untied = write_assets(tmp_path / "untied", tie=False)
     factors = random_factors(spec, scale=0.2)
     folder = write_adapter(tmp_path / "adapter", factors)
     engine = make(untied, tie=False, unembedding=True, initial_adapter=folder)
@@ -187,25 +194,86 @@ def test_unsupported_adapter_setting_is_rejected(folder, changes, message):
         read(folder)
 
 
-def test_adapter_for_other_layers_is_rejected(folder):
-    for widths, message in (
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
         ({"x.up_proj.weight": (3, 4)}, "x.up_proj.lora_A.weight has shape None, the model needs"),
         ({NAME: (5, 4)}, r"q_proj.lora_A.weight has shape \[2, 3\], the model needs \[2, 5\]"),
         ({NAME: (3, 6)}, r"q_proj.lora_B.weight has shape \[4, 2\], the model needs \[6, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=f"{WEIGHTS_FILE}: tensor .*{message}"):
-            read(folder, **widths)
+    ],
+)
+def test_adapter_for_other_layers_is_rejected(folder, widths, message):
+    with pytest.raises(ValueError, match=f"{WEIGHTS_FILE}: tensor .*{message}"):
+        read(folder, **widths)
 
 
-def test_missing_or_truncated_file_and_unknown_tensors_are_named(folder):
-    weights = folder / WEIGHTS_FILE
-    whole = weights.read_bytes()
-    save_file({"base_model.model.lm_head.weight": A}, weights)
-    with pytest.raises(ValueError, match=r"base_model.model.lm_head.weight has shape .* needs None"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda f: save_file({"base_model.model.lm_head.weight": A}, f),
+            r"lm_head.weight has shape .* needs None",
+        ),
+        (lambda f: f.write_bytes(f.read_bytes()[:-8]), f"weights file .*{WEIGHTS_FILE} is not whole"),
+        (lambda f: f.unlink(), f"weights file .*{WEIGHTS_FILE} is missing"),
+    ],
+)
+def test_missing_or_truncated_file_and_unknown_tensors_are_named(folder, damage, message):
+    damage(folder / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=message):
         read(folder)
-    weights.write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=f"weights file {weights} is not whole"):
-        read(folder)
-    weights.unlink()
-    with pytest.raises(ValueError, match=f"weights file {weights} is missing"):
-        read(folder)
+
+
+# Exchange of adapters and merged weights with PEFT and transformers
+
+TOKENS = torch.tensor([5, 9, 270, 31, 4, 4, 88, 100])
+ADAPTED_HEAD: dict[str, Any] = {"rank": 4, "alpha": 6.0, "unembedding": True}
+"""Settings with a fractional scale and an adapted output head."""
+
+
+def open_in_transformers(folder):
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.no_grad()
+def their_logits(model):
+    return model(TOKENS.unsqueeze(0)).logits[0]
+
+
+@pytest.mark.medium
+def test_adapter_opens_in_peft_with_equal_logits(untied, tmp_path):
+    from peft import PeftModel
+
+    engine = make(untied, tie=False, **ADAPTED_HEAD)
+    train(engine, num_steps=4, loss=CrossEntropyLoss())
+    engine.save_adapter(str(tmp_path / "adapter"))
+    base = open_in_transformers(untied)
+    before = their_logits(base)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    logits = full_logits(engine.policy.model, TOKENS)
+    assert (logits - before).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(model), logits, atol=1e-5, rtol=1e-5)
+    assert model.peft_config["default"].base_model_name_or_path == untied
+
+
+@pytest.mark.medium
+def test_adapter_made_by_peft_is_trained_further(untied, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=[*ALL_LINEAR, "lm_head"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    theirs = get_peft_model(open_in_transformers(untied), settings)
+    theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
+    engine = make(untied, tie=False, initial_adapter=str(tmp_path / "theirs"), **ADAPTED_HEAD)
+    logits = full_logits(engine.policy.model, TOKENS)
+    torch.testing.assert_close(logits, their_logits(theirs), atol=1e-5, rtol=1e-5)
+    assert np.isfinite(engine.forward_backward(SAMPLES).loss_mean)
+    assert engine.optim_step().policy_version == 1
