@@ -3,7 +3,7 @@ import torch
 
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head, persistent_buffers, reset_buffers
-from tests.support.policies import full_logits
+from tests.support.policies import full_logits, random_model, small_spec
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -16,11 +16,11 @@ def batch(lengths):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"num_kv_heads": 2}, {"num_kv_heads": 4}, {"qkv_bias": True, "qk_norm": False}, {"num_experts": 6}],
+    [{"num_kv_heads": 2}, {"num_kv_heads": 4}, {"qkv_bias": True, "qk_norm": False}, {"experts": True}],
     ids=str,
 )
-def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
-    model = make_model(**sizes)
+def test_packed_equals_unpacked_in_logits_and_gradients(sizes):
+    model = random_model(small_spec(**sizes), seed=0)
     tokens, positions, layout = batch(LENGTHS)
     weights = torch.randn(len(tokens), 64, generator=torch.Generator().manual_seed(1))
 
@@ -34,9 +34,9 @@ def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
         torch.testing.assert_close(of_packed, of_alone, atol=1e-4, rtol=1e-4)
 
 
-def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset(make_config):
+def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset():
     with torch.device("meta"):
-        model = make_config(num_experts=6).build().to(torch.bfloat16)
+        model = small_spec(experts=True).model.build().to(torch.bfloat16)
     model.to_empty(device="cpu")
     reset_buffers(model)
     buffers = persistent_buffers(model)
@@ -46,7 +46,7 @@ def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset(make_config):
         assert bias.tolist() == [0.0] * 6
 
 
-def test_persistent_buffers_are_read_without_the_hooks_of_state_dict(make_model):
-    model = make_model(num_experts=6)
+def test_persistent_buffers_are_read_without_the_hooks_of_state_dict():
+    model = random_model(small_spec(experts=True), seed=0)
     model.register_state_dict_pre_hook(lambda *_: pytest.fail("FSDP's hook would shard the model again"))
     assert len(persistent_buffers(model)) == 2

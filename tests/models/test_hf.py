@@ -1,4 +1,3 @@
-import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,13 +6,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
-from rl.models.qwen3 import Qwen3Adapter, model_registry
+from rl.models.qwen3 import Qwen3Adapter
 from rl.models.tokenizer import load_tokenizer
+from tests.support.policies import random_model, small_spec
 
 
 @pytest.fixture
-def model(make_model):
-    return make_model(tie=False)
+def model():
+    return random_model(small_spec(tie=False), seed=0)
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_weights_of_another_architecture_are_rejected(tmp_path, model, adapter, 
 
 
 @pytest.fixture
-def spec(make_config):
-    return dataclasses.replace(model_registry("tiny"), model=make_config(vocab_size=320))
+def spec():
+    return small_spec(vocab_size=320)
 
 
 def contents(folder):

@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rl.models.moe import ExpertRouter, MoE, grouped_linear, one_kernel
+from tests.support.policies import random_model, small_spec
 
 
 def router(*, normalize=True):
@@ -44,8 +47,9 @@ def test_forced_balance_takes_the_experts_in_turn():
     assert weights[0].tolist() == pytest.approx([5 / 6, 1 / 6])
 
 
-def test_mixture_is_the_weighted_sum_of_its_experts_in_values_and_gradients(make_model):
-    layer = make_model(num_experts=6).layers[0].feed_forward
+def test_mixture_is_the_weighted_sum_of_its_experts_in_values_and_gradients():
+    layer: Any = random_model(small_spec(experts=True), seed=0).layers[0]
+    layer = layer.feed_forward
     x = torch.randn(13, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weights, chosen = layer.router(x)
     expected = torch.zeros(13, 32)

@@ -16,13 +16,14 @@ from rl.models.attention import SequenceLayout
 from rl.models.logprobs import token_logprobs
 from rl.models.parallelize import generator_head, parallelize_decoder, parallelize_decoder_generator
 from tests.support.distributed import run_ranks
+from tests.support.policies import random_model, small_spec
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"tie": True},
     "untied": {"tie": False},
     "biases": {"qkv_bias": True},
     "biases without norms": {"qkv_bias": True, "qk_norm": False, "tie": False},
-    "experts": {"num_experts": 6, "tie": False},
+    "experts": {"experts": True, "tie": False},
 }
 
 
@@ -83,8 +84,8 @@ def batch(lengths):
 
 
 @pytest.fixture(scope="module")
-def ranks(make_model):
-    models = {name: make_model(**sizes) for name, sizes in CASES.items()}
+def ranks():
+    models = {name: random_model(small_spec(**sizes), seed=0) for name, sizes in CASES.items()}
     return run_ranks(compute, 2, models, timeout_s=50)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from rl.models import qwen3, qwen3_moe
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
-from rl.models.spec import ModelSpec, model_spec, spec_from_hf
-from tests.support.policies import full_logits
+from rl.models.spec import model_spec, spec_from_hf
+from tests.support.policies import full_logits, random_model, small_spec
 
 # Published parameter counts, with a tied head counted once.
 NUM_PARAMETERS = {
@@ -21,16 +21,6 @@ NUM_PARAMETERS = {
 }
 MOE_NUM_PARAMETERS = {"tiny": 2_109_504, "30B-A3B": 30_532_122_624}
 TOKENS = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(5))
-
-
-def spec_of(config):
-    """Make the spec of a config with or without experts."""
-    adapter = qwen3_moe.Qwen3MoeAdapter if config.has_experts else qwen3.Qwen3Adapter
-    return ModelSpec(flavor="test", model=config, adapter=adapter)
-
-
-def adapter_of(config):
-    return spec_of(config).adapter(config)
 
 
 @pytest.mark.parametrize("flavor", ["tiny", *NUM_PARAMETERS])
@@ -93,26 +83,27 @@ def load(folder):
 FOLDERS: list[tuple[dict[str, Any], bool]] = [
     ({"num_heads": 8, "num_kv_heads": 4}, True),
     ({"num_heads": 4, "num_kv_heads": 1, "tie": False}, False),
-    ({"num_heads": 8, "num_kv_heads": 4, "num_experts": 6}, True),
-    ({"num_heads": 4, "num_kv_heads": 4, "num_experts": 6, "normalize_weights": False, "tie": False}, False),
+    ({"num_heads": 8, "num_kv_heads": 4, "experts": True}, True),
+    ({"num_heads": 4, "num_kv_heads": 4, "experts": True, "normalize_weights": False, "tie": False}, False),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "whole"), FOLDERS, ids=str)
-def test_transformers_opens_our_folder_with_equal_logits(tmp_path, make_model, sizes, whole):
+def test_transformers_opens_our_folder_with_equal_logits(tmp_path, sizes, whole):
     from transformers import AutoModelForCausalLM
 
-    ours = make_model(**sizes)
+    spec = small_spec(**sizes)
+    ours = random_model(spec, seed=0, biased_router=False)
     write_hf_folder(
         tmp_path / "hf",
         ours.named_parameters(),
-        adapter_of(ours.config),
+        spec.adapter(spec.model),
         dtype=torch.float32,
         max_shard_bytes=10**9 if whole else 20_000,
     )
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() != whole
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert type(theirs).__name__ == ("Qwen3MoeForCausalLM" if "num_experts" in sizes else "Qwen3ForCausalLM")
+    assert type(theirs).__name__ == ("Qwen3MoeForCausalLM" if "experts" in sizes else "Qwen3ForCausalLM")
     assert theirs.dtype == torch.float32
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -133,7 +124,7 @@ def test_we_open_a_folder_of_transformers_with_equal_logits(tmp_path, sizes, who
         "initializer_range": 0.2, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     }  # fmt: skip
-    if "num_experts" in sizes:
+    if "experts" in sizes:
         normalize = sizes.get("normalize_weights", True)
         experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
         theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalize))
@@ -149,39 +140,39 @@ def test_we_open_a_folder_of_transformers_with_equal_logits(tmp_path, sizes, who
     assert logits.std() > 0.5
     ours = load(tmp_path)
     torch.testing.assert_close(full_logits(ours, TOKENS), logits, atol=1e-5, rtol=1e-5)
-    if "num_experts" in sizes:  # A test of routing needs tokens that go to different experts.
+    if "experts" in sizes:  # A test of routing needs tokens that go to different experts.
         chosen = ours.layers[0].feed_forward.router.last_chosen_TK.sort().values
         assert len({tuple(c.tolist()) for c in chosen}) > 4
 
 
-REFUSED: list[tuple[int, dict[str, Any], str]] = [
-    (0, {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
-    (0, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),
-    (0, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters=.*yarn"),
-    (0, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling=.*linear"),
-    (0, {"attention_bias": True}, "attention_bias=True.*must be False"),
-    (0, {"use_sliding_window": True}, "use_sliding_window=True.*must be False"),
-    (0, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
-    (0, {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
-    (0, {"hidden_size": None}, "hidden_size=None"),
-    (0, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
-    (0, {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
-    (0, {"rope_parameters": 5}, "rope_parameters=5 is not supported"),
-    (0, {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-    (6, {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
-    (6, {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
-    (6, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
-    (6, {"output_router_logits": True}, "output_router_logits=True is not supported: must be False"),
-    (6, {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
-    (6, {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
-    (6, {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be a positive integer"),
+REFUSED: list[tuple[bool, dict[str, Any], str]] = [
+    (False, {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
+    (False, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),
+    (False, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters=.*yarn"),
+    (False, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling=.*linear"),
+    (False, {"attention_bias": True}, "attention_bias=True.*must be False"),
+    (False, {"use_sliding_window": True}, "use_sliding_window=True.*must be False"),
+    (False, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+    (False, {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
+    (False, {"hidden_size": None}, "hidden_size=None"),
+    (False, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    (False, {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+    (False, {"rope_parameters": 5}, "rope_parameters=5 is not supported"),
+    (False, {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+    (True, {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
+    (True, {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
+    (True, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
+    (True, {"output_router_logits": True}, "output_router_logits=True is not supported: must be False"),
+    (True, {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
+    (True, {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
+    (True, {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be a positive integer"),
 ]
 
 
-@pytest.mark.parametrize(("num_experts", "change", "message"), REFUSED)
-def test_unsupported_or_malformed_config_field_is_rejected(make_config, num_experts, change, message):
-    config = make_config(num_experts=num_experts)
-    spec, hf = spec_of(config), adapter_of(config).hf_config()
+@pytest.mark.parametrize(("experts", "change", "message"), REFUSED)
+def test_unsupported_or_malformed_config_field_is_rejected(experts, change, message):
+    spec = small_spec(experts=experts)
+    hf = spec.adapter(spec.model).hf_config()
     spec.adapter.config_from_hf(hf)
     with pytest.raises(ValueError, match=message):
         spec.adapter.config_from_hf(hf | change)

@@ -25,20 +25,33 @@ from rl.types import Completion, SamplingParams
 VOCAB_SIZE = 64
 
 
-def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) -> ModelSpec:
-    """Return a model of 2 layers, width 32, 4 heads over 2 key-value heads, 256 positions, with 6 experts or
-    none."""
+def small_spec(
+    *,
+    tie: bool = True,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    experts: bool = False,
+    normalize_weights: bool = True,
+    vocab_size: int = VOCAB_SIZE,
+    max_positions: int = 256,
+    **attention: bool,
+) -> ModelSpec:
+    """Return a model of 2 layers of width 32 with 6 experts or none; `attention` is qk_norm or qkv_bias."""
     spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
-    mixture = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=24)
-    spec_model = spec.adapter.sized(
-        vocab_size=VOCAB_SIZE, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
-        feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48), tie_embeddings=tie, theta=1e4,
-        max_positions=256,
+    mixture = MoE.Config(
+        num_experts=6, num_experts_per_token=2, hidden_dim=24, normalize_weights=normalize_weights
+    )
+    model = spec.adapter.sized(
+        vocab_size=vocab_size, dim=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_dim=head_dim, feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48),
+        tie_embeddings=tie, theta=1e4, max_positions=max_positions,
     )  # fmt: skip
-    return replace(spec, flavor="small", model=spec_model)
+    model.block.attention = replace(model.block.attention, **attention)
+    return replace(spec, flavor="small", model=model)
 
 
-def random_model(spec: ModelSpec, *, seed: int) -> Decoder:
+def random_model(spec: ModelSpec, *, seed: int, biased_router: bool = True) -> Decoder:
     """Return large weights and uneven norms, so that a swapped row or norm shows in the logits."""
     model: Decoder = spec.model.build()
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +60,7 @@ def random_model(spec: ModelSpec, *, seed: int) -> Decoder:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
         for name, buffer in persistent_buffers(model).items():
-            if name.endswith("load_balance_bias"):
+            if name.endswith("load_balance_bias") and biased_router:
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
 
