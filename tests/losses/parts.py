@@ -132,14 +132,9 @@ def value_and_gradients(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor,
     output = loss(inputs)
     assert inputs.entropy is not None
     of_logprobs, of_entropy = torch.autograd.grad(
-        output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True
+        output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True, materialize_grads=True
     )
-    zeros = torch.zeros_like(inputs.logprobs)
-    return (
-        output.loss_sum.detach(),
-        zeros if of_logprobs is None else of_logprobs,
-        zeros if of_entropy is None else of_entropy,
-    )
+    return output.loss_sum.detach(), of_logprobs, of_entropy
 
 
 def loss_and_gradient(loss: Loss, inputs: LossInputs) -> tuple[LossOutput, list[float]]:

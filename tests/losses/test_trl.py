@@ -34,36 +34,31 @@ def trainers():
     return GRPOTrainer, RLOOTrainer
 
 
-def trl_trainer(cls, batch, logprobs, entropy, **settings):
-    """Make a bare trainer with the settings that its loss reads.
+def theirs(cls, batch, *, old, more=None, **settings):
+    """Return TRL's loss, its gradients for logprobs and entropy at valid tokens, and its metrics.
 
-    It is in evaluation mode, in which TRL does not divide by a number of accumulation steps.
+    The trainer is bare, with the settings that its loss reads, in evaluation mode, in which TRL does not divide by a
+    number of accumulation steps. Advantages are by sequence, gaps in the masks the "tool_mask".
     """
+    logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     trainer = cls.__new__(cls)
-    defaults = {
+    vars(trainer).update({
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0,
         "epsilon_low": 0.2, "epsilon_high": 0.2, "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None, "use_vllm": False, "vllm_importance_sampling_correction": False,
         "aux_loss_enabled": False, "use_adaptive_entropy": False, "entropy_coef": 0.0,
-        "max_completion_length": batch.mask.size(1), "use_bias_correction_kl": False,
-    }  # fmt: skip
-    values = defaults | settings
-    args = SimpleNamespace(delta=None, use_bias_correction_kl=values.pop("use_bias_correction_kl"))
-    for name, value in values.items():
-        setattr(trainer, name, value)
-    trainer.args = args
-    trainer._entropy_bonus_enabled = values["entropy_coef"] != 0.0
-    trainer.model = SimpleNamespace(training=False)
-    trainer._metrics = {"eval": defaultdict(list)}
-    trainer.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropy, None)
-    return trainer
-
-
-def trl_inputs(batch, *, old):
-    """Make TRL's inputs: advantages by sequence, gaps in the masks as "tool_mask"."""
+        "max_completion_length": batch.mask.size(1),
+        "args": SimpleNamespace(delta=None, use_bias_correction_kl=settings.pop("bias_correction_kl", False)),
+        "_entropy_bonus_enabled": "entropy_coef" in settings,
+        "model": SimpleNamespace(training=False),
+        "_metrics": {"eval": defaultdict(list)},
+        "accelerator": SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, entropy, None),
+    } | settings)  # fmt: skip
     ends = torch.tensor(batch.lengths).unsqueeze(1)
-    return {
+    inputs = {
         "prompt_ids": torch.zeros(len(batch.mask), 1).long(),
         "prompt_mask": torch.ones(len(batch.mask), 1).long(),
         "completion_ids": torch.zeros(batch.mask.shape).long(),
@@ -74,16 +69,10 @@ def trl_inputs(batch, *, old):
         "ref_per_token_logps": batch.reference,
         "num_items_in_batch": batch.mask.sum(),
     }
-
-
-def theirs(cls, batch, *, old, more=None, **settings):
-    """Return TRL's loss, its gradients for logprobs and entropy at valid tokens, and its metrics."""
-    logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
-    trainer = trl_trainer(cls, batch, logprobs, entropy, **settings)
-    loss = trainer._compute_loss(trainer.model, trl_inputs(batch, old=old) | (more or {}))
-    of_logprobs, of_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
-    if of_entropy is None:
-        of_entropy = torch.zeros_like(entropy)
+    loss = trainer._compute_loss(trainer.model, inputs | (more or {}))
+    of_logprobs, of_entropy = torch.autograd.grad(
+        loss, (logprobs, entropy), allow_unused=True, materialize_grads=True
+    )
     assert not of_logprobs[~batch.mask].any()
     return loss.detach(), of_logprobs[batch.mask], of_entropy[batch.mask], trainer._metrics["eval"]
 
@@ -118,7 +107,7 @@ LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "dapo": (DAPOLoss(), {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dapo with KL times the ratio": (
         DAPOLoss(kl_importance_weighted=True, **KL),
-        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1, "use_bias_correction_kl": True},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1, "bias_correction_kl": True},
     ),
     "dapo with an entropy bonus": (
         DAPOLoss(entropy_coef=0.05), {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.05}

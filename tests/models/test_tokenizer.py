@@ -142,7 +142,5 @@ def test_changed_file_is_named_and_a_copy_has_the_same_fingerprint(folder, tmp_p
 def test_token_ids_beyond_the_vocabulary_are_refused(folder, vocab_size, end_id):
     change(folder / "generation_config.json", eos_token_id=end_id)
     open_tokenizer(folder, vocab_size=vocab_size + 1)
-    with pytest.raises(
-        ValueError, match=f"vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}"
-    ):
+    with pytest.raises(ValueError, match=f"vocab_size={vocab_size}, so .* from 0 to {vocab_size - 1}"):
         open_tokenizer(folder, vocab_size=vocab_size)

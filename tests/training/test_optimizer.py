@@ -204,7 +204,5 @@ def test_schedule_with_another_number_of_steps_than_the_loop_is_refused():
     check_total_steps(schedule, num_steps=0, num_minibatches=1)  # an evaluation-only run
     check_total_steps(LRSchedule.Config(warmup_steps=10), num_steps=2, num_minibatches=1)
     for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
-        with pytest.raises(
-            ValueError, match=rf"total_steps=80 with decay='linear': must be {steps}, the opt"
-        ):
+        with pytest.raises(ValueError, match=f"total_steps=80 with decay='linear': must be {steps}, "):
             check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)

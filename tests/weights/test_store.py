@@ -124,9 +124,7 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
         return run(store.push(version=1, state_dict={"w": torch.full((3,), value)}))
 
     shard = push(0.0)
-    with pytest.raises(
-        VersionExistsError, match=r"version 1 is already pushed|already pushed: .*v1/rank0\.bin exists"
-    ):
+    with pytest.raises(VersionExistsError, match=r"1 is already pushed|pushed: .*v1/rank0\.bin exists"):
         push(1.0)
     with pytest.raises(VersionNotFoundError, match=r"version 1 is not in the store; there are \[\]"):
         store.snapshot(1)
@@ -145,9 +143,7 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
     assert target.tolist() == [1, 1, 1]
     if cluster.transport == "files":
         run(store.delete(1))
-        with pytest.raises(
-            VersionNotFoundError, match=r"the version was deleted: there is no .*v1/rank0\.bin"
-        ):
+        with pytest.raises(VersionNotFoundError, match=r"was deleted: there is no .*v1/rank0\.bin"):
             run(store.pull(second, state_dict={"w": target}))
     run(store.stop())
 
@@ -171,9 +167,7 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
     run, store = cluster.meshes.run, cluster.bf16
     snapshot = cluster.push(store, "fsdp_tp")
     net = UnevenNet(seed=0).state_dict()
-    with pytest.raises(
-        WeightMismatchError, match=r"'embed.weight' has shape \(11, 6\) in the store and \(12, 6\)"
-    ):
+    with pytest.raises(WeightMismatchError, match=r"'embed.weight' .* \(11, 6\) in the store and \(12, 6\)"):
         run(store.pull(snapshot, state_dict=net | {"embed.weight": torch.zeros(12, 6)}))
     del net["gate"]
     with pytest.raises(WeightMismatchError, match="missing 'extra', not asked for 'gate'"):
@@ -221,17 +215,13 @@ def test_hanging_volume_meets_the_deadline_and_a_dead_one_is_named(cluster, tmp_
     os.kill(pid, signal.SIGSTOP)
     # One thread may still answer until all have stopped.
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(
-        WeightTimeoutError, match=r"push of version 2 .* within timeout_s=3: waited for the trainer"
-    ):
+    with pytest.raises(WeightTimeoutError, match=r"push of version 2 .* timeout_s=3: waited for the tr"):
         run(store.push(version=2, state_dict=state_dict))
     with pytest.raises(WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the trainer"):
         run(store.pull(snapshot, state_dict=state_dict))
     os.kill(pid, signal.SIGKILL)
     store.config = dataclasses.replace(store.config, timeout_s=60)
-    with pytest.raises(
-        WeightStoreError, match=r"push of version 3 \(2 tensors\) on rank 0 failed: lost the tr"
-    ):
+    with pytest.raises(WeightStoreError, match=r"push of version 3 .* on rank 0 failed: lost the tr"):
         run(store.push(version=3, state_dict=state_dict))
     cluster.meshes.stop(mesh)
 
