@@ -1,5 +1,7 @@
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,44 +64,44 @@ def test_tokenizer_files_and_token_ids_are_copied(tmp_path, model, adapter):
     assert opened.config["hidden_size"] == 32
 
 
+def truncated(num_bytes):
+    return lambda file: os.truncate(file, num_bytes)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "damage", "message"),
     [
-        (lambda shard: shard.unlink(), r"{name} is missing, which .*index.json lists"),
-        *((lambda shard, n=n: os.truncate(shard, n), "{name} is truncated") for n in (0, 100)),
-        (lambda shard: os.truncate(shard, shard.stat().st_size - 1), "{name} is truncated"),
-        (lambda shard: shard.write_bytes(b"\x08" + bytes(7) + b"not json"), "{name} is .*not a safetensors"),
-        (lambda shard: save_file({"w": torch.zeros(2)}, shard), r"tensor \S+ is missing from .*{name}"),
+        ("model-00002-of-*", Path.unlink, "{name} is missing, which .*index.json lists"),
+        ("model-00002-of-*", truncated(0), "{name} is truncated"),
+        ("model-00002-of-*", truncated(100), "{name} is truncated"),
+        ("model-00002-of-*", lambda f: os.truncate(f, f.stat().st_size - 1), "{name} is truncated"),
+        (
+            "model-00002-of-*",
+            lambda f: f.write_bytes(b"\x08" + bytes(7) + b"not json"),
+            "{name} is .*not a safet",
+        ),
+        (
+            "model-00002-of-*",
+            lambda f: save_file({"w": torch.zeros(2)}, f),
+            r"tensor \S+ is missing from .*{name}",
+        ),
+        ("*.index.json", lambda f: f.write_text("[]"), "{name} holds list"),
+        ("*.index.json", lambda f: f.write_text('{"weight_map": {"a": 1}}'), "{name} has no weight_map"),
+        ("*.index.json", Path.unlink, "model.safetensors is missing, and so is"),
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("tokenizer_config.json", Path.unlink, "tokenizer_config.json is missing"),
+        ("tokenizer.json", Path.unlink, "tokenizer.json is missing"),
+        ("", shutil.rmtree, "folder .* does not exist"),
     ],
 )
-def test_damaged_shard_is_named(folder, change, message):
-    (shard,) = folder.glob("model-00002-of-*.safetensors")
-    change(shard)
-    with pytest.raises(ValueError, match=message.replace("{name}", shard.name)):
-        HFFolder(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_missing_file_is_named(folder, name):
+def test_damaged_file_is_named(folder, name, damage, message):
     for file in ("tokenizer_config.json", "tokenizer.json"):
         (folder / file).write_text("{}")
     HFFolder(folder, tokenizer=True)
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    (file,) = folder.glob(name) if name else [folder]
+    damage(file)
+    with pytest.raises(ValueError, match=message.replace("{name}", file.name)):
         HFFolder(folder, tokenizer=True)
-
-
-def test_folder_without_weights_or_with_a_bad_index_is_rejected(folder, tmp_path):
-    index = folder / "model.safetensors.index.json"
-    for content, message in (("[]", "holds list"), ('{"weight_map": {"a": 1}}', "has no weight_map")):
-        index.write_text(content)
-        with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json {message}"):
-            HFFolder(folder)
-    index.unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing, and so is"):
-        HFFolder(folder)
-    with pytest.raises(ValueError, match=f"folder {tmp_path}/nowhere does not exist"):
-        HFFolder(tmp_path / "nowhere")
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"

@@ -1,8 +1,5 @@
 """Load balance of experts, and their refused settings. Numbers are compared in test_layouts.py."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +12,7 @@ from rl.models.moe import ExpertRouter, MoE
 from rl.training.config import ExpertBalanceConfig, check_experts
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
-from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
+from tests.training.parts import moe_spec, small_spec
 
 
 def balance(*, num_layers=1, **settings):
@@ -61,20 +58,6 @@ def test_bias_moves_against_the_load_of_all_calls_of_a_step():
     # 2, 1, 1 and 0 tokens: experts at the mean keep their bias.
     made.step()
     assert router.load_balance_bias.tolist() == [-0.5, -0.25, 0.25, 0.5]
-
-
-def test_failed_step_leaves_no_count(moe_assets):
-    engine = make("moe", "one", {"moe": moe_assets})
-    broken = replace(make_sample(length=9, seed=0), advantages=np.full(9, np.nan, dtype=np.float32))
-    with pytest.raises(ArithmeticError):
-        engine.forward_backward([broken])
-    assert not engine.experts._of_step_LN.any()
-    engine.forward_backward(make_samples())
-    # Two experts for each input token, in both layers.
-    num_tokens = sum(len(sample.token_ids) - 1 for sample in make_samples())
-    assert engine.experts._of_step_LN.sum(1).tolist() == [2 * num_tokens] * 2
-    engine.compute_logprobs(make_samples())
-    assert engine.experts._of_step_LN.sum(1).tolist() == [2 * num_tokens] * 2
 
 
 def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path):

@@ -4,20 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.training.config import Dtype
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     Options,
-    config_of,
     half_tolerance,
-    join,
     measure_options,
-    spec_of,
 )
-from tests.training.parts import built, make_samples
+from tests.training.parts import make_samples
 
 ROWS = (
     Options(checkpoint="none", cpu_offload=True, loss_parallel=False, chunk=7, reshard="never"),
@@ -122,37 +117,3 @@ def test_options_on_one_device_change_no_number(all_assets, expected):
     cases = [(kind, "one", row) for kind in LAYOUTS for row in ROWS if not row.cpu_offload]
     for case, measured in zip(cases, measure_options(cases, all_assets), strict=True):
         assert_as_on_one_device(measured, expected, case)
-
-
-class Exchanges(TorchDispatchMode):
-    """Counter of the all-to-alls that are executed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "alltoall" in str(func).replace("_", "")
-        return func(*args, **(kwargs or {}))
-
-
-def count_exchanges(assets):
-    """Count the exchanges of one call with two micro-batches by kind of activation checkpointing."""
-    join("fsdp2_ep2")
-    counts = []
-    for checkpoint in ("none", "op", "full"):
-        config = config_of("moe", "fsdp2_ep2", assets)
-        Options(checkpoint=checkpoint).apply(config)
-        engine = built(config, assets["moe"], spec=spec_of("moe"))
-        assert len(engine.policy.pack(make_samples())) == 2
-        with Exchanges() as exchanges:
-            engine.forward_backward(make_samples())
-        counts.append(exchanges.count)
-    dist.destroy_process_group()
-    return counts
-
-
-@pytest.mark.medium
-def test_selective_checkpointing_by_operation_exchanges_rows_once(all_assets):
-    for rank in run_ranks(count_exchanges, 2, all_assets, timeout_s=100):
-        # In each of two layers, of each of two micro-batches: counts, rows there and back, and both again in the
-        # backward. Recomputation repeats the first three.
-        assert rank == [4 * 5, 4 * 5, 4 * 8]

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from losses.cross_entropy import CrossEntropyLoss
-from losses.types import LossInputs, LossOutput
 from rl.local import LocalBackend
 from rl.models.generate import generate
 from rl.models.lora import LoRA
@@ -154,19 +153,6 @@ def test_served_weights_are_a_snapshot(assets):
 # Cancelled and closed
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaitingLoss:
-    """Loss that reports its call and waits for permission to continue."""
-
-    called: threading.Event = field(default_factory=threading.Event)
-    may_end: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        self.called.set()
-        assert self.may_end.wait(30)
-        return CrossEntropyLoss()(inputs)
-
-
 def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets):
     began, cancelled = threading.Event(), threading.Event()
     forwards = []
@@ -196,17 +182,22 @@ def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets)
 
 
 def test_close_finishes_the_current_call_and_refuses_waiting_ones(assets):
-    loss = WaitingLoss()
+    called, may_end = threading.Event(), threading.Event()
+
+    def waiting_loss(inputs):
+        called.set()
+        assert may_end.wait(30)
+        return CrossEntropyLoss()(inputs)
 
     async def use(local):
-        training = asyncio.create_task(local.forward_backward(make_samples(), loss=loss))
-        await asyncio.to_thread(loss.called.wait, 30)
+        training = asyncio.create_task(local.forward_backward(make_samples(), loss=waiting_loss))
+        await asyncio.to_thread(called.wait, 30)
         waiting = asyncio.create_task(local.optim_step(STEP))
         await asyncio.sleep(0)
         closing = asyncio.create_task(local.__aexit__(None, None, None))
         while not local._closed.is_set():
             await asyncio.sleep(0)
-        loss.may_end.set()
+        may_end.set()
         await closing
         assert (await training).num_samples == len(make_samples())
         for late in (waiting, local.optim_step(STEP), local.generate(PROMPTS, sampling=SAMPLING)):

