@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl.weights.boxes import (
-    PIECE_BYTES,
-    Copier,
-    Copy,
-    batches,
-    lay_out,
-    parts_of,
-    plan_reads,
-)
+from rl.weights.boxes import PIECE_BYTES, Copier, Copy, batches, lay_out, parts_of, plan_reads
 from rl.weights.checksum import checksum
 from rl.weights.store import WeightStore, write_file
 from rl.weights.types import WeightStoreError
@@ -147,16 +139,10 @@ def test_copies_from_and_to_a_gpu():
     assert pushed.value == pulled.value == checksum(sent, global_shape=(300, 500), offsets=(0, 0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_threads": 0}, "num_threads=0: must be at least 1"),
-        ({"keep_versions": 0}, "keep_versions=0: must be at least 1"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        WeightStore.Config(**settings)
+@pytest.mark.parametrize("field", ["num_threads", "keep_versions"])
+def test_invalid_settings_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field}=0: must be at least 1"):
+        WeightStore.Config(**{field: 0})
 
 
 def test_file_on_a_host_without_the_shared_folder_is_an_error(tmp_path):
