@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 from rl.distributed.compat import use_one_gloo_worker
 from rl.models.logprobs import token_logprobs
+from tests.support.distributed import run_ranks
 
 # T tokens, E width, V vocabulary.
 T, E, V = 12, 5, 9
@@ -124,19 +124,16 @@ def test_with_chunks_no_logits_wait_for_the_backward():
     assert saved_bytes(64, chunk_tokens=32) < 32 * 2000 * 4
 
 
-def sharded_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def compare_sharded() -> None:
     use_one_gloo_worker()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     placements = {"tokens": Shard(0), "replicated": Replicate(), "plain": None}
     options = (None, False, 1), (None, True, 3), (5, True, 1)
-    cases = itertools.product(placements.items(), (Shard(0), Replicate()), (True, False), options)
-    for (name, placement), weight_placement, loss_parallel, (
-        chunk_tokens,
-        entropy_gradient,
-        targets,
-    ) in cases:
+    for (name, placement), weight_placement, loss_parallel, option in itertools.product(
+        placements.items(), (Shard(0), Replicate()), (True, False), options
+    ):
+        chunk_tokens, entropy_gradient, targets = option
         hidden, weight, given = fresh_inputs(requires_grad=False)
         given = with_targets(given, targets)
         if placement is not None:
@@ -153,5 +150,5 @@ def sharded_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.medium
-def test_sharded_equals_whole_in_values_and_gradients(tmp_path):
-    spawn(sharded_rank, args=(str(tmp_path),), nprocs=2)
+def test_sharded_equals_whole_in_values_and_gradients():
+    run_ranks(compare_sharded, 2, timeout_s=60)
