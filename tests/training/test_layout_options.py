@@ -12,9 +12,9 @@ from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     Options,
     float8_samples,
-    half_tolerance,
     measure_options,
     parallelism,
+    sizes,
     to_numpy,
     whole_gradients,
 )
@@ -81,7 +81,9 @@ def assert_as_on_one_device(measured, expected, case):
     of_loss = of_gradient = 1e-4 if options.compiled else 1e-5
     if options.param_dtype == "bfloat16":
         of_loss = 1e-2 if kind == "moe" else 3e-3
-        of_gradient = 0.13 if "float8" in kind else half_tolerance(layout)
+        # Twice the measured difference: tensor-parallel ranks round their parts of every sum, and in other layouts
+        # micro-batches differ.
+        of_gradient = 0.13 if "float8" in kind else 0.1 if "tp" in sizes(layout) else 0.035
     elif kind == "moe":
         assert measured["result"].expert_load == wanted["result"].expert_load, case
     assert measured["result"].loss_sum == pytest.approx(wanted["result"].loss_sum, rel=of_loss), case

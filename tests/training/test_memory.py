@@ -1,10 +1,9 @@
 """Estimated memory compared with the measured peak of a step."""
 
-import dataclasses
 import math
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -41,8 +40,8 @@ NUM_PROCESSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model and of its micro-batches."""
+class Case:
+    """Sizes of a model and of its micro-batches, layout and options."""
 
     dim: int
     num_layers: int
@@ -52,6 +51,17 @@ class Shape:
     num_tokens: int
     num_experts: int = 0
     """Number of experts, each as wide as `hidden_dim`; 0 for a dense model."""
+    degrees: dict[str, int] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    reference: bool = False
+    converters: tuple[ModelConverter.Config, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; experts are split over existing ranks."""
+        return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
 
     def spec(self) -> ModelSpec:
         feed_forward: Any = FeedForward.Config(hidden_dim=self.hidden_dim)
@@ -65,50 +75,30 @@ class Shape:
             num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward, tie_embeddings=True,
             theta=1e4, max_positions=512,
         )  # fmt: skip
-        return dataclasses.replace(spec, model=model)
-
-
-# Each shape is dominated by another part, and takes a second or two to compute.
-PARAMETERS = Shape(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
-ACTIVATIONS = Shape(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
-LOGITS = Shape(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
-MIXED = Shape(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
-EXPERTS = dataclasses.replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
-FOUR_LAYERS = dataclasses.replace(ACTIVATIONS, num_layers=4, num_tokens=4608)
-FROZEN = dataclasses.replace(PARAMETERS, num_tokens=512)
-CHUNKED = Shape(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=3072)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    shape: Shape
-    degrees: dict[str, int] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    checkpoint: dict[str, Any] = field(default_factory=dict)
-    reference: bool = False
-    converters: tuple[ModelConverter.Config, ...] = ()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks; experts are split over existing ranks."""
-        return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
+        return replace(spec, model=model)
 
     def config(self) -> TrainingEngine.Config:
         degrees: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
         config = TrainingEngine.Config(
             optimizer=Optimizer.Config(**self.optimizer),
             parallelism=ParallelismConfig(**degrees),
-            training=TrainingConfig(max_tokens_per_microbatch=self.shape.num_tokens, **self.training),
+            training=TrainingConfig(max_tokens_per_microbatch=self.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
         )
         config.reference.enable = self.reference
         # As many rows for each expert, as the estimate assumes.
-        config.experts.force_load_balance = bool(self.shape.num_experts)
+        config.experts.force_load_balance = bool(self.num_experts)
         return config
 
 
+# Each of these is dominated by another part, and takes a second or two to compute.
+PARAMETERS = Case(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
+ACTIVATIONS = Case(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
+LOGITS = Case(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
+MIXED = Case(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
+EXPERTS = replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
+CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=3072)
 FSDP2 = {"data_parallel_shard": 2}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
@@ -118,21 +108,21 @@ EVERY_SECOND = {"mode": "selective", "selective_option": "2"}
 LORA = (LoRA.Config(rank=16),)
 
 CASES = {
-    "parameters": Case(shape=PARAMETERS),
-    "logits bf16": Case(shape=LOGITS, training=BF16),
-    "logits, TP2": Case(shape=dataclasses.replace(LOGITS, num_tokens=2048), degrees=TP2),
-    "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
-    "4 layers, every second": Case(shape=FOUR_LAYERS, checkpoint=EVERY_SECOND),
-    "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL),
-    "parameters, FSDP2": Case(shape=PARAMETERS, degrees=FSDP2),
-    "parameters, DDP2": Case(shape=PARAMETERS, degrees=DDP2),
-    "activations, TP2": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), degrees=TP2),
-    "experts, FSDP2 x EP2": Case(shape=EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
-    "LoRA, FSDP2": Case(shape=FROZEN, converters=LORA, degrees=FSDP2),
-    "LoRA, full, chunked logits": Case(
-        shape=CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 1536}
+    "parameters": PARAMETERS,
+    "logits bf16": replace(LOGITS, training=BF16),
+    "logits, TP2": replace(LOGITS, num_tokens=2048, degrees=TP2),
+    "activations bf16": replace(ACTIVATIONS, training=BF16),
+    "4 layers, every second": replace(ACTIVATIONS, num_layers=4, num_tokens=4608, checkpoint=EVERY_SECOND),
+    "mixed, full": replace(MIXED, num_tokens=2048, checkpoint=FULL),
+    "parameters, FSDP2": replace(PARAMETERS, degrees=FSDP2),
+    "parameters, DDP2": replace(PARAMETERS, degrees=DDP2),
+    "activations, TP2": replace(ACTIVATIONS, num_tokens=4096, degrees=TP2),
+    "experts, FSDP2 x EP2": replace(EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
+    "LoRA, FSDP2": replace(PARAMETERS, num_tokens=512, converters=LORA, degrees=FSDP2),
+    "LoRA, full, chunked logits": replace(
+        CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 1536}
     ),
-    "LoRA, op": Case(shape=ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
+    "LoRA, op": replace(ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
 }
 
 
@@ -181,13 +171,13 @@ class TensorBytes(TorchDispatchMode):
 def measure(case):
     """Return this rank's peak in bytes of a whole step, after a small one that creates the optimizer
     state."""
-    spec, config = case.shape.spec(), case.config()
+    spec, config = case.spec(), case.config()
     with TensorBytes() as tracked:
         world = World(rank=dist.get_rank() if dist.is_initialized() else 0, size=case.world_size)
         engine = TrainingEngine(
             config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
         )
-        num_samples = 2 * case.shape.num_tokens // LENGTH * engine.policy.data_rank.count
+        num_samples = 2 * case.num_tokens // LENGTH * engine.policy.data_rank.count
         samples = [make_sample(length=LENGTH + 1, seed=i) for i in range(num_samples)]
         assert len(engine.policy.pack(samples)) == 2
         for step in (samples[: engine.policy.data_rank.count], samples):
@@ -210,7 +200,7 @@ def measure_all():
 def estimated(case):
     config = case.config()
     degrees = config.parallelism.degrees(case.world_size)
-    return config.estimate_memory(case.shape.spec(), degrees=degrees, on_gpu=False)
+    return config.estimate_memory(case.spec(), degrees=degrees, on_gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -230,24 +220,23 @@ def test_estimate_is_within_30_percent_of_the_peak(peaks, name):
 
 def test_parameters_gradients_and_state_are_counted_exactly():
     # 8 blocks of 512 x (1024 + 512 + 3072 + 1536) + 1024 + 64 numbers, embedding and a norm.
-    shape = dataclasses.replace(PARAMETERS, num_heads=16)
     block = 512 * (2 * 512 + 512 + 2 * 1536 + 1536) + 2 * 512 + 2 * 32
     numbers = 8 * block + 2048 * 512 + 512
     matrices = 8 * 512 * (2 * 512 + 512 + 2 * 1536 + 1536)
-    adam = estimated(Case(shape=shape))
+    adam = estimated(PARAMETERS)
     assert (adam.parameters, adam.gradients, adam.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
-    muon = estimated(Case(shape=shape, optimizer={"name": "Muon"}))
+    muon = estimated(replace(PARAMETERS, optimizer={"name": "Muon"}))
     assert muon.optimizer == 8 * numbers - 4 * matrices
-    split = estimated(Case(shape=shape, degrees=FSDP2 | TP2))
+    split = estimated(replace(PARAMETERS, degrees=FSDP2 | TP2))
     assert split.parameters == 4 * -(-numbers // 4)
-    assert estimated(Case(shape=shape, reference=True, training=BF16)).parameters == (4 + 2) * numbers
+    assert estimated(replace(PARAMETERS, reference=True, training=BF16)).parameters == (4 + 2) * numbers
 
 
 def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
     # q has 512 inputs and 512 outputs, k and v 256 outputs; o 512; gate and up 512 and 1536, down the reverse.
     factors = 16 * ((512 + 512) + 2 * (512 + 256) + (512 + 512) + 2 * (512 + 1536) + (1536 + 512))
-    plain = estimated(Case(shape=PARAMETERS))
-    adapted = estimated(Case(shape=PARAMETERS, converters=LORA))
+    plain = estimated(PARAMETERS)
+    adapted = estimated(replace(PARAMETERS, converters=LORA))
     assert adapted.gradients == 4 * 8 * factors
     assert adapted.optimizer == 2 * adapted.gradients
     assert adapted.parameters == plain.parameters + adapted.gradients
