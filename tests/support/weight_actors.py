@@ -1,8 +1,7 @@
-"""Small model with uneven sizes in every parallel layout, and actors that push and pull it."""
+"""Small models in every parallel layout, and actors that push and pull them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -20,14 +19,10 @@ from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers
 from rl.models.parallelize import parallelize_decoder, parallelize_decoder_generator
 from rl.types import BoxSum
-from rl.weights import store as weights
-from rl.weights.store import Snapshot, WeightStore
+from rl.weights.store import Shard, Snapshot, WeightStore
 
+Model = Literal["uneven", "dense", "experts"]
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
-
-Qwen3Plan = Literal["trainer", "generator", "whole"]
-
-BUFFERS = ("scale", "steps")
 
 
 class UnevenNet(nn.Module):
@@ -48,8 +43,10 @@ class UnevenNet(nn.Module):
 TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the model's state dict, sharded over the processes that call this together."""
+def build(kind: Model, layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a model's state dict, sharded over the processes that call this together."""
+    if kind != "uneven":
+        return _build_qwen3(layout, seed=seed, dtype=dtype, experts=kind == "experts")
     model = UnevenNet(seed=seed).to(dtype)
     model.scale = model.scale.float()
     if layout == "fsdp_tp":
@@ -68,12 +65,10 @@ def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]
     return model.state_dict()
 
 
-def build_qwen3(
-    plan: Qwen3Plan, *, seed: int, dtype: torch.dtype, experts: bool = False
-) -> dict[str, Tensor]:
-    """Return a two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none.
+def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool) -> dict[str, Tensor]:
+    """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp), the generator's (tp) or none.
 
-    A mixture's experts are, by the trainer, split over two ranks and the shards of each over two more.
+    In a mixture's trainer, experts are split over two ranks, and the shards of each over two more.
     """
     spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
     spec.model.num_layers = 2
@@ -83,12 +78,12 @@ def build_qwen3(
         bias.normal_(generator=torch.Generator().manual_seed(seed))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    if plan == "trainer":
+    if layout == "fsdp_tp":
         degrees = Degrees(dp_replicate=1, dp_shard=4 if experts else 2, tp=1 if experts else 2)
         mesh = build_mesh(degrees, device_type="cpu")
         options = ShardingOptions(expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None)
         parallelize_decoder(model, mesh=mesh, config=options)
-    elif plan == "generator":
+    elif layout == "tp":
         parallelize_decoder_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return parameters | persistent_buffers(model)
@@ -124,22 +119,14 @@ class WeightActor(Actor):
         dist.init_process_group("gloo")
 
     @endpoint
-    async def build(self, layout: Layout, seed: int, dtype: torch.dtype) -> None:
-        self._state_dict = build(layout, seed=seed, dtype=dtype)
+    async def build(self, kind: Model, layout: Layout, seed: int, dtype: torch.dtype) -> None:
+        self._state_dict = build(kind, layout, seed=seed, dtype=dtype)
 
     @endpoint
-    async def build_qwen3(
-        self, plan: Qwen3Plan, seed: int, dtype: torch.dtype, experts: bool = False
-    ) -> None:
-        self._state_dict = build_qwen3(plan, seed=seed, dtype=dtype, experts=experts)
-
-    @endpoint
-    async def push(
-        self,
-        store: WeightStore,
-        version: int,
-        buffers: Collection[str] = BUFFERS,
-    ) -> weights.Shard:
+    async def push(self, store: WeightStore, version: int) -> Shard:
+        buffers = [
+            name for name in self._state_dict if name.endswith(("scale", "steps", "load_balance_bias"))
+        ]
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint

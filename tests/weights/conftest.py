@@ -47,16 +47,16 @@ class Cluster:
         num = {"fsdp_tp": 4, "hsdp": 4, "fsdp": 2, "ddp": 2, "ddp_dtensor": 2, "single": 1}[layout]
         return self.trainer.slice(procs=slice(0, num))
 
-    def push(self, store, layout):
+    def push(self, store, layout, kind="uneven"):
         """Push a model whose seed is its version, and announce it; return the snapshot."""
         version = self.next_version()
-        self.meshes.run(self.trainer.build.call(layout, version, torch.float32))
+        self.meshes.run(self.trainer.build.call(kind, layout, version, torch.float32))
         shards = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
         return store.announce([shard for _, shard in shards.items()])
 
-    def pull(self, store, layout, snapshot, dtype):
+    def pull(self, store, layout, snapshot, dtype, kind="uneven"):
         """Pull into a model of another seed, check weight parity, and return each rank's whole tensors."""
-        self.meshes.run(self.generator.build.call(layout, 999, dtype))
+        self.meshes.run(self.generator.build.call(kind, layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
         received = self.meshes.run(ranks.pull.call(store, snapshot))
         pulled = [box for _, sums in received.items() for box in sums]

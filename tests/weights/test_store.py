@@ -22,28 +22,30 @@ from rl.weights.types import (
     WeightStoreError,
     WeightTimeoutError,
 )
-from tests.support.weight_actors import UnevenNet, build_qwen3
+from tests.support.weight_actors import UnevenNet, build
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 
 
 LAYOUTS = [
-    ("auto", "fsdp_tp", "tp"),
-    ("auto", "fsdp_tp", "single"),
-    ("auto", "hsdp", "tp"),
-    ("auto", "fsdp", "single"),
-    ("auto", "ddp", "tp"),
-    ("auto", "ddp_dtensor", "single"),
-    ("auto", "single", "tp"),
-    ("files", "fsdp_tp", "single"),
+    ("auto", "uneven", "fsdp_tp", "tp"),
+    ("auto", "uneven", "fsdp_tp", "single"),
+    ("auto", "uneven", "hsdp", "tp"),
+    ("auto", "uneven", "fsdp", "single"),
+    ("auto", "uneven", "ddp", "tp"),
+    ("auto", "uneven", "ddp_dtensor", "single"),
+    ("auto", "uneven", "single", "tp"),
+    ("files", "uneven", "fsdp_tp", "single"),
+    ("auto", "dense", "fsdp_tp", "tp"),
+    ("auto", "dense", "fsdp_tp", "single"),
+    ("auto", "experts", "fsdp_tp", "tp"),
+    ("auto", "experts", "fsdp_tp", "single"),
 ]
 
 
-def expected(version, dtype):
-    """Return the weights of a version: parameters in `dtype`, buffers in their own."""
-    net = UnevenNet(seed=version)
-    parameters = {name for name, _ in net.named_parameters()}
-    return {name: v.to(dtype) if name in parameters else v for name, v in net.state_dict().items()}
+def expected(version, kind="uneven"):
+    """Return the weights of a version: parameters in bfloat16, buffers in their own dtype."""
+    return build(kind, "single", seed=version, dtype=torch.bfloat16)
 
 
 def assert_same_bits(actual, wanted):
@@ -53,36 +55,19 @@ def assert_same_bits(actual, wanted):
         assert torch.equal(actual[name].detach(), value), name
 
 
-@pytest.mark.parametrize(("cluster", "source", "target"), LAYOUTS, indirect=["cluster"])
-def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(cluster, source, target):
-    snapshot = cluster.push(cluster.bf16, source)
-    wanted = expected(snapshot.version, torch.bfloat16)
-    for full in cluster.pull(cluster.bf16, target, snapshot, torch.bfloat16):
-        assert_same_bits(full, wanted)
-    cluster.meshes.run(cluster.bf16.delete(snapshot.version))
-
-
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-@pytest.mark.parametrize("target", ["generator", "whole"])
-def test_qwen3_from_the_trainers_plan_to_the_generators_is_bit_exact_after_the_cast(cluster, target, experts):
-    """A router's bias is not cast: a rounded bias would choose other experts. Every box is sent once."""
-    run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
-    wanted = build_qwen3("whole", seed=version, dtype=torch.bfloat16, experts=experts)
-    uncast = [name for name, tensor in wanted.items() if tensor.dtype == torch.float32]
-    assert len(uncast) == (2 if experts else 0)
-    run(cluster.trainer.build_qwen3.call("trainer", version, torch.float32, experts))
-    shards = run(cluster.trainer.push.call(store, version, buffers=uncast))
-    snapshot = store.announce([shard for _, shard in shards.items()])
-    sent = sum(torch.Size(box.shape).numel() for box in snapshot.sums)
-    assert sent == sum(tensor.numel() for tensor in wanted.values())
-    generator = cluster.generator if target == "generator" else cluster.generator.slice(procs=0)
-    run(generator.build_qwen3.call(target, 999, torch.bfloat16, experts))
-    run(generator.pull.call(store, snapshot))
-    received = [full for _, full in run(generator.full.call()).items()]
-    assert len(received) == (2 if target == "generator" else 1)
+@pytest.mark.parametrize(("cluster", "kind", "source", "target"), LAYOUTS, indirect=["cluster"])
+def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(cluster, kind, source, target):
+    """A router's bias is not cast: a rounded bias would choose other experts."""
+    snapshot = cluster.push(cluster.bf16, source, kind)
+    wanted = expected(snapshot.version, kind)
+    if source == "fsdp_tp":  # every box is sent once
+        sent = sum(torch.Size(box.shape).numel() for box in snapshot.sums)
+        assert sent == sum(tensor.numel() for tensor in wanted.values())
+    received = cluster.pull(cluster.bf16, target, snapshot, torch.bfloat16, kind)
+    assert len(received) == (2 if target == "tp" else 1)
     for full in received:
         assert_same_bits(full, wanted)
-    run(store.delete(version))
+    cluster.meshes.run(cluster.bf16.delete(snapshot.version))
 
 
 @pytest.mark.parametrize("cluster", ["auto", "files"], indirect=True)
@@ -150,14 +135,14 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
 
 def test_version_that_a_rank_has_not_pushed_is_refused_and_may_be_pushed_again(cluster):
     run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
-    run(cluster.trainer.build.call("fsdp", version, torch.float32))
+    run(cluster.trainer.build.call("uneven", "fsdp", version, torch.float32))
     shard = run(cluster.trainer.slice(procs=0).push.call_one(store, version))
     with pytest.raises(WeightMismatchError, match=r"'embed.weight': the store covers .* of the 66 elements"):
         run(store.pull(store.announce([shard]), state_dict=UnevenNet(seed=0).state_dict()))
     run(store.delete(version))
     shards = run(cluster.trainer_ranks("fsdp").push.call(store, version))
     snapshot = store.announce([shard for _, shard in shards.items()])
-    wanted = expected(version, torch.bfloat16)
+    wanted = expected(version)
     for full in cluster.pull(store, "tp", snapshot, torch.bfloat16):
         assert_same_bits(full, wanted)
     run(store.delete(version))
@@ -232,7 +217,7 @@ def test_parity_catches_corrupted_stale_and_miscast_weights(cluster):
     version = snapshot.version
 
     def pulled(pulled_snapshot=snapshot, dtype=torch.bfloat16):
-        run(cluster.generator.build.call("tp", 999, dtype))
+        run(cluster.generator.build.call("uneven", "tp", 999, dtype))
         answers = run(cluster.generator.pull.call(store, pulled_snapshot))
         return [box for _, sums in answers.items() for box in sums]
 
@@ -261,7 +246,7 @@ def test_pushed_version_reaches_hosts_that_share_no_memory(cluster, monkeypatch)
     snapshot = cluster.push(store, "fsdp_tp")
     far = copy.copy(store)
     far.config = dataclasses.replace(store.config, transport="torchstore")
-    wanted = expected(snapshot.version, torch.bfloat16)
+    wanted = expected(snapshot.version)
     for full in cluster.pull(far, "tp", snapshot, torch.bfloat16):
         assert_same_bits(full, wanted)
 
