@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import re
 import weakref
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -68,34 +67,28 @@ def test_bound_on_samples_in_a_micro_batch_changes_no_gradient():
 
 
 def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
-    limited, unlimited = (
-        make_engine(None, max_sequence_length=9),
-        make_engine(None, max_tokens_per_microbatch=100),
-    )
-    limited.compute_logprobs([make_sample(length=9, seed=0)])
-    with pytest.raises(ValueError, match="has 10 tokens, more than max_sequence_length=9"):
-        limited.compute_logprobs([make_sample(length=10, seed=0)])
-    unlimited.compute_logprobs([make_sample(length=64, seed=0)])
-    with pytest.raises(ValueError, match="has 65 tokens, more than max_sequence_length=64"):
-        unlimited.forward_backward([make_sample(length=65, seed=0)])
-
-
-COMPILED = CompileConfig(enable=True)
+    for settings, limit in (({"max_sequence_length": 9}, 9), ({"max_tokens_per_microbatch": 100}, 64)):
+        engine = make_engine(None, **settings)
+        engine.compute_logprobs([make_sample(length=limit, seed=0)])
+        with pytest.raises(
+            ValueError, match=f"has {limit + 1} tokens, more than max_sequence_length={limit}"
+        ):
+            engine.forward_backward([make_sample(length=limit + 1, seed=0)])
 
 
 @pytest.mark.parametrize(
     ("device_type", "degree", "compile"),
     [
-        ("cpu", 2, COMPILED),
-        ("cuda", 1, COMPILED),
-        ("cuda", 2, CompileConfig()),
-        ("cuda", 2, CompileConfig(enable=True, components=("loss",), backend="aot_eager")),
-        ("cuda", 2, CompileConfig(enable=True, backend="aot_eager")),
+        ("cpu", 2, {"enable": True}),
+        ("cuda", 1, {"enable": True}),
+        ("cuda", 2, {}),
+        ("cuda", 2, {"enable": True, "components": ("loss",), "backend": "aot_eager"}),
+        ("cuda", 2, {"enable": True, "backend": "aot_eager"}),
     ],
 )
 def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree, compile):
     settings = ParallelismConfig(async_tensor_parallel=True, tensor_parallel_degree=degree)
-    config = engine_config(parallelism=settings, compile=compile)
+    config = engine_config(parallelism=settings, compile=CompileConfig(**compile))
     checks = trainer_checks(config, small_spec(), world_size=degree, device_type=device_type)
     says = rf"async_tensor_parallel=True on device '{device_type}' with tensor_parallel_degree={degree}, .* False"
     with pytest.raises(ValueError, match=says):
@@ -114,28 +107,21 @@ def test_vocabulary_or_interval_that_does_not_fit_the_model_is_refused():
             engine_config(**settings).check(model, world_size=world_size, device=torch.device("cpu"))
 
 
-@dataclass(frozen=True)
-class Put:
-    """Loss with an operation that has no deterministic kernel."""
-
-    def __call__(self, inputs):
-        logprobs_T = torch.where(inputs.mask, inputs.logprobs, 0.0)
-        put_T = torch.zeros_like(logprobs_T).put(torch.arange(len(logprobs_T)), logprobs_T)
-        return LossOutput(loss_sum=put_T.sum(), denominator=None, num_tokens=inputs.mask.sum().float())
+def put(inputs):
+    """Return a loss by an operation that has no deterministic kernel."""
+    logprobs_T = torch.where(inputs.mask, inputs.logprobs, 0.0)
+    put_T = torch.zeros_like(logprobs_T).put(torch.arange(len(logprobs_T)), logprobs_T)
+    return LossOutput(loss_sum=put_T.sum(), denominator=None, num_tokens=inputs.mask.sum().float())
 
 
 def test_deterministic_refuses_an_operation_without_a_deterministic_kernel(assets):
-    assert not torch.are_deterministic_algorithms_enabled()
-    make_engine(assets)
-    assert not torch.are_deterministic_algorithms_enabled()
+    make_engine(assets).forward_backward(SAMPLES, loss=put)
     try:
         engine = make_engine(assets, deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-            engine.forward_backward(SAMPLES, loss=Put())
+            engine.forward_backward(SAMPLES, loss=put)
     finally:
         torch.use_deterministic_algorithms(False)
-    make_engine(assets).forward_backward(SAMPLES, loss=Put())
 
 
 def test_parameters_gradients_and_moments_have_the_dtype_and_steps_round_to_it(assets):

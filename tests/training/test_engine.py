@@ -288,21 +288,16 @@ def test_loss_that_is_not_finite_stops_with_its_batch_saved(assets, tmp_path):
     assert math.isfinite(engine.optim_step().grad_norm)
 
 
-class InfiniteSlope:
-    """A loss of 0 whose gradient is not finite."""
-
-    def __call__(self, inputs):
-        return LossOutput(
-            loss_sum=(inputs.logprobs * 0.0).abs().sqrt().sum(),
-            denominator=None,
-            num_tokens=inputs.mask.sum(),
-        )
+def infinite_slope(inputs):
+    """Return a loss of 0 whose gradient is not finite."""
+    loss_sum = (inputs.logprobs * 0.0).abs().sqrt().sum()
+    return LossOutput(loss_sum=loss_sum, denominator=None, num_tokens=inputs.mask.sum())
 
 
 def test_gradient_that_is_not_finite_stops_before_the_step(assets):
     engine = make_engine(assets)
     before = weights(engine)
-    engine.forward_backward(SAMPLES, loss=InfiniteSlope())
+    engine.forward_backward(SAMPLES, loss=infinite_slope)
     with pytest.raises(NonFiniteLossError, match="gradient norm nan at policy version 0") as caught:
         engine.optim_step()
     assert caught.value.batch_file is None

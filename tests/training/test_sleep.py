@@ -65,14 +65,10 @@ def train(engine, *, sleeps):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_sleep_before_the_first_step_makes_no_optimizer_state(assets, name):
+def test_sleep_between_steps_changes_no_bit_and_makes_no_optimizer_state(assets, name):
     engine = make(assets, name=name)
     assert TrainerSleep(engine).sleep() > 0
     assert engine.optimizer.held_tensors() == []
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_sleep_between_steps_changes_no_bit(assets, name):
     slept, awake = (train(make(assets, name=name), sleeps=sleeps) for sleeps in (True, False))
     assert slept == awake
 
