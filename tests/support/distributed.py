@@ -41,16 +41,15 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    port = free_port()
+    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process: BaseProcess = context.Process(
-                target=_child,
-                args=(function, args, rank, num_ranks, port, theirs, timeout_s - STACKS_S),
-                daemon=True,
+                target=_child, args=(function, args, own, theirs, timeout_s - STACKS_S), daemon=True
             )
             process.start()
             theirs.close()
@@ -94,21 +93,13 @@ def _collect(
 def _child(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    rank: int,
-    num_ranks: int,
-    port: int,
+    world: dict[str, str],
     pipe: Connection,
     stacks_s: float,
 ) -> None:
     faulthandler.dump_traceback_later(stacks_s)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= world
     import torch
 
     torch.set_num_threads(1)

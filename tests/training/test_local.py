@@ -1,9 +1,7 @@
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
 from rl.models.generate import generate
 from rl.models.lora import LoRA
-from rl.models.spec import ModelSpec
 from rl.rollouts.samples import policy_sample
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -24,21 +21,15 @@ from tests.training.parts import make_samples, small_spec
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9])]
 SAMPLING = SamplingParams(max_tokens=12, num_samples=4, seed=5)
 STEP = OptimParams(lr=0.05)
-ResultT = TypeVar("ResultT")
 
 
-def with_backend(
-    use: Callable[[LocalBackend], Awaitable[ResultT]],
-    *,
-    assets: str | None = None,
-    spec: ModelSpec | None = None,
-    **settings: Any,
-) -> ResultT:
-    async def run() -> ResultT:
+def with_backend(use, *, assets=None, spec=None, **settings):
+    """Run `use` with a backend of an engine config's fields, and return its result."""
+
+    async def run():
         config = TrainingEngine.Config(**settings)
-        async with LocalBackend(
-            config, spec=spec or small_spec(), hf_assets_path=assets, device="cpu"
-        ) as local:
+        model = {"spec": spec or small_spec(), "hf_assets_path": assets}
+        async with LocalBackend(config, **model, device="cpu") as local:
             return await use(local)
 
     return asyncio.run(run())
