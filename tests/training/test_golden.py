@@ -20,9 +20,9 @@ import torch
 
 from configs.sum_digits import tiny
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.runtime import use_threads
 from rl.training.config import ReferenceConfig
 from rl.training.engine import TrainingEngine
+from rl.utils.processes import use_threads
 from tests.support.distributed import run_ranks
 from tests.training.parts import make_sample
 
