@@ -40,6 +40,10 @@ class UnevenNet(nn.Module):
         _randomize(self, seed=seed)
 
 
+def is_buffer(name: str) -> bool:
+    return name.endswith(("scale", "steps", "load_balance_bias"))
+
+
 TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -124,9 +128,7 @@ class WeightActor(Actor):
 
     @endpoint
     async def push(self, store: WeightStore, version: int) -> Shard:
-        buffers = [
-            name for name in self._state_dict if name.endswith(("scale", "steps", "load_balance_bias"))
-        ]
+        buffers = [name for name in self._state_dict if is_buffer(name)]
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
