@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import re
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,10 @@ def test_bound_on_samples_in_a_micro_batch_changes_no_gradient():
 
 
 def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
-    for settings, limit in (({"max_sequence_length": 9}, 9), ({"max_tokens_per_microbatch": 100}, 64)):
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"max_sequence_length": 9}, 9), ({"max_tokens_per_microbatch": 100}, 64)
+    ]  # fmt: skip
+    for settings, limit in cases:
         engine = make_engine(None, **settings)
         engine.compute_logprobs([make_sample(length=limit, seed=0)])
         with pytest.raises(

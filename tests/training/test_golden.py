@@ -71,7 +71,7 @@ def run_steps(**fields: Any) -> list[list[float]]:
 
 def run_all() -> tuple[str, dict[str, list[list[float]]]]:
     """Return machine and steps by option, from a process with one thread from its start."""
-    return machine(), {name: run_steps(**fields) for name, fields in ({"plain": {}} | NEUTRAL).items()}
+    return machine(), {"plain": run_steps()} | {name: run_steps(**f) for name, f in NEUTRAL.items()}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,8 +142,9 @@ def test_copies_from_and_to_a_gpu():
 
 @pytest.mark.parametrize("field", ["num_threads", "keep_versions"])
 def test_invalid_settings_are_refused(field):
+    settings: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=f"{field}=0: must be at least 1"):
-        WeightStore.Config(**{field: 0})
+        WeightStore.Config(**settings)
 
 
 def test_file_on_a_host_without_the_shared_folder_is_an_error(tmp_path):
