@@ -172,7 +172,10 @@ def check_bounds(
     for name in names:
         value = getattr(config, name)
         if value is not None and not all(holds(value, bound) for bound, holds, _ in rules):
-            must = " and ".join(f"{word} {bound:g}" for bound, _, word in rules)
+            must = " and ".join(
+                f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
+                for bound, _, word in rules
+            )
             raise ValueError(f"{name}={value}: must be {must}")
 
 
