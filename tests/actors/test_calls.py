@@ -21,13 +21,6 @@ from rl.utils.processes import identify
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
 
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
-def test_deadline_that_is_not_positive_is_refused(value):
-    with pytest.raises(ValueError, match=f"train_s={value}: must be above 0"):
-        Timeouts(train_s=value)
-
-
 pytestmark = pytest.mark.timeout(120)
 
 

@@ -1,53 +1,48 @@
 """Machine limits that actors measure, and how a run combines them."""
 
 import asyncio
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
-from actors.calls import ActorCallError
-from actors.config import Timeouts
 from actors.run import run_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
+from tests.support.mortal import Mortal
 
 LIMITS = MachineLimits(flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
 
 
-@dataclass(kw_only=True)
-class Group:
-    """Fake group of ranks, of which the first answers with the limits of its machine."""
+class Measured(Mortal):
+    """Group that answers with the limits of its machine."""
 
-    timeouts: ClassVar[Timeouts] = Timeouts()
-    name: str
-    asked: list[tuple[Any, ...]]
-    is_lost: bool = False
+    def __init__(self, name: str, asked: list[tuple[Any, ...]]) -> None:
+        super().__init__(name)
+        self.asked = asked
 
-    async def call(self, endpoint: str, *args: Any) -> list[Any]:
-        assert endpoint == "measure_machine"
+    def call(self, endpoint: str, *args: Any, **options: Any) -> Any:
         self.asked.append((self.name, *args))
-        if self.is_lost:
-            raise ActorCallError(f"{self.name}.{endpoint} failed")
-        return [LIMITS, None]
+        return super().call(endpoint, *args, **options)
+
+    async def _measure_machine(self, dtype: str, num_bytes: int) -> MachineLimits:
+        return LIMITS
 
 
 def limits_of(config, *, lost=""):
     """Return the limits of a run of this config, and the calls that were made for them."""
     asked: list[tuple[Any, ...]] = []
-    names = ("trainer", "generator_0", "generator_1")
-    trainer, *generators = (Group(name=name, asked=asked, is_lost=name == lost) for name in names)
-    fleet: Any = SimpleNamespace(trainer=trainer, pool=SimpleNamespace(members=generators))
-    return asyncio.run(run_limits(config, fleet, spec=config.model)), asked
+    groups = [Measured(name, asked) for name in ("trainer", "generator_0", "generator_1")]
+    for group in groups:
+        if group.name == lost:
+            group.die()
+    cluster: Any = SimpleNamespace(trainer=groups[0], pool=SimpleNamespace(members=groups[1:]))
+    return asyncio.run(run_limits(config, cluster, spec=config.model)), asked
 
 
 def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():
     limits, asked = limits_of(tiny())
     assert limits is not None
     num_bytes = 779_328 * 4
-    assert asked == [
-        ("trainer", "float32", num_bytes),
-        ("generator_0", "float32", num_bytes),
-    ]
+    assert asked == [("trainer", "float32", num_bytes), ("generator_0", "float32", num_bytes)]
     assert limits.sampled.parameters == 779_328
     assert (limits.itemsize, limits.num_samples, limits.waits_for_the_longest) == (4, 8, True)
     assert limits.most_running == 32 * 8
@@ -66,7 +61,4 @@ def test_limits_can_be_disabled_and_a_failed_measurement_ends_no_run(caplog):
     limits, asked = limits_of(tiny(), lost="generator_0")
     assert limits is None
     assert len(asked) == 2
-    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert said == (
-        "the machine was not measured, so steps have no limit/ metrics: generator_0.measure_machine failed"
-    )
+    assert "steps have no limit/ metrics: generator_0.measure_machine failed" in caplog.text

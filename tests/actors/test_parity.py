@@ -49,11 +49,7 @@ def test_text_is_a_prompt_and_answer_and_the_bound_is_that_of_the_coarser_dtype(
     assert made.sample.token_ids.tolist() == made.token_ids.tolist()
 
 
-def test_parity_check_can_be_disabled_and_validates_its_settings():
+def test_parity_check_can_be_disabled():
     off = ParityConfig(enable=False)
     prompt = prompt_of(make_problem([12, 34]))
     assert make_parity_text(off, prompt=prompt, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
-    with pytest.raises(ValueError, match="num_tokens=1"):
-        ParityConfig(num_tokens=1)
-    with pytest.raises(ValueError, match="max_logprob_diff=-1"):
-        ParityConfig(max_logprob_diff=-1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.config import KubernetesConfig, LaunchConfig, SlurmConfig
+from actors.config import LaunchConfig
 from tests.support.placed import placed as of_launch
 
 CLUSTER = {"hosts": "slurm"}
@@ -99,54 +99,3 @@ def test_cluster_without_gpus_may_be_requested():
 def test_inconsistent_layout_is_refused_by_field(launch, num_gpus, numbers, says):
     with pytest.raises(ValueError, match=says):
         placed(launch, num_gpus=num_gpus, **numbers)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one host: must be 1"),
-        ({"reward_hosts": 1}, "reward_hosts=1 with hosts='this', which is one host: must be 0"),
-        ({"hosts": "process", "trainer_hosts": 0}, "trainer_hosts=0: must be at least 1"),
-        (
-            {"hosts": "process", "gpus_per_host": 4},
-            "gpus_per_host=4 with hosts='process': GPUs of",
-        ),
-        (
-            CLUSTER | {"replicas_per_host": 2, "generator_hosts": 2},
-            "replicas_per_host=2 with generator_hosts",
-        ),
-        ({"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs an image"),
-        (CLUSTER | {"share_gpus": True}, "share_gpus=True with hosts='slurm'"),
-        ({"share_gpus": True, "generator_gpus": (0,)}, r"generator_gpus=\(0,\): must be 'this' and None"),
-        ({"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 on, each once"),
-        ({"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 on"),
-        ({"trainer_gpus": ()}, r"trainer_gpus=\(\): must name devices from 0 on, each once, or be None"),
-        ({"job_name": "My-job"}, "job_name='My-job': must be at most 30 lowercase letters and digits"),
-        ({"start_timeout_s": 0.0}, r"start_timeout_s=0\.0: must be above 0"),
-    ],
-)
-def test_invalid_launch_settings_are_refused(fields, says):
-    with pytest.raises(ValueError, match=says):
-        LaunchConfig(**fields)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "says"),
-    [
-        (SlurmConfig, {"time_limit": "2 days"}, "time_limit='2 days': must be such as 90, 12:00:00 or 2-00:00"),
-        (SlurmConfig, {"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G or 64000M"),
-        (SlurmConfig, {"partition": "a b"}, "partition='a b': must be a name without spaces, or None"),
-        (SlurmConfig, {"account": ""}, "account='': must be a name without spaces, or None"),
-        (SlurmConfig, {"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1"),
-        (SlurmConfig, {"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each must be one option"),
-        (SlurmConfig, {"port": 70000}, "port=70000: must be at least 1024 and at most 65535"),
-        (KubernetesConfig, {"namespace": "My_Space"}, "namespace='My_Space': must be a name of lowercase letters"),
-        (KubernetesConfig, {"memory": "64 GB"}, "memory='64 GB': must be a quantity such as 16, 500m or 64Gi"),
-        (KubernetesConfig, {"shared_memory": "all"}, "shared_memory='all': must be a quantity"),
-        (KubernetesConfig, {"port": 80}, "port=80: must be at least 1024 and at most 65535"),
-        (KubernetesConfig, {"volume_path": "runs"}, "volume_path='runs': must be an absolute path"),
-    ],
-)  # fmt: skip
-def test_values_that_a_cluster_rejects_are_refused_by_field(kind, fields, says):
-    with pytest.raises(ValueError, match=says):
-        kind(**fields)

@@ -31,13 +31,7 @@ SAMPLING = SamplingParams(max_tokens=8, num_samples=1, seed=1)
 class PoolRun:
     """Pool whose generators take `START_S` to restart."""
 
-    def __init__(
-        self,
-        num_generators: int = 2,
-        *,
-        parity: ParityText | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, num_generators: int = 2, *, parity: ParityText | None = None, **settings: Any) -> None:
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
         self.started_at: list[float] = []
@@ -85,8 +79,7 @@ class PoolRun:
         await asyncio.sleep(START_S)
         if len(self.started_at) <= self.failing_starts:
             raise ActorCallError(f"start {len(self.started_at)} failed\nand its traceback")
-        self.latest = MortalGenerator(f"generator_{number}", **self.settings)
-        return self.latest
+        return MortalGenerator(f"generator_{number}", **self.settings)
 
     async def serve(self, version: int) -> None:
         self.trainer.version = version
@@ -96,6 +89,10 @@ class PoolRun:
         """Ask for completions of prompts with these numbers; return the numbers that they repeat."""
         prompts = [np.array([number], dtype=np.int32) for number in numbers]
         return [int(c.token_ids[0]) for (c,) in await self.router.generate(prompts, sampling=SAMPLING)]
+
+    async def all_up(self) -> None:
+        while len(self.pool.up()) < len(self.pool.members):
+            await asyncio.sleep(0.1)
 
     def versions(self) -> list[int | None]:
         return [self[number].version for number in self.pool.up()]
@@ -127,16 +124,14 @@ def test_restarted_generator_serves_only_after_pulling_the_current_version():
         ):
             await room.pool.members[0].call("generate")
         await asyncio.sleep(START_S)
-        while len(room.pool.up()) < 2:
-            await asyncio.sleep(0.1)
+        await room.all_up()
         return room[0].asked, room.versions(), room.told
 
     asked, versions, told = run_pool(steps)
     assert asked == ["use_store", "pull_model_state_dict"]
     assert versions == [1, 1]
     assert told[0] == ("lost", "generator_0", "rank 0 is dead: its process ended")
-    event, role, after_s = told[1]
-    assert (event, role, after_s) == ("recovered", "generator_0", pytest.approx(START_S + 1, abs=0.01))
+    assert told[1] == ("recovered", "generator_0", pytest.approx(START_S + 1, abs=0.01))
 
 
 def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
@@ -152,8 +147,7 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
         room.start = start_silent_at_first
         room[0].die()
         await room.ask(1, 2)
-        while len(room.pool.up()) < 2:
-            await asyncio.sleep(0.1)
+        await room.all_up()
         assert room[0].asked == ["use_store", "pull_model_state_dict", "compute_logprobs"]
         await room.serve(1)
         with pytest.raises(WeightStoreError, match="version 0 was given up"):
@@ -161,26 +155,6 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
         return len(room.started_at)
 
     assert run_pool(steps, parity=PARITY) == 2
-
-
-def test_update_and_prompts_wait_when_all_generators_are_lost():
-    async def steps(room):
-        await room.serve(0)
-        for number in range(2):
-            room[number].pull_s = 5.0
-        serving = asyncio.create_task(room.serve(1))
-        await asyncio.sleep(1)
-        for number in range(2):
-            room[number].die()
-        asking = asyncio.create_task(room.ask(7))
-        await serving
-        served_at, versions = now_s(), room.versions()
-        return served_at, versions, await asking
-
-    served_at, versions, answers = run_pool(steps)
-    assert served_at == 1 + 1 + START_S + 1
-    assert versions == [1]
-    assert answers == [7]
 
 
 def test_failed_engine_in_a_living_process_counts_as_lost():
@@ -282,8 +256,7 @@ def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_versio
             await asyncio.sleep(START_S)  # a generator that starts meanwhile does not join
             assert room.pool.up() == [1]
         await asking
-        while len(room.pool.up()) < 2:
-            await asyncio.sleep(0.1)
+        await room.all_up()
         assert "pull_model_state_dict" not in room[0].asked
         await room.serve(2)  # a lower version number than before, with other weights
         return room[1].asked[-3:], room.versions()
@@ -303,8 +276,7 @@ def test_generator_that_does_not_take_the_new_store_is_lost():
             await room.pool.use_store()
         assert room.pool.up() == [1]
         await room.serve(1)
-        while len(room.pool.up()) < 2:
-            await asyncio.sleep(0.1)
+        await room.all_up()
         assert room[0] is not lost
         return room.versions(), room.told[0]
 
@@ -353,20 +325,6 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
     assert run_pool(steps, num_generators=3, max_restarts=100) == list(range(60))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_restarts": -1}, "max_restarts=-1: must be at least 0"),
-        ({"window_s": 0.0}, r"window_s=0\.0: must be above 0"),
-        ({"pause_s": float("nan")}, "pause_s=nan: must be at least 0"),
-        ({"pause_s": 9.0, "max_pause_s": 3.0}, r"max_pause_s=3\.0: must be at least pause_s=9"),
-    ],
-)
-def test_invalid_settings_are_refused_by_name(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RecoveryConfig(**settings)
-
-
 def test_pauses_double_up_to_the_maximum_and_only_restarts_within_the_window_count():
     supervisor = Supervisor(RecoveryConfig(max_restarts=6, pause_s=2, max_pause_s=10), now_s=lambda: 0.0)
     counted = [supervisor.count("trainer", reason="x") for _ in range(6)]
@@ -389,8 +347,8 @@ class Process(Mortal):
         assert rank == 0
         return self
 
-    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
-        return [[["the score"]]]
+    async def _score(self, groups: Any, alone: bool) -> list[list[str]]:
+        return [["the score"]]
 
 
 def score_after_a_loss(*, starts_dead: bool = False, **settings: Any) -> tuple[list[Any], int, float]:

@@ -23,26 +23,6 @@ from tests.support.policies import VOCAB_SIZE, small_spec
 MODEL = small_spec().model
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0: must be at least 1"),
-        ({"max_num_seqs": -1}, "max_num_seqs=-1: must be at least 1"),
-        ({"cpu_kv_cache_gib": 0.0}, "cpu_kv_cache_gib=0.0: must be above 0"),
-        ({"rank_timeout_s": float("nan")}, "rank_timeout_s=nan: must be above 0"),
-        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
-        (
-            {"max_num_seqs": 128, "max_num_batched_tokens": 127},
-            "generator.max_num_batched_tokens=127: must be at least max_num_seqs=128",
-        ),
-        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization=1.2: must be above 0 and at most 1"),
-    ],
-)
-def test_setting_out_of_range_is_refused_by_name(settings, message):
-    with pytest.raises(ValueError, match=message):
-        VLLMGenerator.Config(**settings)
-
-
 def test_endpoints_call_the_methods_of_a_derived_engine():
     class Engine(GeneratorEngine):
         async def sleep(self) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from actors.backend import RewardClient, TrainerClient
-from actors.calls import ActorCallError
-from actors.config import RecoveryConfig, RunConfig, Timeouts
+from actors.config import RecoveryConfig, RunConfig
 from actors.plan import Plan
 from actors.pool import GeneratorPool
 from actors.recovery import Role, Supervisor
@@ -26,51 +24,27 @@ from rl.utils.errors import RunError
 from rl.weights.store import Shard, WeightStore
 from tests.support.checkpoints import save_fake
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
-from tests.support.mortal import shard_of
+from tests.support.mortal import Mortal, shard_of
 
 
 def reply(prompt: str, sample: int) -> str:
     return f"[ANSWER] {(len(prompt) + sum(prompt.encode()) + sample) % 20}"
 
 
-@dataclass(kw_only=True)
-class FakeGroup:
-    """Group of one rank with a method `_<endpoint>` for each endpoint that does something."""
+class FakeTrainer(Mortal):
+    """Trainer that dies in the gradient of the step after version `dies_at`."""
 
-    name: str
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
-
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
-        answer = getattr(self, f"_{endpoint}", None)
-        return [None if answer is None else await answer(*args, **kwargs)]
-
-
-@dataclass(kw_only=True)
-class FakeTrainer(FakeGroup):
-    """Trainer whose process is killed in the gradient of the step after version `dies_at`."""
-
-    name: str = "trainer"
-    dies_at: int | None = None
-    loaded: list[str] = field(default_factory=list)
-    """Names of the checkpoint folders."""
-    is_dead: bool = False
-
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
-        if endpoint == "forward_backward" and self.policy.version == self.dies_at:
-            self.is_dead = True
-        if self.is_dead:
-            raise ActorCallError(f"trainer.{endpoint} failed: rank 0 of 1 is dead: its process ended")
-        return await super().call(endpoint, *args, **kwargs)
-
-    def dead(self) -> list[int]:
-        return [0] if self.is_dead else []
-
-    async def while_alive(self, answer: Awaitable[Any], what: str) -> Any:
-        return await answer
+    def __init__(self, *, dies_at: int | None = None) -> None:
+        super().__init__("trainer")
+        self.policy = FakePolicy(reply=reply)
+        self.dies_at = dies_at
+        self.loaded: list[str] = []
+        """Names of the checkpoint folders."""
 
     async def _forward_backward(self, samples: Sequence[Any], **settings: Any) -> Any:
-        return await self.policy.forward_backward(samples)
+        if self.policy.version == self.dies_at:
+            self.die()
+        return await self.while_alive(self.policy.forward_backward(samples), "forward_backward")
 
     async def _optim_step(self, *settings: Any, **options: Any) -> Any:
         return await self.policy.optim_step()
@@ -89,7 +63,11 @@ class FakeTrainer(FakeGroup):
         return self.policy.version
 
 
-class FakeGenerator(FakeGroup):
+class FakeGenerator(Mortal):
+    def __init__(self) -> None:
+        super().__init__("generator_0")
+        self.policy = FakePolicy(reply=reply)
+
     async def _generate(self, prompts: Any, *, sampling: SamplingParams, **options: Any) -> Any:
         return await self.policy.generate(prompts, sampling=sampling)
 
@@ -98,15 +76,16 @@ class FakeGenerator(FakeGroup):
         return ()
 
 
-@dataclass(kw_only=True)
-class FakeReward(FakeGroup):
-    rubric: Rubric
+class FakeReward(Mortal):
+    def __init__(self, *, rubric: Rubric) -> None:
+        super().__init__("reward")
+        self.rewarder = RubricRewarder(rubric=rubric)
 
     def at_rank(self, rank: int) -> FakeReward:
         return self
 
     async def _score(self, groups: Any, alone: bool) -> Any:
-        return await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)
+        return await self.rewarder.score(groups, alone=alone)
 
 
 class FakeCluster:
@@ -116,12 +95,7 @@ class FakeCluster:
         days = itertools.count(1)
         self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
         self.trainer, generator, self.reward = (
-            Role(cast(Any, group))
-            for group in (
-                trainers[0],
-                FakeGenerator(name="generator_0"),
-                FakeReward(name="reward", rubric=rubric),
-            )
+            Role(cast(Any, group)) for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
         )
         self.store = WeightStore.Config().build()
         self.pool = GeneratorPool([generator], trainer=self.trainer, store=self.store)

@@ -13,7 +13,7 @@ from actors.calls import ActorLostError, ActorTimeoutError
 from actors.config import Timeouts
 from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import BoxSum, Completion
-from rl.weights.store import Shard
+from rl.weights.store import Shard, Snapshot
 from tests.support.fakes import completion_of
 
 T = TypeVar("T")
@@ -38,13 +38,18 @@ class Mortal:
     def call(
         self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
-        """Answer at once while alive."""
-        return self.while_alive(self._answer(endpoint, args), endpoint)
+        """Answer with the method `_<endpoint>`, or None without one, while alive."""
+        return self.while_alive(self._answer(endpoint, *args, **kwargs), endpoint)
 
-    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
-        if endpoint == "compute_logprobs":
-            return [[np.zeros(3, dtype=np.float32)]]
-        return [shard_of(self.version) if endpoint == "push_model_state_dict" else 0]
+    async def _answer(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
+        answer = getattr(self, f"_{endpoint}", None)
+        return [None if answer is None else await answer(*args, **kwargs)]
+
+    async def _compute_logprobs(self, samples: Any) -> list[np.ndarray]:
+        return [np.zeros(3, dtype=np.float32)]
+
+    async def _push_model_state_dict(self, **model: Any) -> Shard:
+        return shard_of(self.version)
 
     def die(self) -> None:
         self.died.set()
@@ -98,16 +103,12 @@ class MortalGenerator(Mortal):
         await asyncio.sleep(20)
         raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within 20 s")
 
-    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
-        if endpoint == "pull_model_state_dict":
-            await asyncio.sleep(self.pull_s)
-            self.version = args[0].version
-            return [()]
-        if endpoint == "generate":
-            return [await self._generate(args[0])]
-        return await super()._answer(endpoint, args)
+    async def _pull_model_state_dict(self, snapshot: Snapshot, **options: Any) -> tuple[()]:
+        await asyncio.sleep(self.pull_s)
+        self.version = snapshot.version
+        return ()
 
-    async def _generate(self, prompts: list[np.ndarray]) -> list[list[Completion]]:
+    async def _generate(self, prompts: list[np.ndarray], **options: Any) -> list[list[Completion]]:
         if self.version is None:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
         await asyncio.sleep(self.generate_s)
