@@ -18,13 +18,12 @@ from rl.rollouts.samples import demonstration_sample
 from rl.utils.processes import kernel_state
 from tests.support.clusters import CONFIG, PROMPTS, RunningCluster
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.scored import replied
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
 SAMPLE = demonstration_sample(PROMPTS[0].token_ids, PROMPTS[0].token_ids)
 STOPPED = "no stacks: the process is stopped by a signal"
-SHORT = Timeouts(generate_s=2, train_s=2.1, score_s=2.2, close_s=10)
+SHORT = Timeouts(train_s=2.1, close_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +78,6 @@ def test_stopped_trainer_rank_is_named_with_the_activity_of_the_other_rank(runni
     assert sorted(headings) == ["generator[0]", "reward[0]", "reward[1]", "trainer[0]", "trainer[1]"]
     assert 'actors/trainer.py", line' in file or 'threads.py", line' in file
     assert run(cluster.trainer.call("drop_gradient")) == [None, None]
-
-
-def test_stopped_reward_process_is_named(running):
-    run = running.run
-    reward = run(running.cluster.reward.current())
-    short = replace(reward, timeouts=SHORT).at_rank(1)
-    with stopped(reward, 1):
-        with pytest.raises(ActorTimeoutError) as caught:
-            run(short.call("score", [[replied("1")]], False))
-        lines, _ = reported(running, caught.value)
-    expected = "reward.score of rank 1 of 2 gave no answer within 2.2 s (timeouts.score_s)"
-    assert caught.value.message() == expected
-    assert [line.split(":")[0] for line in lines if "]: " in line] == ["  reward[0]", "  reward[1]"]
 
 
 def test_collective_timeout_names_the_call_and_reports_all_processes(running):

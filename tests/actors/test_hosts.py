@@ -14,7 +14,7 @@ NUM_HOSTS, NUM_ACTORS, NUM_CHILDREN, NUM_GUARDS = 3, 5, 5, 1
 
 def start(how):
     """Start a controller process; return it with the description of its run."""
-    controller = start_controller("hosts_controller", how, "process")
+    controller = start_controller("launch_controller", how, "process")
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())
     assert len(run["pids"]) == NUM_HOSTS + NUM_ACTORS + NUM_CHILDREN + NUM_GUARDS

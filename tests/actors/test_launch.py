@@ -117,40 +117,7 @@ def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog, monke
     assert warning.startswith("role deaf did not stop when asked: stopping role 'deaf': no answer within")
 
 
-def read_run(how):
-    """Return the controller's process with the pids and shared-memory files of its run."""
-    controller = start_controller("launch_controller", how)
-    assert controller.stdout is not None
-    return controller, json.loads(controller.stdout.readline())
-
-
-def end(controller, run):
-    """Return what the controller says after its run, exit code and errors, and check that nothing is left of it."""
-    said, errors = controller.communicate(timeout=60)
-    assert wait_until_gone(run["pids"]) == []
-    assert [file for file in run["files"] if Path(file).exists()] == []
-    return said, controller.returncode, errors
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("how", "signal_number", "exit_code"), [("break", None, 1), ("stuck", signal.SIGINT, -signal.SIGINT)]
-)
-def test_run_leaves_nothing_behind(how, signal_number, exit_code):
-    controller, run = read_run(how)
-    assert (len(run["pids"]), len(run["files"])) == (4, 2)
-    if signal_number is not None:
-        # A terminal sends Ctrl-C to every process of the group.
-        os.killpg(controller.pid, signal_number)
-    _, code, errors = end(controller, run)
-    assert code == exit_code, errors
-    assert ("RuntimeError: as asked" in errors) == (how == "break")
-    assert "Monarch internal logs" not in errors
-
-
-def read_until(controller, line):
-    assert controller.stdout is not None
+def wait_for(controller, line):
     while (found := controller.stdout.readline()) != line:
         assert found, f"the controller ended before it said {line!r}"
 
@@ -158,18 +125,27 @@ def read_until(controller, line):
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("how", "second", "said", "code"),
+    ("how", "signals", "said", "code"),
     [
-        ("hear and save", None, "saves\nsaved\n", -signal.SIGINT),
-        ("hear", signal.SIGTERM, "", 128 + signal.SIGTERM),
+        ("break", {}, "", 1),
+        ("stuck", {"": signal.SIGINT}, "", -signal.SIGINT),
+        ("hear and save", {"training\n": signal.SIGINT}, "saves\nsaved\n", -signal.SIGINT),
+        ("hear", {"training\n": signal.SIGINT, "saves\n": signal.SIGTERM}, "", 128 + signal.SIGTERM),
     ],
 )
-def test_first_signal_lets_the_loop_save_and_a_second_ends_everything_at_once(how, second, said, code):
-    """The second is received by another thread while the event loop is idle."""
-    controller, run = read_run(how)
-    read_until(controller, "training\n")
-    os.killpg(controller.pid, signal.SIGINT)
-    if second is not None:
-        read_until(controller, "saves\n")
-        os.killpg(controller.pid, second)
-    assert end(controller, run)[:2] == (said, code)
+def test_first_signal_lets_a_listening_loop_save_and_no_end_leaves_anything_behind(how, signals, said, code):
+    """A second signal, which another thread receives while the event loop is idle, ends everything at once."""
+    controller = start_controller("launch_controller", how)
+    assert controller.stdout is not None
+    run = json.loads(controller.stdout.readline())
+    assert (len(run["pids"]), len(run["files"])) == (4, 2)
+    for line, number in signals.items():
+        if line:
+            wait_for(controller, line)
+        os.killpg(controller.pid, number)  # a terminal sends Ctrl-C to every process of the group
+    rest, errors = controller.communicate(timeout=60)
+    assert (rest, controller.returncode) == (said, code), errors
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+    assert ("RuntimeError: as asked" in errors) == (how == "break")
+    assert "Monarch internal logs" not in errors

@@ -1,7 +1,6 @@
 """Router over fakes in virtual time, which makes overlap deterministic."""
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from actors.router import Router
-from rl.types import Completion, SamplingParams
+from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
@@ -90,32 +89,10 @@ def test_calls_of_a_session_stay_on_its_first_replica():
     assert names[1] == names[3] == names[4]
 
 
-def test_aborted_completions_continue_at_their_prompts_on_any_replica():
-    replicas = [named("-"), named("-")]
-    router = router_of(replicas, strategy="round_robin")
-    texts = ("1", "2", "3")
-    whole, _ = run_in_virtual_time(ask(router, *texts))
-    begun = [[ended(group[0], at=2), group[1]] for group in whole]
-    for replica in replicas:
-        replica.served_version = 5
-    prompts = [tokens(text) for text in texts]
-    made, _ = run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun))
-    assert replies(made) == replies(whole) == [["-10", "-11"], ["-20", "-21"], ["-30", "-31"]]
-    versions = [[c.policy_versions.tolist() for c in group] for group in made]
-    assert versions == [[[0, 0, 5, 5], [0, 0, 0, 0]]] * 3
-    with pytest.raises(ValueError, match="begun has completions of 2 prompts, there are 3"):
-        run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun[:2]))
-
-
-def ended(whole: Completion, *, at: int) -> Completion:
-    """Return the completion that an abort leaves."""
-    return replace(
-        whole,
-        token_ids=whole.token_ids[:at],
-        logprobs=whole.logprobs[:at],
-        policy_versions=whole.policy_versions[:at],
-        finish_reason="abort",
-    )
+def test_begun_completions_of_other_prompts_are_refused():
+    asking = router_of([named("A")]).generate([tokens("1"), tokens("2")], sampling=SAMPLING, begun=[[]])
+    with pytest.raises(ValueError, match="begun has completions of 1 prompts, there are 2"):
+        run_in_virtual_time(asking)
 
 
 def test_error_of_one_replica_cancels_the_calls_to_the_others():

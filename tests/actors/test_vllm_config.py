@@ -1,11 +1,8 @@
 """Generator settings that are refused without starting an engine."""
 
-import asyncio
-import inspect
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,15 +18,6 @@ from rl.types import Completion, SamplingParams
 from tests.support.policies import VOCAB_SIZE, small_spec
 
 MODEL = small_spec().model
-
-
-def test_endpoints_call_the_methods_of_a_derived_engine():
-    class Engine(GeneratorEngine):
-        async def sleep(self) -> Any:
-            return "overridden"
-
-    generator = SimpleNamespace(_running=lambda: object.__new__(Engine))
-    assert asyncio.run(inspect.unwrap(VLLMGenerator.sleep._method)(generator)) == "overridden"
 
 
 def test_head_dim_above_all_that_attention_supports_is_refused(monkeypatch):

@@ -63,10 +63,3 @@ def test_rank_follows_rank_0_and_stops_if_it_diverges_or_hears_nothing():
         "SilentRankError: generator rank 1 awaited rank 0's next turn, at most 1 s"
     )
     assert SILENCE_S * 0.9 < second["silence_s"] < SILENCE_S * 5
-
-
-def test_single_rank_needs_no_messages():
-    alone = Lockstep(rank=0, size=1, timeout_s=1)
-    assert alone.exchange(EngineTurn(step=True)) == EngineTurn(step=True)
-    alone.record(drawn(3))
-    assert (alone.all_agree(True), alone.all_agree(False), alone.idle_turn_s) == (True, False, None)

@@ -1,9 +1,13 @@
-"""Controller that ends in a given way: `python -m tests.support.launch_controller HOW`.
+"""Controller that ends in a given way: `python -m tests.support.launch_controller HOW [HOSTS]`.
 
-It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `hear` a first signal and save for ever, `hear and save` (the same, and be done with
-it), `stuck` (waiting, with an actor that blocks), or `break`: an actor process is killed, so that its child has
-no parent, a third role does not come up, and the run raises an error.
+It starts roles, prints one JSON line with the pids and shared-memory files of the run, and does HOW. On this machine:
+`hear` a first signal and save for ever, `hear and save` (the same, and be done with it), `stuck` (waiting, with an
+actor that blocks), or `break`: an actor process is killed, so that its child has no parent, a third role does not
+come up, and the run raises an error.
+
+On HOSTS, `process` or `slurm`, a role has two hosts and another a third, and the line also says what the actors know
+of their place. HOW is `wait` for a signal, or `die`: a trainer process on the second host exits, and the error goes
+to stdout.
 """
 
 from __future__ import annotations
@@ -22,9 +26,15 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 from actors import launch
+from actors.calls import ActorCallError, ActorGroup
+from actors.config import LaunchConfig, SlurmConfig, Timeouts
 from actors.placement import Placement
+from actors.processes import free_port, with_descendants
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.utils import processes
+from tests.support.placed import placed
+
+TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "RELAY_ROLE", "A")
 
 
 class Holder(Actor):
@@ -52,7 +62,7 @@ class Holder(Actor):
         os._exit(3)
 
 
-async def main(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
+async def here(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
     roles = await asyncio.gather(
         *(launcher.spawn_role(Placement(role=name, num_procs=1)) for name in ("first", "second"))
     )
@@ -93,6 +103,51 @@ async def train(stop: StopRequest, *, save_s: float) -> None:
         raise
 
 
+async def on_hosts(how: str, hosts: str, launcher: launch.Launcher) -> None:
+    if hosts == "process":
+        config = LaunchConfig(hosts="process", trainer_hosts=2)
+    else:
+        config = LaunchConfig(
+            hosts="slurm",
+            trainer_hosts=2,
+            gpus_per_host=0,
+            controller_address="127.0.0.1",
+            slurm=SlurmConfig(port=free_port(), log_folder=os.environ["LOG_FOLDER"]),
+        )
+    placement = placed(config, trainer=4, trainer_threads=3, generator_threads=2)
+    await launcher.start_hosts(config, placement)
+    roles = await asyncio.gather(
+        *(launcher.spawn_role(at, env={"A": "b"}) for at in (placement.trainer, placement.generators[0]))
+    )
+    await launch.setup_process_group_env(roles[0])
+    holders = [role.mesh.spawn("holder", Holder) for role in roles]
+    environments = [
+        {name: env.get(name) for name in TOLD}
+        for holder in holders
+        for _, env in (await holder.environment.call()).items()
+    ]
+    held = [answer for holder in holders for _, answer in (await holder.hold.call()).items()]
+    this = processes.identify(os.getpid())
+    assert this is not None
+    below = [process.pid for process in with_descendants([this]) if process != this]
+    run = {"pids": below, "files": [file for _, file in held], "environments": environments}
+    run["actors"] = [pid for pids, _ in held for pid in pids]
+    print(json.dumps(run), flush=True)
+    if how == "die":
+        on_second = ActorGroup(name="trainer", mesh=holders[0].slice(hosts=1, procs=0), timeouts=Timeouts())
+        started = time.monotonic()
+        try:
+            await on_second.call("exit_now")
+        except ActorCallError as error:
+            print(json.dumps([str(error), time.monotonic() - started]), flush=True)
+        return
+    await asyncio.sleep(600)
+
+
 if __name__ == "__main__":
-    request = StopRequest()
-    launch.run(partial(main, sys.argv[1], request), stop=request)
+    how, *hosts = sys.argv[1:]
+    if hosts:
+        launch.run(partial(on_hosts, how, hosts[0]))
+    else:
+        request = StopRequest()
+        launch.run(partial(here, how, request), stop=request)

@@ -115,7 +115,7 @@ def test_controller_address_that_nodes_cannot_reach_is_refused(monkeypatch):
 def start_slurm_controller(tmp_path, **env):
     commands = write_commands(tmp_path / "bin")
     env |= {"PATH": f"{commands}:{os.environ['PATH']}", "LOG_FOLDER": str(tmp_path)}
-    return start_controller("hosts_controller", "wait", "slurm", **env), commands
+    return start_controller("launch_controller", "wait", "slurm", **env), commands
 
 
 @pytest.mark.medium
