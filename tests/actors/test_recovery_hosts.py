@@ -1,6 +1,8 @@
-"""Simulated hosts killed with all their processes: their roles continue on other hosts."""
+"""A simulated host killed with all its processes: its role continues on another host.
 
-import os
+`tests/runs/test_chaos.py` kills the host of a generator.
+"""
+
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from actors.calls import ActorLostError
 from actors.config import LaunchConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.utils.processes import is_alive, kill
-from tests.support.clusters import CONFIG, RunningCluster, assert_equal_bits, processes
+from tests.support.clusters import CONFIG, RunningCluster, assert_equal_bits
 from tests.support.monarch_meshes import monarch_meshes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
@@ -21,60 +23,27 @@ ON_HOSTS = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
+def test_killed_trainer_host_is_replaced_and_its_checkpoint_loaded(tmp_path):
     with monarch_meshes() as meshes:
-        yield RunningCluster(meshes, tmp_path_factory.mktemp("hosts"), config=ON_HOSTS)
+        running = RunningCluster(meshes, tmp_path, config=ON_HOSTS)
+        running.run(lose_and_restore_trainer(running, str(tmp_path / "saved")))
+        assert running.lost() == ["trainer"]
 
 
-def kill_host(running, group):
-    """Kill the process of a host, and with it all actors on it."""
-    (host,) = running.cluster.launcher.hosts.processes[group]
+async def lose_and_restore_trainer(running, saved):
+    trainer, hosts = running.trainer, running.cluster.launcher.hosts.processes
+    others = [*hosts["generator0"], *hosts["generator1"]]
+    samples, drawn = await running.samples(), await running.draw()
+    await trainer.save_checkpoint(saved)
+    logprobs = await trainer.compute_logprobs(samples)
+    (host,) = hosts["trainer"]
     kill(host)
-    return host
-
-
-def test_killed_generator_host_is_replaced_and_other_hosts_stay(running):
-    async def steps():
-        hosts = running.cluster.launcher.hosts.processes
-        before = await running.draw()
-        others = [*hosts["trainer"], *hosts["generator1"]]
-        host = kill_host(running, "generator0")
-        during = await running.draw()
-        await running.all_up()
-        (renewed,) = hosts["generator0"]
-        assert all(map(is_alive, [renewed, *others]))
-        # The new host runs this generator alone.
-        (alone,) = processes(running.pool.members[0]).values()
-        assert os.getsid(alone.pid) == renewed.pid != host.pid
-        return before, during, await running.draw()
-
-    before, during, after = running.run(steps())
-    assert before == during == after
-    assert running.lost() == ["generator_0"]
-
-
-def test_killed_trainer_host_is_replaced_and_its_checkpoint_loaded(running, tmp_path):
-    async def lose():
-        samples = await running.samples()
-        await running.trainer.save_checkpoint(str(tmp_path / "saved"))
-        logprobs = await running.trainer.compute_logprobs(samples)
-        drawn = await running.draw()
-        kill_host(running, "trainer")
-        with pytest.raises(
-            ActorLostError, match=r"^trainer\.compute_logprobs failed: rank 0 of 1 is dead"
-        ) as e:
-            await running.trainer.compute_logprobs(samples)
-        return samples, logprobs, drawn, e.value
-
-    async def go_on(samples):
-        version = await running.trainer.load_checkpoint(str(tmp_path / "saved"))
-        assert await running.publish() == version
-        return await running.trainer.compute_logprobs(samples), await running.draw()
-
-    samples, logprobs, drawn, error = running.run(lose())
-    running.run(running.cluster.restart_trainer(error))
-    again, drawn_again = running.run(go_on(samples))
-    assert_equal_bits(again, logprobs)
-    assert drawn_again == drawn
-    assert running.lost() == ["trainer"]
+    says = r"^trainer\.compute_logprobs failed: rank 0 of 1 is dead"
+    with pytest.raises(ActorLostError, match=says) as lost:
+        await trainer.compute_logprobs(samples)
+    await running.cluster.restart_trainer(lost.value)
+    version = await trainer.load_checkpoint(saved)
+    assert await running.publish() == version
+    assert_equal_bits(await trainer.compute_logprobs(samples), logprobs)
+    assert await running.draw() == drawn
+    assert all(map(is_alive, [*hosts["trainer"], *others]))
