@@ -1,6 +1,5 @@
 """Results and errors of calls to real actors."""
 
-import re
 import subprocess
 import time
 from dataclasses import replace
@@ -14,7 +13,6 @@ from actors.calls import (
     ActorTimeoutError,
 )
 from actors.config import Timeouts
-from actors.hang_report import add_hang_report
 from actors.members import LogSettings
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
@@ -55,24 +53,17 @@ def test_answers_come_in_rank_order(called):
 
 
 @pytest.mark.medium
-def test_timeout_names_call_and_deadline_and_the_stacks_of_its_role_are_reported(meshes, group):
+def test_timeout_names_call_and_deadline_and_the_stacks_of_its_role_can_be_asked_for(meshes, group):
     short = replace(group, timeouts=Timeouts(train_s=1))
-    with pytest.raises(ActorTimeoutError) as caught:
+    with pytest.raises(
+        ActorTimeoutError, match=r"^trainer\.never gave no answer within 1 s \(timeouts\.train_s\)"
+    ):
         meshes.run(short.call("never"))
-    error = caught.value
-    assert error.message() == "trainer.never gave no answer within 1 s (timeouts.train_s)"
     with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer"):
         meshes.run(short.at_rank(1).call("never"))
     (role,) = meshes.launcher.roles
     (_, asked), *_ = meshes.run(role.members.stacks.call()).items()
     assert "(most recent call first):" in asked  # The way in which ranks on other hosts are asked.
-    meshes.run(add_hang_report(error, [role]))
-    lines = error.more.splitlines()
-    assert re.fullmatch(r"  trainer\[0\]: never for [1-9]\.\d s", lines[0])
-    assert any(re.fullmatch(r"  trainer\[1\]: never \(2 times\) for [1-9]\.\d s", line) for line in lines)
-    assert [line for line in lines if "tests/support/call_actors.py" in line and " never" in line]
-    assert lines[-1] == f"  all stacks: {role.logs}/stacks-1.txt"
-    assert (role.logs / "stacks-1.txt").read_text().count("tests/support/call_actors.py") >= 2
 
 
 @pytest.mark.medium

@@ -36,36 +36,25 @@ from tests.support.clusters import (
     processes,
 )
 from tests.support.fakes import rollout_of
-from tests.support.fleet_actors import DeadlyLoss, InspectedGenerator, InspectedTrainer
+from tests.support.fleet_actors import DeadlyLoss, MisusedGenerator
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.scored import replied
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(400)]
 
 
-def inspected(config, cls, **edits):
-    """Return the config of a subclass with the same values."""
-    return cls.Config(**{f.name: getattr(config, f.name) for f in fields(config)} | edits)
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
+    generator = {f.name: getattr(CONFIG.generator, f.name) for f in fields(CONFIG.generator)}
     config = replace(
         CONFIG,
-        trainer=inspected(CONFIG.trainer, InspectedTrainer, num_threads=2),
-        generator=inspected(CONFIG.generator, InspectedGenerator, can_sleep=True),
+        trainer=replace(CONFIG.trainer, num_threads=2),
+        generator=MisusedGenerator.Config(**generator | {"can_sleep": True}),
     )
     with monarch_meshes() as meshes:
         running = RunningCluster(meshes, tmp_path_factory.mktemp("cluster"), config=config)
         yield running
         meshes.run(running.cluster.close())
-
-
-def test_only_compute_threads_use_several_cores(running):
-    """The engines compute in threads of their own; actors use one thread."""
-    cluster = running.cluster
-    assert running.run(running.pool.members[0].call("num_compute_threads")) == [1]
-    assert running.run(cluster.trainer.call("num_compute_threads")) == [(2, 1), (2, 1)]
 
 
 def test_logprobs_of_two_ranks_equal_those_of_one_rank_and_of_the_generator(running):

@@ -28,6 +28,7 @@ def rubric_of(function: Callable[[Rollout], Any], *, name: str = "own") -> Rubri
     return Rubric(criteria=(Criterion(name=name, function=function),))
 
 
+TWO_TURNS = partial(Counting, turns=1)
 LENGTH = rubric_of(lambda rollout: float(len(rollout.text)))
 
 
@@ -35,7 +36,7 @@ def check(
     *,
     training: Sequence[Problem] = (PROBLEM,),
     sets: Mapping[str, Sequence[Problem]] | None = None,
-    kind: Callable[..., Counting] = partial(Counting, turns=1),
+    kind: Callable[..., Counting] = TWO_TURNS,
     rubric: Rubric = LENGTH,
     renderer: Renderer | None = None,
     room: int = 9,

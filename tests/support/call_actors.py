@@ -8,7 +8,6 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
-from rl.observability.spans import span
 from rl.utils.errors import RunError, error_context
 
 
@@ -19,7 +18,6 @@ class Answerer(Actor):
         return current_rank().rank, first + second
 
     @concurrent_endpoint
-    @span("never")
     async def never(self) -> None:
         """Wait forever without blocking later calls."""
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Actors of a run that report their numbers of compute threads, and a loss that kills its process."""
+"""A generator whose pulls can be broken, and a loss that kills its process."""
 
 from __future__ import annotations
 
@@ -8,37 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.generator import VLLMGenerator
-from actors.trainer import PolicyTrainer
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.distributed.process_group import World
 from rl.weights.store import Snapshot
 
 
-class InspectedTrainer(PolicyTrainer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(PolicyTrainer.Config):
-        pass
-
-    @endpoint
-    async def num_compute_threads(self) -> tuple[int, int]:
-        """Return the numbers of threads in the engine's and in the actor's thread."""
-        return await self._compute(torch.get_num_threads), torch.get_num_threads()
-
-
-class InspectedGenerator(VLLMGenerator):
+class MisusedGenerator(VLLMGenerator):
     @dataclass(kw_only=True, slots=True)
     class Config(VLLMGenerator.Config):
         pass
-
-    @endpoint
-    async def num_compute_threads(self) -> int:
-        return torch.get_num_threads()
 
     @endpoint
     async def misuse_next_pull(self, stale: Snapshot | None) -> None:
