@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.rollouts.samples import policy_sample
-from rl.tasks.sum_digits import SumDigits
-from rl.types import Rollout, SamplingParams
+from rl.types import Rollout
 from rl.utils.errors import RunError
-from tests.support.fakes import FakePolicy, RubricRewarder, SimulatedPolicy, prompt_of, rollout_of
+from tests.support.fakes import SimulatedPolicy
 from tests.support.loops import half_right, make_loop, number_of, problems, run, some_right
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -25,57 +22,22 @@ def one_of(seed: int, *seconds: float) -> Callable[[str], float]:
     return lambda prompt: random.Random(f"{seed} {prompt}").choice(seconds)
 
 
-def synchronous_losses_see(*, num_steps: int, groups_per_batch: int, group_size: int) -> list[list[tuple]]:
-    """Return the samples of each step of a minimal synchronous loop."""
-    policy = FakePolicy(reply=some_right)
-    rubric = SumDigits.Config(num_integers=2).build().rubric(seed=0)
-    numbered = enumerate(problems())
-
-    async def loop() -> None:
-        for _ in range(num_steps):
-            samples = []
-            for number, problem in (next(numbered) for _ in range(groups_per_batch)):
-                prompt = prompt_of(problem)
-                sampling = SamplingParams(max_tokens=32, num_samples=group_size, seed=number)
-                (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
-                rollouts = [rollout_of(prompt, c, sample=i) for i, c in enumerate(group)]
-                (scores,) = await RubricRewarder(rubric=rubric).score([rollouts])
-                rewards = [s.reward for s in scores]
-                mean = sum(rewards) / len(rewards)
-                samples += [
-                    policy_sample(
-                        rollout,
-                        advantages_C=np.full(rollout.num_completion_tokens, reward - mean),
-                        temperature=1.0,
-                    )
-                    for rollout, reward in zip(rollouts, rewards, strict=True)
-                ]
-            await policy.forward_backward(samples)
-            await policy.optim_step()
-            await policy.serve(await policy.push())
-
-    asyncio.run(loop())
-    return seen(policy)
-
-
-def seen(policy: FakePolicy) -> list[list[tuple]]:
-    return [
-        [(s.token_ids.tolist(), s.advantages.tolist(), s.policy_versions.tolist()) for s in step]
-        for step in policy.trained
-    ]
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_on_policy_loop_trains_on_the_same_samples_as_a_plain_synchronous_loop(slow):
-    def generate_s(prompt: str) -> float:
-        return (7 * number_of(prompt) % 5 + 1.0) if slow else 1.0  # they finish in another order
-
-    sizes = {"num_steps": 4, "groups_per_batch": 3, "group_size": 4}
-    policy = SimulatedPolicy(reply=some_right, generate_s=generate_s)
-    run(policy, max_off_policy_steps=0, **sizes)
-    expected = synchronous_losses_see(**sizes)
-    assert [[s[0] for s in step] for step in seen(policy)] == [[s[0] for s in step] for step in expected]
-    assert seen(policy) == expected
+def test_on_policy_samples_do_not_depend_on_the_order_in_which_rollouts_finish():
+    trained = []
+    for generate_s in (lambda prompt: 1.0, lambda prompt: 7 * number_of(prompt) % 5 + 1.0):
+        policy = SimulatedPolicy(reply=some_right, generate_s=generate_s)
+        run(policy, max_off_policy_steps=0, num_steps=4, groups_per_batch=3)
+        trained.append(
+            [
+                [(s.token_ids.tolist(), s.advantages.tolist(), set(s.policy_versions[s.mask])) for s in step]
+                for step in policy.trained
+            ]
+        )
+    assert trained[0] == trained[1]
+    for number, step in enumerate(trained[0]):
+        prompts = [number_of(bytes(tokens).decode().partition(">")[0]) for tokens, _, _ in step]
+        assert prompts == [3 * number + i // 4 for i in range(12)]
+        assert all(versions == {number} for _, _, versions in step)
 
 
 def test_one_off_policy_step_hides_generation_and_sync_behind_training():

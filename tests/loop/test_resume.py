@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import NonFiniteLossError
-from rl.types import LoopPosition, Problem
+from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from tests.support.fakes import ListSink, SimulatedPolicy
 from tests.support.loops import make_loop, number_of, problems, run, some_right
@@ -46,9 +45,9 @@ class SavingPolicy(SimulatedPolicy):
 class Lineage:
     """One run across any number of processes."""
 
-    make_policy: Callable[[], SavingPolicy]
+    policy: dict[str, Any]
+    """Fields of the policy of each process."""
     settings: dict[str, Any]
-    make_problems: Callable[[], Iterator[Problem]] = problems
     sink: ListSink = field(default_factory=ListSink)
     saved: Saved | None = None
     trained: list[list[int]] = field(default_factory=list)
@@ -65,7 +64,7 @@ class Lineage:
     def run(self, *, kill_at_s: float | None = None, stop_at_s: float | None = None) -> bool:
         """Continue in a new process; return True if the run finished."""
         self.num_processes += 1
-        policy, stop = self.make_policy(), StopRequest()
+        policy, stop = SavingPolicy(**self.policy), StopRequest()
         saved, first = self.saved, 0
         if saved is not None:
             policy.version, first = saved.version, saved.position.step
@@ -74,7 +73,7 @@ class Lineage:
             self.sink.records.clear()
         del self.trained[first:]
         loop, _ = make_loop(
-            policy, problems=self.make_problems(), sink=self.sink, stop=stop,
+            policy, problems=problems(), sink=self.sink, stop=stop,
             position=None if saved is None else saved.position, last_saved=None if saved is None else first,
             **self.settings,
         )  # fmt: skip
@@ -120,21 +119,18 @@ def slow_ones(prompt: str) -> float:
     return 0.5 + number_of(prompt) % 3
 
 
-def saving_policy() -> SavingPolicy:
-    return SavingPolicy(reply=odd_ones_fail, generate_s=slow_ones)
-
-
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize(("end", "interval"), [("kill_at_s", 2), ("stop_at_s", 100)])
 def test_a_synchronous_run_that_ends_at_any_time_has_the_same_records(end, interval, drops):
     checkpoint = CheckpointConfig(interval=interval)
     settings = SYNC | {"drop_zero_advantage_groups": drops, "checkpoint": checkpoint}
-    whole = Lineage(make_policy=saving_policy, settings=settings)
+    policy = {"reply": odd_ones_fail, "generate_s": slow_ones}
+    whole = Lineage(policy=policy, settings=settings)
     assert whole.run()
     assert [int(r["step"] or 0) for r in whole.records] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
     num_ended = 0
     for tenth in range(1, 600, 13):
-        lineage = Lineage(make_policy=saving_policy, settings=settings)
+        lineage = Lineage(policy=policy, settings=settings)
         if lineage.run(**{end: 0.1 * tenth}):
             break
         num_ended += 1
@@ -156,20 +152,13 @@ def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_a
         groups_per_batch = rng.choice([1, 2, 3])
         times = [rng.choice([0.1, 0.5, 1.0, 6.0]) for _ in range(7)]
 
-        def make_policy(
-            times: list[float] = times,
-            train_s: float = rng.choice([0.2, 1.0]),
-            save_s: float = 0.5 * (seed % 2),
-        ) -> SavingPolicy:
-            return SavingPolicy(
-                reply=some_right,
-                generate_s=lambda prompt: times[number_of(prompt) % 7],
-                train_s=train_s,
-                save_s=save_s,
-            )
-
         lineage = Lineage(
-            make_policy=make_policy,
+            policy={
+                "reply": some_right,
+                "generate_s": lambda prompt, times=times: times[number_of(prompt) % 7],
+                "train_s": rng.choice([0.2, 1.0]),
+                "save_s": 0.5 * (seed % 2),
+            },
             settings={
                 "num_steps": 8,
                 "groups_per_batch": groups_per_batch,
