@@ -5,18 +5,11 @@ import pytest
 from actors.config import LaunchConfig
 from tests.support.placed import placed as of_launch
 
-CLUSTER = {"hosts": "slurm"}
+CLUSTER, SHARED = {"hosts": "slurm"}, {"share_gpus": True}
 
 
-def placed(launch=None, **numbers):
-    return of_launch(LaunchConfig(**(launch or {})), **numbers)
-
-
-def gpus(placement):
-    return placement.trainer.gpus, [generator.gpus for generator in placement.generators]
-
-
-SHARED = {"share_gpus": True}
+def placed(launch, **numbers):
+    return of_launch(LaunchConfig(**launch), **numbers)
 
 
 @pytest.mark.parametrize(
@@ -29,42 +22,32 @@ SHARED = {"share_gpus": True}
         ({"generator_gpus": (1, 0)}, 4, {"replicas": 2}, (2, 3), [(1,), (0,)]),
         (SHARED, 1, {"trainer": 1}, (0,), [(0,)]),
         (SHARED, 4, {"replicas": 2, "degree": 2}, (0, 1), [(0, 1), (2, 3)]),
+        # Simulated hosts divide the devices of this machine; those of a cluster are counted per host.
+        ({"hosts": "process", "trainer_hosts": 2}, 4, {"replicas": 2}, (0, 1), [(2,), (3,)]),
+        (CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, 0, {"trainer": 16, "replicas": 2, "degree": 4},
+         tuple(range(8)), [(0, 1), (0, 1)]),
+        (CLUSTER | {"replicas_per_host": 2}, 0, {"replicas": 3, "degree": 2},
+         (0, 1), [(0, 1), (2, 3), (0, 1)]),
+        (CLUSTER | {"gpus_per_host": 0}, 0, {}, None, [None]),
     ],
-)
+)  # fmt: skip
 def test_devices_are_the_chosen_ones_then_the_trainers_then_those_of_each_generator(
     launch, num_gpus, numbers, trainer, generators
 ):
-    assert gpus(placed(launch, num_gpus=num_gpus, **numbers)) == (trainer, generators)
+    placement = placed(launch, num_gpus=num_gpus, **numbers)
+    assert placement.trainer.gpus == trainer
+    assert [generator.gpus for generator in placement.generators] == generators
 
 
-def test_simulated_hosts_divide_the_devices_of_this_machine():
-    launch = {"hosts": "process", "trainer_hosts": 2}
-    placement = placed(launch, num_gpus=4, replicas=2)
-    assert gpus(placement) == ((0, 1), [(2,), (3,)])
-    assert placement.host_groups() == {"trainer": 2, "generator0": 1, "generator1": 1}
-    assert (placement.trainer.procs_per_host, placement.reward.hosts) == (1, None)
-
-
-def test_devices_of_cluster_hosts_are_counted_per_host():
-    launch = CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}
-    placement = placed(launch, trainer=16, replicas=2, degree=4)
-    assert gpus(placement) == (tuple(range(8)), [(0, 1), (0, 1)])
+def test_roles_have_their_own_hosts_and_small_replicas_may_share_one():
+    placement = placed(CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, trainer=16, replicas=2, degree=4)
     assert placement.host_groups() == {"trainer": 2, "generator0": 2, "generator1": 2}
+    assert (placement.trainer.procs_per_host, placement.reward.hosts) == (8, None)
     assert (placement.gpus_of("trainer"), placement.gpus_of("generator1")) == (8, 2)
-
-
-def test_small_replicas_may_share_a_host():
-    placement = placed(CLUSTER | {"replicas_per_host": 2}, replicas=3, degree=2)
+    placement = placed(CLUSTER | {"replicas_per_host": 2, "reward_hosts": 1}, replicas=3, degree=2)
     assert [p.hosts for p in placement.generators] == ["generator0", "generator0", "generator1"]
-    assert gpus(placement)[1] == [(0, 1), (2, 3), (0, 1)]
-    assert placement.gpus_of("generator0") == 4
-
-
-def test_cluster_without_gpus_may_be_requested():
-    placement = placed(CLUSTER | {"gpus_per_host": 0, "reward_hosts": 1})
-    assert gpus(placement) == (None, [None])
-    assert placement.reward.hosts == "reward"
-    assert placement.gpus_of("trainer") == 0
+    assert (placement.gpus_of("generator0"), placement.reward.hosts) == (4, "reward")
+    assert placed(CLUSTER | {"gpus_per_host": 0}).gpus_of("trainer") == 0
 
 
 @pytest.mark.parametrize(

@@ -30,18 +30,15 @@ def test_dry_run_shows_the_placement_and_neither_starts_nor_writes_anything(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_layouts_and_learning_rates_share_the_warm_up():
+def test_warm_ups_are_told_apart_by_arithmetic_and_not_by_layout_or_learning_rate():
     config = tiny_fsdp2_tp2()
     config.trainer.optimizer = Optimizer.Config(lr=1.0)
     assert warmup_arithmetic(config.trainer) == warmup_arithmetic(tiny().trainer)
-
-
-def test_custom_trainer_has_a_warm_up_for_each_value_of_its_own_settings():
+    # The effect of a custom trainer's own settings is unknown.
     first, second = tiny_annealed_clip().trainer, tiny_annealed_clip().trainer
     assert warmup_arithmetic(first) == warmup_arithmetic(second)
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
-    assert warmup_arithmetic(first)["added"]["final_max_norm"] == 0.2
-    assert warmup_arithmetic(second)["added"]["final_max_norm"] == 0.05
+    assert warmup_arithmetic(first) != warmup_arithmetic(second)
 
 
 def test_blocking_environment_is_refused_with_the_name_of_its_problem(tmp_path, monkeypatch):
