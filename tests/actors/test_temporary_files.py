@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -15,21 +14,10 @@ from pathlib import Path
 import pytest
 
 from actors import guard, processes
-from actors.guard import MAX_PATH, PREFIX
+from actors.guard import INDUCTOR_CACHE, MAX_PATH, PREFIX
 from actors.processes import RUN_VARIABLE, carrying_environment, mapped_shared_memory, remove_unmapped
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from tests.support.forked import run_in_fork
-
-INSIDE = """
-import json, os, sys, tempfile
-from actors.guard import temporary_files
-with temporary_files():
-    inside = tempfile.mkdtemp()
-    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-with temporary_files():
-    again = tempfile.mkdtemp()
-print(json.dumps([inside, again, cache, tempfile.gettempdir(), os.environ["TMPDIR"], os.path.isdir(inside)]))
-"""
 
 
 @pytest.fixture
@@ -39,15 +27,15 @@ def parent():
         yield Path(folder)
 
 
-def in_run(parent, function):
-    """Run `function` as a run in a forked copy of this process; return its exit status and answer."""
+def in_new_process(parent, function):
+    """Run `function` in a fork that is a run of its own; return its exit status and answer."""
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
+        os.environ.pop(INDUCTOR_CACHE, None)
         processes.RUN = uuid.uuid4().hex[:8]
         guard._guarded_folder.cache_clear()
-        with guard.temporary_files():
-            return function()
+        return function()
 
     return run_in_fork(run)
 
@@ -61,16 +49,17 @@ def gone(is_left):
 
 
 def test_run_has_one_temporary_folder_which_goes_and_a_cache_which_stays(parent):
-    env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    ran = subprocess.run(
-        [sys.executable, "-c", INSIDE],
-        env=env | {"TMPDIR": str(parent)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    inside, again, cache, after, variable, was_there = json.loads(ran.stdout)
+    def run_twice():
+        with guard.temporary_files():
+            inside, cache = tempfile.mkdtemp(), os.environ[INDUCTOR_CACHE]
+        with guard.temporary_files():
+            again = tempfile.mkdtemp()
+        after = tempfile.gettempdir(), os.environ["TMPDIR"]
+        return json.dumps([inside, again, cache, *after, Path(inside).is_dir()])
+
+    status, answer = in_new_process(parent, run_twice)
+    assert status == 0
+    inside, again, cache, after, variable, was_there = json.loads(answer)
     (folder,) = {Path(path).parent for path in (inside, again)}
     assert folder.parent == Path(cache).parent == parent
     assert folder.name.startswith(PREFIX)
@@ -81,12 +70,13 @@ def test_run_has_one_temporary_folder_which_goes_and_a_cache_which_stays(parent)
 
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
-        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
-        tempfile.mkdtemp()
-        (parent / "pid").write_text(str(left.pid))
-        os.kill(os.getpid(), signal.SIGKILL)
+        with guard.temporary_files():
+            left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
+            tempfile.mkdtemp()
+            (parent / "pid").write_text(str(left.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    status, _ = in_run(parent, be_killed)
+    status, _ = in_new_process(parent, be_killed)
     assert status == -signal.SIGKILL
     left = identify(int((parent / "pid").read_text()))
     try:
@@ -100,7 +90,12 @@ def test_folder_and_processes_of_a_killed_run_are_removed(parent):
 def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     deep = parent / ("x" * MAX_PATH)
     deep.mkdir()
-    status, answer = in_run(deep, lambda: os.environ["TMPDIR"])
+
+    def folder():
+        with guard.temporary_files():
+            return os.environ["TMPDIR"]
+
+    status, answer = in_new_process(deep, folder)
     assert status == 0
     assert re.fullmatch(rf"/tmp/{PREFIX}\w{{8}}", answer)
     assert gone(Path(answer).exists)

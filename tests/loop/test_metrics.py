@@ -8,7 +8,6 @@ from rl.loop.metrics import (
     StepClock,
     TrainedMinibatch,
     batch_metrics,
-    staleness_metrics,
     time_metrics,
     training_metrics,
 )
@@ -209,7 +208,3 @@ class SlowRewarder:
     async def score(self, groups, *, alone=False):
         await asyncio.sleep(0.5)
         return [[Score(reward=1.0, correct=True) for _ in group] for group in groups]
-
-
-def test_staleness_is_averaged_over_tokens():
-    assert values(staleness_metrics(np.array([0, 1, 1, 2]))) == {"age/mean": 1.0, "age/max": 2}

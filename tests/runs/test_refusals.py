@@ -17,8 +17,6 @@ from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
 from rl.utils.files import locked_folder
 
-FAULTY = ("--module", "tests.support.faulty_configs")
-
 
 def status_of(*options: str) -> object:
     try:
@@ -63,7 +61,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
             "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 80, the optimizer steps of",
         ),
-        ((*FAULTY, "--config", "nan_reward"), "reward 'broken' gave nan"),
     ],
 )
 def test_bad_options_are_refused_by_name_value_and_valid_values(refused, options, says):

@@ -11,10 +11,8 @@ from actors.controller import Controller
 from configs.sum_digits import tiny
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
-from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.sum_digits import SumDigits, is_correct
+from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint import Checkpointer
-from rl.types import Rollout
 
 
 def short() -> Controller.Config:
@@ -78,23 +76,4 @@ def nan_loss() -> Controller.Config:
     config.trainer.loss = NaNLoss()
     config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
     config.timeouts.close_s = 1.0
-    return config
-
-
-class NaNAtOnce(SumDigits):
-    @dataclass(kw_only=True, slots=True)
-    class Config(SumDigits.Config):
-        pass
-
-    def rubric(self, *, seed: int) -> Rubric:
-        return Rubric(criteria=(Criterion(name="broken", function=_nan),), correct=is_correct)
-
-
-def _nan(rollout: Rollout) -> float:
-    return math.nan
-
-
-def nan_reward() -> Controller.Config:
-    config = short()
-    config.task = NaNAtOnce.Config(num_integers=2, num_eval=8)
     return config
