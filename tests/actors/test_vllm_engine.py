@@ -76,30 +76,28 @@ def test_tokens_and_logprobs_equal_those_of_the_plain_sampler(engine, settings):
 
 
 def test_calls_overlap_and_keep_their_own_settings(engine):
+    calls: dict[str, Any] = {
+        "long": (PROMPTS[:2], {"max_tokens": 100, "seed": 7}),
+        "greedy": (PROMPTS[:3], {"max_tokens": 4, "temperature": 0.0}),
+        "cold": (
+            PROMPTS[1:3],
+            {"max_tokens": 6, "temperature": 0.5, "top_k": 3, "seed": 8, "num_samples": 2},
+        ),
+    }
     order = []
 
-    async def call(name, prompts, **settings):
-        result = await engine.engine.generate(prompts, sampling=SamplingParams(**settings))
+    async def call(name):
+        prompts, settings = calls[name]
+        made = await engine.engine.generate(prompts, sampling=SamplingParams(**settings))
         order.append(name)
-        return result
-
-    greedy = {"max_tokens": 4, "temperature": 0.0}
-    cold = {"max_tokens": 6, "temperature": 0.5, "top_k": 3, "seed": 8, "num_samples": 2}
+        return made
 
     async def all_at_once():
-        return await asyncio.gather(
-            call("long", PROMPTS[:2], max_tokens=100, seed=7),
-            call("greedy", PROMPTS[:3], **greedy),
-            call("cold", PROMPTS[1:3], **cold),
-        )
+        return await asyncio.gather(*map(call, calls))
 
-    long, short, few = engine.run(all_at_once())
+    answers = engine.run(all_at_once())
     assert order == ["greedy", "cold", "long"]
-    for made, prompts, settings in (
-        (long, PROMPTS[:2], {"max_tokens": 100, "seed": 7}),
-        (short, PROMPTS[:3], greedy),
-        (few, PROMPTS[1:3], cold),
-    ):
+    for made, (prompts, settings) in zip(answers, calls.values(), strict=True):
         assert tokens_of(made) == tokens_of(generate(OLD, prompts, sampling=SamplingParams(**settings)))
 
 

@@ -59,13 +59,7 @@ CONFIG = ClusterConfig(
 class RunningCluster:
     """Cluster that serves the starting weights, and records its losses and recoveries."""
 
-    def __init__(
-        self,
-        meshes: Meshes,
-        folder: Path,
-        *,
-        config: ClusterConfig = CONFIG,
-    ) -> None:
+    def __init__(self, meshes: Meshes, folder: Path, *, config: ClusterConfig) -> None:
         self._meshes = meshes
         self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
@@ -104,14 +98,13 @@ class RunningCluster:
         assert checked.canary_diff == 0.0
         return version
 
-    async def train(self, trainer: TrainerClient | None = None) -> int:
-        """Train up to a version that is not published yet, and return it."""
-        trainer = trainer or self.trainer
-        samples, published = await self.samples(), self.cluster.store.versions()
-        while True:
-            await trainer.forward_backward(samples)
-            if (version := (await trainer.optim_step()).policy_version) not in published:
-                return version
+    async def train(self) -> None:
+        """Train up to a version that is not published yet."""
+        samples = await self.samples()
+        version: int | None = None
+        while version is None or version in self.cluster.store.versions():
+            await self.trainer.forward_backward(samples)
+            version = (await self.trainer.optim_step()).policy_version
 
     async def draw(self) -> list[tuple[list[int], list[float], list[int]]]:
         """Return tokens, logprobs and versions of every completion."""
