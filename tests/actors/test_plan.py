@@ -1,17 +1,12 @@
 import asyncio
-import threading
-import time
-
-import pytest
 
 from actors.plan import make_plan, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
 from rl.training.optimizer import Optimizer
-from rl.types import Observation, Reply
 from tests.support.fakes import FakePolicy
-from tests.support.shared_client import Asking, Shared, asking
+from tests.support.shared_client import Shared, asking
 
 
 def test_dry_run_shows_the_placement_and_neither_starts_nor_writes_anything(tmp_path, capsys):
@@ -39,29 +34,6 @@ def test_warm_ups_are_told_apart_by_arithmetic_and_not_by_layout_or_learning_rat
     assert warmup_arithmetic(first) == warmup_arithmetic(second)
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
     assert warmup_arithmetic(first) != warmup_arithmetic(second)
-
-
-def test_blocking_environment_is_refused_with_the_name_of_its_problem(tmp_path, monkeypatch):
-    free = threading.Event()
-
-    async def blocks(self: Asking, reply: Reply) -> Observation:
-        free.wait(60)
-        return Observation()
-
-    config = asking()
-    config.dump_folder = str(tmp_path)
-    config.loop.episode.step_timeout_s = 0.1
-    monkeypatch.setattr(Asking, "step", blocks)
-    started = time.monotonic()
-    says = r"longer than step_timeout_s=0\.1 in turn 1 of problem 'sum-digits/"
-    try:
-        for warmup in (config.warmup, None):
-            config.warmup = warmup
-            with pytest.raises(ValueError, match=says):
-                make_plan(config)
-    finally:
-        free.set()
-    assert time.monotonic() - started < 30
 
 
 def test_warm_up_runs_in_the_threads_that_checked_the_task(tmp_path):

@@ -197,22 +197,19 @@ def two_turns(sample: int) -> Rollout:
     return conversation((3, drawn(10, 11)), (1, drawn(12, 13, 14)), sample=sample)
 
 
-def test_proximal_logprobs_are_recorded_if_they_are_known():
-    groups = [group_of(g, two_turns(0), two_turns(1)) for g in range(2)]
-    made = trained(*groups, wanted=[(0, 0), (1, 1)], num_minibatches=2, adds_proximal=True)
-    for logprobs in (made[0][0].trainer_logprobs, made[1][1].trainer_logprobs):
-        assert logprobs is not None
-        assert logprobs.tolist() == [11, 12, 13, 14, 15]
-
-
-def test_truncated_tokens_are_masked_and_have_no_logprob():
+@pytest.mark.parametrize(("adds_proximal", "logprobs"), [(False, [-10, -11, -12]), (True, [11, 12, 13])])
+def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known(adds_proximal, logprobs):
     ((record, other),) = trained(
-        group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 0)], max_sample_tokens=7, long_samples="truncate"
+        group_of(0, two_turns(0), two_turns(1)),
+        wanted=[(0, 0)],
+        adds_proximal=adds_proximal,
+        max_sample_tokens=7,
+        long_samples="truncate",
     )
     assert record.mask is not None
     assert record.trainer_logprobs is not None
     assert record.mask.tolist() == [True, True, True, False, False]  # 3 + 2 + 1 + 1 tokens are left
-    np.testing.assert_array_equal(record.trainer_logprobs, [-10, -11, -12, np.nan, np.nan])
+    np.testing.assert_array_equal(record.trainer_logprobs, [*logprobs, np.nan, np.nan])
     assert (record.advantages.tolist(), other.advantages.tolist()) == ([-0.5] * 5, [0.5] * 5)
     assert (other.mask, other.trainer_logprobs) == (None, None)
 
