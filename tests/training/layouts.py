@@ -69,15 +69,6 @@ def num_ranks(layout: str) -> int:
     return math.prod(size for axis, size in sizes(layout).items() if axis not in ("ep", "etp"))
 
 
-def half_tolerance(layout: str) -> float:
-    """Return the relative difference in norm allowed between bfloat16 gradients of a layout and of one device.
-
-    It is twice the measured difference: 0.05 with tensor parallelism, whose ranks round their parts of every sum;
-    0.017 in other layouts, whose micro-batches differ.
-    """
-    return 0.1 if "tp" in sizes(layout) else 0.035
-
-
 def spec_of(kind: str) -> ModelSpec:
     if kind == "moe":
         return moe_spec()
@@ -156,10 +147,6 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
         found["continued"].append((engine.forward_backward(samples).loss_sum, engine.optim_step().grad_norm))
     engine.close()
 
-    half = make(kind, layout, assets, param_dtype="bfloat16")
-    found["half"] = half.forward_backward(samples, loss=CrossEntropyLoss())
-    found["half dtypes"] = {str(p.grad.dtype) for p in half.policy.parameters.values() if p.grad is not None}
-    found["half gradients"] = whole_gradients(half)
     if kind in ("dense", "lora"):
         found["muon"] = step_with_muon(case, assets)
     if kind == "dense":

@@ -1,39 +1,35 @@
-"""Estimated memory compared with the measured peak of a step.
+"""Estimated memory compared with the measured peak of a step."""
 
-The other ranks of a layout are only pretended, except where rows travel to their experts: how many
-arrive is what the other ranks say.
-"""
-
-import dataclasses
 import math
 import os
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from configs.sum_digits import qwen3_8b
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import World
+from rl.models import qwen3, qwen3_moe
 from rl.models.converter import ModelConverter
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.decoder import FeedForward
 from rl.models.lora import LoRA
 from rl.models.moe import MoE
-from rl.models.qwen3 import model_registry
-from rl.models.qwen3_moe import model_registry as moe_registry
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.memory import check_device_memory, estimate
 from rl.training.optimizer import Optimizer
 from tests.support.distributed import run_ranks
-from tests.support.tensor_bytes import TensorBytes
 from tests.training.parts import make_sample, moe_spec
 
 BOUND = 0.3
@@ -44,8 +40,8 @@ NUM_PROCESSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model and of its micro-batches."""
+class Case:
+    """Sizes of a model and of its micro-batches, layout and options."""
 
     dim: int
     num_layers: int
@@ -55,43 +51,6 @@ class Shape:
     num_tokens: int
     num_experts: int = 0
     """Number of experts, each as wide as `hidden_dim`; 0 for a dense model."""
-
-    def spec(self) -> ModelSpec:
-        model = Decoder.Config(
-            vocab_size=self.vocab_size,
-            dim=self.dim,
-            num_layers=self.num_layers,
-            tie_embeddings=True,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(
-                    num_heads=self.num_heads, num_kv_heads=self.num_heads // 2, head_dim=32
-                ),
-                feed_forward=FeedForward.Config(hidden_dim=self.hidden_dim),
-            ),
-            rope=RoPE.Config(theta=1e4, max_positions=512),
-        )
-        if not self.num_experts:
-            return dataclasses.replace(model_registry("tiny"), model=model)
-        model.block.feed_forward = MoE.Config(
-            num_experts=self.num_experts, num_experts_per_token=2, hidden_dim=self.hidden_dim
-        )
-        return dataclasses.replace(moe_registry("tiny"), model=model)
-
-
-# Each shape is dominated by another part, and takes a second or two to compute.
-PARAMETERS = Shape(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
-ACTIVATIONS = Shape(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
-LOGITS = Shape(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
-MIXED = Shape(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
-EXPERTS = dataclasses.replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
-FOUR_LAYERS = dataclasses.replace(ACTIVATIONS, num_layers=4, num_tokens=4608)
-FROZEN = dataclasses.replace(PARAMETERS, num_tokens=512)
-CHUNKED = Shape(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=3072)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    shape: Shape
     degrees: dict[str, int] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -104,25 +63,42 @@ class Case:
         """Number of ranks; experts are split over existing ranks."""
         return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
 
-    @property
-    def has_real_ranks(self) -> bool:
-        return "expert_parallel" in self.degrees
+    def spec(self) -> ModelSpec:
+        feed_forward: Any = FeedForward.Config(hidden_dim=self.hidden_dim)
+        if self.num_experts:
+            feed_forward = MoE.Config(
+                num_experts=self.num_experts, num_experts_per_token=2, hidden_dim=self.hidden_dim
+            )
+        spec = (qwen3_moe if self.num_experts else qwen3).model_registry("tiny")
+        model = spec.adapter.sized(
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, num_heads=self.num_heads,
+            num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward, tie_embeddings=True,
+            theta=1e4, max_positions=512,
+        )  # fmt: skip
+        return replace(spec, model=model)
 
     def config(self) -> TrainingEngine.Config:
         degrees: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
         config = TrainingEngine.Config(
             optimizer=Optimizer.Config(**self.optimizer),
             parallelism=ParallelismConfig(**degrees),
-            training=TrainingConfig(max_tokens_per_microbatch=self.shape.num_tokens, **self.training),
+            training=TrainingConfig(max_tokens_per_microbatch=self.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
         )
         config.reference.enable = self.reference
         # As many rows for each expert, as the estimate assumes.
-        config.experts.force_load_balance = bool(self.shape.num_experts)
+        config.experts.force_load_balance = bool(self.num_experts)
         return config
 
 
+# Each of these is dominated by another part, and takes a second or two to compute.
+PARAMETERS = Case(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
+ACTIVATIONS = Case(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
+LOGITS = Case(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
+MIXED = Case(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
+EXPERTS = replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
+CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=3072)
 FSDP2 = {"data_parallel_shard": 2}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
@@ -132,34 +108,76 @@ EVERY_SECOND = {"mode": "selective", "selective_option": "2"}
 LORA = (LoRA.Config(rank=16),)
 
 CASES = {
-    "parameters": Case(shape=PARAMETERS),
-    "logits bf16": Case(shape=LOGITS, training=BF16),
-    "logits, TP2": Case(shape=dataclasses.replace(LOGITS, num_tokens=2048), degrees=TP2),
-    "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
-    "4 layers, every second": Case(shape=FOUR_LAYERS, checkpoint=EVERY_SECOND),
-    "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL),
-    "parameters, FSDP2": Case(shape=PARAMETERS, degrees=FSDP2),
-    "parameters, DDP2": Case(shape=PARAMETERS, degrees=DDP2),
-    "activations, TP2": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), degrees=TP2),
-    "experts, FSDP2 x EP2": Case(shape=EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
-    "LoRA, FSDP2": Case(shape=FROZEN, converters=LORA, degrees=FSDP2),
-    "LoRA, full, chunked logits": Case(
-        shape=CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 1536}
+    "parameters": PARAMETERS,
+    "logits bf16": replace(LOGITS, training=BF16),
+    "logits, TP2": replace(LOGITS, num_tokens=2048, degrees=TP2),
+    "activations bf16": replace(ACTIVATIONS, training=BF16),
+    "4 layers, every second": replace(ACTIVATIONS, num_layers=4, num_tokens=4608, checkpoint=EVERY_SECOND),
+    "mixed, full": replace(MIXED, num_tokens=2048, checkpoint=FULL),
+    "parameters, FSDP2": replace(PARAMETERS, degrees=FSDP2),
+    "parameters, DDP2": replace(PARAMETERS, degrees=DDP2),
+    "activations, TP2": replace(ACTIVATIONS, num_tokens=4096, degrees=TP2),
+    "experts, FSDP2 x EP2": replace(EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
+    "LoRA, FSDP2": replace(PARAMETERS, num_tokens=512, converters=LORA, degrees=FSDP2),
+    "LoRA, full, chunked logits": replace(
+        CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 1536}
     ),
-    "LoRA, op": Case(shape=ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
+    "LoRA, op": replace(ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
 }
+
+
+RESOLUTION = 0.003
+"""Share of the peak that may be allocated before the sum is computed again."""
+
+
+class TensorBytes(TorchDispatchMode):
+    """Tracker of the memory of every tensor returned by an operation, within a `with` block.
+
+    A storage counts once, by its size at the moment, as FSDP resizes them; what kernels use
+    inside themselves does not. Tensors made before are not seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unsummed = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t not in (Tensor, torch.nn.Parameter, FakeTensor) for t in types):
+            return NotImplemented  # a DTensor: the operations on its shards are dispatched separately
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            # Wrapper and fake tensors have no memory of their own.
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+                self._follow(tensor.untyped_storage())
+        if self._unsummed > RESOLUTION * self.peak:
+            self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self):
+        """Return the live bytes."""
+        self._unsummed = 0
+        alive = (reference() for reference in list(self._storages.values()))
+        return sum({s.data_ptr(): s.nbytes() for s in alive if s is not None}.values())
+
+    def _follow(self, storage):
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+            self._unsummed += storage.nbytes()
 
 
 def measure(case):
     """Return this rank's peak in bytes of a whole step, after a small one that creates the optimizer
     state."""
-    spec, config = case.shape.spec(), case.config()
+    spec, config = case.spec(), case.config()
     with TensorBytes() as tracked:
         world = World(rank=dist.get_rank() if dist.is_initialized() else 0, size=case.world_size)
         engine = TrainingEngine(
             config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
         )
-        num_samples = 2 * case.shape.num_tokens // LENGTH * engine.policy.data_rank.count
+        num_samples = 2 * case.num_tokens // LENGTH * engine.policy.data_rank.count
         samples = [make_sample(length=LENGTH + 1, seed=i) for i in range(num_samples)]
         assert len(engine.policy.pack(samples)) == 2
         for step in (samples[: engine.policy.data_rank.count], samples):
@@ -170,36 +188,19 @@ def measure(case):
         return tracked.peak
 
 
-class EmptyIsZero(TorchDispatchMode):
-    """Mode that zeroes empty tensors, so that data of a fake rank are finite numbers."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if type(made) is torch.Tensor and "empty" in func._schema.name:
-            made.zero_()
-        return made
-
-
 def measure_all():
-    """Return this process's share of the peaks by name; the ranks of most cases but one are pretended."""
-    peaks = {}
-    for number, (name, case) in enumerate(CASES.items()):
-        if case.has_real_ranks or number % NUM_PROCESSES != int(os.environ["RANK"]):
-            continue
-        if case.world_size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
-        with EmptyIsZero() if case.world_size > 1 else nullcontext():
-            peaks[name] = measure(case)
-        if case.world_size > 1:
-            dist.destroy_process_group()
+    """Return this process's share of the peaks by name; both processes compute the cases of two ranks."""
+    alone = [name for name, case in CASES.items() if case.world_size == 1]
+    peaks = {name: measure(CASES[name]) for name in alone[int(os.environ["RANK"]) :: NUM_PROCESSES]}
+    use_one_gloo_worker()
     dist.init_process_group("gloo")
-    return peaks | {name: measure(case) for name, case in CASES.items() if case.has_real_ranks}
+    return peaks | {name: measure(case) for name, case in CASES.items() if case.world_size > 1}
 
 
 def estimated(case):
     config = case.config()
     degrees = config.parallelism.degrees(case.world_size)
-    return config.estimate_memory(case.shape.spec(), degrees=degrees, on_gpu=False)
+    return config.estimate_memory(case.spec(), degrees=degrees, on_gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -219,24 +220,23 @@ def test_estimate_is_within_30_percent_of_the_peak(peaks, name):
 
 def test_parameters_gradients_and_state_are_counted_exactly():
     # 8 blocks of 512 x (1024 + 512 + 3072 + 1536) + 1024 + 64 numbers, embedding and a norm.
-    shape = dataclasses.replace(PARAMETERS, num_heads=16)
     block = 512 * (2 * 512 + 512 + 2 * 1536 + 1536) + 2 * 512 + 2 * 32
     numbers = 8 * block + 2048 * 512 + 512
     matrices = 8 * 512 * (2 * 512 + 512 + 2 * 1536 + 1536)
-    adam = estimated(Case(shape=shape))
+    adam = estimated(PARAMETERS)
     assert (adam.parameters, adam.gradients, adam.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
-    muon = estimated(Case(shape=shape, optimizer={"name": "Muon"}))
+    muon = estimated(replace(PARAMETERS, optimizer={"name": "Muon"}))
     assert muon.optimizer == 8 * numbers - 4 * matrices
-    split = estimated(Case(shape=shape, degrees=FSDP2 | TP2))
+    split = estimated(replace(PARAMETERS, degrees=FSDP2 | TP2))
     assert split.parameters == 4 * -(-numbers // 4)
-    assert estimated(Case(shape=shape, reference=True, training=BF16)).parameters == (4 + 2) * numbers
+    assert estimated(replace(PARAMETERS, reference=True, training=BF16)).parameters == (4 + 2) * numbers
 
 
 def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
     # q has 512 inputs and 512 outputs, k and v 256 outputs; o 512; gate and up 512 and 1536, down the reverse.
     factors = 16 * ((512 + 512) + 2 * (512 + 256) + (512 + 512) + 2 * (512 + 1536) + (1536 + 512))
-    plain = estimated(Case(shape=PARAMETERS))
-    adapted = estimated(Case(shape=PARAMETERS, converters=LORA))
+    plain = estimated(PARAMETERS)
+    adapted = estimated(replace(PARAMETERS, converters=LORA))
     assert adapted.gradients == 4 * 8 * factors
     assert adapted.optimizer == 2 * adapted.gradients
     assert adapted.parameters == plain.parameters + adapted.gradients
@@ -255,10 +255,6 @@ def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
     with pytest.raises(ValueError, match=says):
         check_device_memory(every, device_bytes=120 * 10**9, compiled=False)
     check_device_memory(adapted, device_bytes=120 * 10**9, compiled=False)
-    # 8.19 billion weights in float32 and in bfloat16; or, instead of the latter, a merged copy without embeddings.
-    assert adapted.held == pytest.approx(33e9, rel=0.03)
-    assert adapted.gathered == pytest.approx(16.4e9, rel=0.02)
-    assert adapted.copies == pytest.approx(28e9, rel=0.05)
 
 
 @pytest.mark.parametrize(
