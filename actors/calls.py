@@ -52,7 +52,7 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: it must be restarted."""
+    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the group."""
 
     def __init__(self, message: str, *, role: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

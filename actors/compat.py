@@ -11,7 +11,7 @@ from typing import Any
 
 import monarch.actor
 
-# A call to a dead process raises it; no public module exports it.
+# A call to a dead process raises SupervisionError; no public module exports it.
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
 from monarch.actor import MeshFailure
 

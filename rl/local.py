@@ -64,7 +64,6 @@ def _engine_call(
     method: Callable[..., ResultT], *, span_name: str | None = None
 ) -> Callable[..., Coroutine[Any, Any, ResultT]]:
     """Return the asynchronous form of an engine's method."""
-
     name = method.__name__
 
     @wraps(method)

@@ -106,7 +106,7 @@ def model_runner(client: InprocClient) -> Any:
 def use_vllms_kernels() -> None:
     """Replace PyTorch's kernels by vLLM's batch-invariant ones, for the trainer's process on a GPU.
 
-    Call it before the first product on the GPU.
+    Call it before the first product on the GPU. Not yet run: no GPU was at hand.
 
     Raises:
         ValueError: the GPU is older than Hopper, for which vLLM's kernels have no gradient.

@@ -115,7 +115,8 @@ class GeneratorEngine(Configurable):
     async def start(self) -> None:
         """Import vllm, build the engine and make its first steps; collective over the ranks.
 
-        A process can have one engine, as vllm keeps much of its state in globals.
+        A process can have one engine, as vllm keeps much of its state in globals. Raises ValueError if
+        the settings do not fit the model or the memory.
         """
         config_file = Path(self._hf_assets_path) / "config.json"
         self.config.check_model(self._model_spec.adapter.config_from_hf(read_json_object(config_file)))
@@ -205,6 +206,7 @@ class GeneratorEngine(Configurable):
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
+            Exception: the error of `write`.
         """
         async with self._pause(Pause(version=version)):
             return await write(self.model_state_dict())
@@ -213,7 +215,7 @@ class GeneratorEngine(Configurable):
         """Give back the memory of weights and key-value cache until `wake`, for a device that is shared.
 
         Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After `wake`, a
-        version must be written before anything is generated.
+        version must be written before anything is generated. Raises ValueError if `can_sleep` is False.
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")

@@ -185,7 +185,7 @@ def barrier() -> None:
 
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
-    """Add the call and the rank to the error of a failed collective, which is a CollectiveTimeoutError if overdue.
+    """Add the call and the rank to the error of a failed collective; raise CollectiveTimeoutError if it is overdue.
 
     The folder `record_in` receives the latest collectives of this rank.
     """

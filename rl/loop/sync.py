@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Background publisher of the trainer's weights."""
+    """Background publisher of the trainer's weights.
+
+    The trainer may compute during a push, and awaits `pushed` before it changes its weights.
+    """
 
     def __init__(self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]) -> None:
         """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
@@ -26,7 +29,7 @@ class WeightSync:
 
     @property
     def last(self) -> PublishResult:
-        """The newest version that is served."""
+        """Result of the newest version that is served."""
         assert self._last is not None, "nothing was published"
         return self._last
 

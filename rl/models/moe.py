@@ -211,7 +211,9 @@ def _sum_over_ranks(
 
 
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Multiply each group's rows, up to its end in `ends_N` (int64, the last one S), by its weight, [S, F].
+    """Return [S, F], each group's rows times the weight of the group.
+
+    `ends_N` is int64, the end of each group's rows: non-decreasing, the last one S.
 
     One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
     """

@@ -98,9 +98,9 @@ class SpanRecorder:
         self._num_writes = 0
 
     def start(self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> Path:
-        """Record under this name from now on, and return the state file; raises OSError.
+        """Record under this name from now on, and return the state file.
 
-        Without `timeline` only the open spans are recorded.
+        Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be made.
         """
         file = logs / STATE_FOLDER / f"{role}-{rank}.json"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ __all__ = ["ServiceClient"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ServiceClient":  # Imported on demand: the servers and backends do not need the client.
+    if name == "ServiceClient":  # Imported on demand: rl.tinker.local imports the training engine.
         from rl.tinker.local import ServiceClient
 
         return ServiceClient

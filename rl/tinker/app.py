@@ -57,7 +57,6 @@ EMPTY: dict[str, Any] = {"status_code": 204}
 
 
 def _add_calls(router: APIRouter, service: Service) -> None:
-
     def add(
         method: str, path: str, call: Callable[..., Any], options: Mapping[str, Any] | None = None
     ) -> None:

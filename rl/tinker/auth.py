@@ -1,6 +1,6 @@
 """API keys, and the middleware that every request passes before its body is looked at.
 
-A hash of a key, its owner, stands for it: comparing hashes takes a time that tells nothing about a key, and no log
+The hash of a key, its owner, stands for the key: the time of comparing hashes reveals nothing about a key, and no log
 or error has its text.
 """
 

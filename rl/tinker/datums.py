@@ -3,8 +3,8 @@
 A datum's entry i belongs to the model's prediction after token i; a sample's entry t belongs to token t as a target.
 A datum of N tokens is therefore a sample of N + 1, whose last token is never read.
 
-All losses are plain sums over the tokens of a call, without any division; docs/tinker.md has their formulas. The mean
-ratio of gspo is taken over sequence_ratio_mask or, without one, over the tokens with an advantage.
+All losses are plain sums over the tokens of a call, without any division; docs/tinker.md has their formulas. The
+mean of gspo is taken over sequence_ratio_mask or, without one, over the tokens with an advantage.
 
 Shape legend: N tokens of one datum, K targets of each, T = N + 1.
 """
@@ -31,7 +31,7 @@ LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 MAX_TARGETS = 2**25
 """Most targets of a call with several per token, where every token is padded to the largest number."""
 MIN_EPS = 1e-30
-"""Smallest eps: with 0, a parameter without gradient becomes 0 / 0, as LoRA's first factors in the first step."""
+"""Smallest eps: 0 makes 0 / 0 in float32 of a parameter without gradient, as LoRA's first factors at first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

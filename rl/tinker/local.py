@@ -1,6 +1,4 @@
-"""The Tinker API in this process: a backend with PyTorch alone, on one device, and the official client on a server
-that it starts.
-"""
+"""The Tinker API in this process: a PyTorch backend on one device, and the official client with its own server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sampling sessions, the weights behind them, and requests to sample.
 
-Saved weights open with the first sample, and all sampling sessions of a checkpoint share them. An owner's weights
-above `limits.samplers`, least recently used first, and those that no session uses close once their samples have
-ended; the base model stays open.
+Saved weights open with the first sample, and all sampling sessions of a checkpoint share them. An owner has at most
+`limits.samplers` open: the least recently used close first, as do weights that no session uses, once their samples
+have ended. Closed checkpoints open again with the next sample, closed snapshots are gone. The base model stays open.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class OpenWeights:
         return found
 
     def acquire(self, weights: Weights) -> None:
-        """Keep weights open until `release`."""
+        """Keep weights open until `release`, and mark them as the most recently used."""
         weights.num_samples += 1
         self._open[weights.key] = self._open.pop(weights.key)
         self._make_room(weights.owner)

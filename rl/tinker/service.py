@@ -74,12 +74,15 @@ class Service:
         self.runs = Runs(parts)
 
     async def start(self) -> None:
-        """Raise ValueError if the storage folder cannot be made, or the backend refuses its config."""
+        """Start the backend, and remove checkpoints that have expired or are incomplete.
+
+        Raises ValueError if the storage folder cannot be made, or the backend refuses its config.
+        """
         await self._parts.storage.prepare()
         await self._parts.backend.start()
 
     def stop_waiting(self) -> None:
-        """Raise GoneError in callers that wait for a result, and accept no more requests. Idempotent."""
+        """End the waits for results with a GoneError, and accept no more requests. Idempotent."""
         self._parts.futures.close()
 
     async def close(self) -> None:

@@ -199,6 +199,7 @@ class TrainingCalls:
                             "that of part of a batch. It is dropped and the weights stay as they were: send the "
                             "whole batch again, or without the data that failed"
                         )
+                    # The API steps without a gradient too, with zeros.
                     result = await trainer.optim_step(settings, allow_empty=True, model_id=model.model_id)
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 

@@ -1,4 +1,6 @@
-"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls. Ids and paths:
+"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls.
+
+Ids and paths:
 
     session      <process>-<random>
     model        <session>:train:<model_seq_id>

@@ -77,7 +77,7 @@ def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         is_power = isinstance(node.op, ast.Pow)
-        if is_power and isinstance(left, int) and (left.bit_length() - 1) * right > MAX_BITS:
+        if is_power and type(left) is type(right) is int and (left.bit_length() - 1) * right > MAX_BITS:
             raise OverflowError
         return _within_limits(_BINARY[type(node.op)](left, right))
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import marshal
 import os
@@ -226,7 +227,9 @@ class PythonSandbox(Configurable):
             async with asyncio.timeout(time_limit_s or config.time_limit_s):
                 while not ended.done() and len(output) <= config.max_output_bytes:
                     await asyncio.wait([ended], timeout=LOOK_S)
-                    if len(os.listdir(folder)) > config.max_files:
+                    with os.scandir(folder) as files:
+                        num_files = sum(1 for _ in itertools.islice(files, config.max_files + 1))
+                    if num_files > config.max_files:
                         stopped = "file limit"
                         break
         except TimeoutError:

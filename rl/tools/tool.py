@@ -21,8 +21,6 @@ from typing import Any, Protocol
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rl.rollouts.rubric import THINK_CLOSE, THINK_OPEN
 from rl.utils.threads import run_aside
@@ -89,6 +87,10 @@ class FunctionTool:
             raise ValueError(f"time_limit_s={time_limit_s} is not above 0")
         self.function = function
         self.time_limit_s = time_limit_s
+        # transformers is imported here, for the processes that need only the other tools.
+        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
         self.name = name or function.__name__
         try:
             schema = get_json_schema(function)["function"]

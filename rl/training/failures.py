@@ -23,7 +23,7 @@ class NonFiniteLossError(RunError, ArithmeticError):
     """A loss or gradient, `what`, is NaN or infinite; raised on every rank after the gradient is dropped."""
 
     def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
-        """The samples since the last step are in the npz file `batch_file`, if one was written."""
+        """`what` is the quantity and its value; the npz file `batch_file` has the samples since the last step."""
         super().__init__(what, policy_version, batch_file)
         self.what = what
         self.policy_version = policy_version

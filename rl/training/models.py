@@ -83,7 +83,10 @@ class TrainedModels:
         device: torch.device | str | None = None,
         world: World | None = None,
     ) -> None:
-        """Join the other ranks, or raise ValueError; `config` is that of every model, except for its converters."""
+        """Join the other ranks; `config` is that of every model, except for its converters.
+
+        Raises ValueError if the config does not fit the model or the number of ranks.
+        """
         self.config = config
         self.spec = spec
         self._world = World.from_env() if world is None else world

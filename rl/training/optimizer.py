@@ -79,7 +79,10 @@ class Optimizer(Configurable):
         )
 
     def settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
-        """Return one step's settings: the configured ones, `lr` of the schedule, `params`; raises ValueError."""
+        """Return one step's settings: the configured ones, `lr` of the schedule, `params`.
+
+        Raises ValueError if a setting is out of range.
+        """
         settings: dict[str, Any] = {
             "lr": lr,
             "betas": tuple(self.config.betas),

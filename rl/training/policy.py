@@ -73,7 +73,10 @@ class Policy:
         rank: RankInfo,
         device: torch.device,
     ) -> None:
-        """Build one rank's part of the model, or raise ValueError; `training` replaces the config's."""
+        """Build one rank's part of the model; `training` replaces the config's.
+
+        Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
+        """
         mesh = rank.mesh
         self.spec = spec
         self.mesh = mesh
@@ -153,7 +156,10 @@ class Policy:
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:
-        """Fill each rank's parameters from a Hugging Face folder, without communication; raises ValueError."""
+        """Fill each rank's parameters from a Hugging Face folder, without communication.
+
+        Raises ValueError if a tensor is missing or unknown, or the checkpoint is of another architecture or size.
+        """
         spec = self.spec
         config = spec.adapter.config_from_hf(folder.config)
         if config != spec.model:

@@ -63,7 +63,7 @@ def optional_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def error_context(where: str) -> Iterator[None]:
-    """Add the position in the run to errors, to others than `RunError` as a note, and record it as a span."""
+    """Add the position in the run to an error (to any but a `RunError` as a note), and record a span of that name."""
     try:
         with span(where):
             yield

@@ -134,7 +134,7 @@ def folder_errors(path: Path, as_what: str) -> Iterator[None]:
 
 
 def make_folder(path: Path, as_what: str) -> None:
-    """Make a folder and its parents; raises ValueError."""
+    """Make a folder and its parents; raise ValueError if that fails."""
     with folder_errors(path, as_what):
         path.mkdir(parents=True, exist_ok=True)
 

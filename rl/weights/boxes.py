@@ -145,7 +145,7 @@ def outgoing_parts(
     """Return the boxes that this rank sends, with the dtypes to send them in.
 
     Floating-point parameters are sent in `dtype`, buffers and integers in their own. Of ranks that hold the same
-    box, the first sends it.
+    box, the first sends it; a tensor that is no DTensor counts as equal on all ranks.
     """
     return [
         replace(part, dtype=dtype)

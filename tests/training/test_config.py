@@ -39,7 +39,7 @@ SAMPLES = make_samples()
         ("training", "max_norm", 0.0, "must be above 0"),
         ("training", "max_tokens_per_microbatch", 0, "must be at least 1"),
         ("training", "max_sequence_length", 1, "must be at least 2"),
-        ("training", "seed", -1, "must be at least 0"),
+        ("training", "seed", -1, "must be at least 0 and below 9223372036854775808"),
         ("training", "global_batch_size", 4, "must be None: the loop decides"),
         ("comm", "train_timeout_s", -1.0, "must be"),
         ("comm", "init_timeout_s", 0.0, "must be"),

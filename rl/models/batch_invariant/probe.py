@@ -97,7 +97,7 @@ def check_rows(
     counts: Iterable[int],
     tile: int = ROW_MULTIPLE,
 ) -> None:
-    """Compare rows in batches of different sizes with the same rows in tiles on one thread; raise ValueError."""
+    """Raise ValueError if rows in batches of different sizes differ from the same rows in tiles on one thread."""
     counts = list(counts)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(max(counts), width, generator=generator).to(dtype)
