@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from actors.backend import RewardClient
-from actors.calls import ActorGroup
+from actors.calls import ActorGroup, ActorTimeoutError
 from actors.config import Timeouts
 from actors.recovery import Role
 from actors.reward import RewardActor
@@ -115,6 +115,12 @@ def test_any_number_of_rollouts_within_their_limit_are_scored():
     assert scored_one_by_one(alone(), *[1] * 260, takes_s=9) == pytest.approx(2340, abs=1)
     # A function of a group has the limit once per rollout.
     assert scored_one_by_one(together(), 100, takes_s=19) == pytest.approx(1900, abs=1)
+
+
+def test_unresponsive_process_stops_the_run():
+    says = r"reward\.score of rank 0 of 1 gave no answer within"
+    with pytest.raises(ActorTimeoutError, match=says):
+        scored_one_by_one(alone(), 1, takes_s=1e6)
 
 
 @pytest.mark.medium

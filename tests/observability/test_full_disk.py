@@ -15,7 +15,8 @@ from actors.members import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
-from rl.observability.run_folder import RunFolder, read_status
+from rl.observability.run_folder import RunFolder, cut_back, read_status
+from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from tests.support.fakes import FakePolicy
 from tests.support.forked import answer_in_fork, limit_files
@@ -124,6 +125,24 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     assert read_status(tmp_path / "run") == "running"
     entries = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
+
+
+def test_records_that_cannot_be_cut_back_are_unchanged(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with MetricsWriter(file) as metrics:
+        for step in range(1, 301):
+            metrics.write({"step": step})
+    before = file.read_bytes()
+    position = LoopPosition(step=200, num_problems=0)
+
+    def cut():
+        limit_files(100)
+        return said(lambda: cut_back(metrics=file, rollouts=tmp_path / "rollouts.jsonl", position=position))
+
+    says = f"{file} was not written, its previous content is intact: {FULL}"
+    assert answer_in_fork(cut) == f"UnwrittenError: {says}"
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_logs(capsys):

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -58,7 +58,9 @@ def test_single_turn_runs_inline_and_a_subclass_with_its_own_step_does_not():
     assert [(m.role, m.content) for m in opening] == [("system", "Be brief."), ("user", "one")]
 
 
-def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
+@pytest.fixture
+def blocks() -> Iterator[type[Counting]]:
+    """Yield an environment whose steps block its thread until the end of the test."""
     free = threading.Event()
 
     class Blocks(Counting):
@@ -68,18 +70,20 @@ def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
             assert free.wait(60)
             return await super().step(reply)
 
+    yield Blocks
+    free.set()
+
+
+def test_blocking_step_fails_its_rollout_while_the_controller_goes_on(blocks):
     async def main() -> tuple[Rollout, int]:
-        blocked = asyncio.create_task(played(Factory(Blocks), step_timeout_s=0.05))
+        blocked = asyncio.create_task(played(Factory(blocks), step_timeout_s=0.05))
         num_turns = 0
         while not blocked.done():
             num_turns += 1
             await asyncio.sleep(0.001)
         return await blocked, num_turns
 
-    try:
-        blocked, num_turns = asyncio.run(main())
-    finally:
-        free.set()
+    blocked, num_turns = asyncio.run(main())
     assert blocked.end == "failed"
     assert blocked.failure == (
         "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/one', reply 'yes'"
@@ -156,6 +160,13 @@ def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, 
     with pytest.raises(ValueError, match=message):
         demonstrated_now([PROBLEM], Environments(make=factory), renderer=TwinRenderer())
     assert factory.closed == [1] * (method != "init")
+
+
+def test_blocking_environment_is_refused_before_a_run(blocks):
+    says = r"longer than step_timeout_s=0\.05 in turn 1 of problem 'ask/one'"
+    environments = Environments(make=Factory(blocks), step_timeout_s=0.05)
+    with pytest.raises(ValueError, match=says):
+        demonstrated_now([PROBLEM], environments, renderer=TwinRenderer())
 
 
 def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():

@@ -12,7 +12,7 @@ from rl.tinker.auth import AccessGuard, Keys, read_keys
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.types import HttpLimits
-from tests.support.fake_tinker import message, service_test
+from tests.support.fake_tinker import message, service_test, settled
 
 ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20
 
@@ -157,6 +157,12 @@ def test_size_limit_counts_all_unanswered_bodies_together():
 # Routes
 
 
+@service_test(virtual=False, json_bytes=100)
+async def test_limits_of_the_service_hold_for_its_application(client):
+    answers = [await client.post("save_weights", b"x" * size) for size in (100, 101)]
+    assert [answer.status_code for answer in answers] == [422, 413]
+
+
 @service_test(virtual=False)
 async def test_number_that_is_not_finite_reaches_the_client(client):
     model_id = client.model()
@@ -211,13 +217,10 @@ async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids
 
 
 @service_test(virtual=False, poll_s=0.05)
-async def test_unfinished_result_is_answered_with_408_and_a_result_with_its_tensors(client):
-    gate = client.backend.hold("forward_backward")
-    body = message(client.model(), 1, 3, 4).SerializeToString()
-    request_id = (await client.post("forward_backward", body, PROTOBUF)).json()["request_id"]
+async def test_unfinished_result_is_answered_with_408(client):
+    client.backend.hold("forward_backward")
+    request_id = client.add(client.model(), 1, 3, 4)
     waiting = await client.retrieved(request_id)
-    poll = asyncio.create_task(client.retrieved(request_id))
-    gate.set()
     assert waiting.status_code == 408
     assert waiting.json() == {
         "type": "try_again",
@@ -225,7 +228,20 @@ async def test_unfinished_result_is_answered_with_408_and_a_result_with_its_tens
         "queue_state": "active",
         "queue_state_reason": "waiting for its turn",
     }
-    assert deserialize_forward_backward_output((await poll).content).metrics["loss:sum"] == 7.0
+
+
+@service_test(virtual=False, poll_s=40.0)
+async def test_result_is_answered_with_its_tensors_as_soon_as_there_is_one(client):
+    gate = client.backend.hold("forward_backward")
+    body = message(client.model(), 1, 3, 4).SerializeToString()
+    request_id = (await client.post("forward_backward", body, PROTOBUF)).json()["request_id"]
+    poll = asyncio.create_task(client.retrieved(request_id))
+    await settled()
+    assert not poll.done()
+    gate.set()
+    async with asyncio.timeout(20):
+        answer = await poll
+    assert deserialize_forward_backward_output(answer.content).metrics["loss:sum"] == 7.0
 
 
 @service_test(virtual=False, waiting_bytes=2 * REQUEST_BYTES, models=1)

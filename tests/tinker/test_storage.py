@@ -66,6 +66,26 @@ async def test_taken_name_is_refused_or_overwritten_as_requested(client):
     assert files(client.folder) == before
 
 
+async def test_kill_before_the_record_is_replaced_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    folder, killed, replace = tmp_path / "storage", tmp_path / "killed", Path.replace
+
+    def copy_and_replace(path, target):
+        if target.name == "final.json":
+            shutil.copytree(folder, killed)
+        return replace(path, target)
+
+    async with running_service(folder) as client:
+        model = await client.trained()
+        path = await client.saved(model, 3, "final")
+        client.add(model, 4, 1)
+        client.step(model, 5)
+        monkeypatch.setattr(Path, "replace", copy_and_replace)
+        await client.saved(model, 6, "final", overwrite=True)
+        assert await client.loaded_weight(path) == -6
+    async with running_service(killed) as client:
+        assert await client.loaded_weight(path) == -5
+
+
 async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
     time_s = [1_000.0]
     async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:

@@ -169,3 +169,14 @@ def test_unconfined_code_is_held_by_what_there_is():
     assert on_such_a_kernel(seccomp=True, allow_unconfined=True, code=code) == ["0", DENIED_FILE, "2"]
     assert on_such_a_kernel(landlock=True, allow_unconfined=True, code=code) == [DENIED, "True", "2"]
     assert on_such_a_kernel(code=code) == [DENIED, DENIED_FILE, "2"]
+
+
+def test_kernel_that_changes_its_mind_after_the_check_runs_no_code():
+    def copy():
+        sandbox = PythonSandbox.Config(time_limit_s=20).build()
+        refuse(seccomp=True, landlock=False)
+        with pytest.raises(RuntimeError, match=r"^the Python sandbox: seccomp is missing"):
+            asyncio.run(sandbox.run("print('seen')"))
+        return "refused"
+
+    assert run_in_fork(copy) == (0, "refused")

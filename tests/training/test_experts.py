@@ -1,5 +1,8 @@
 """Load balance of experts, and their refused settings. Numbers are compared in test_layouts.py."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from rl.models.moe import ExpertRouter, MoE
 from rl.training.config import ExpertBalanceConfig, check_experts
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
-from tests.training.parts import moe_spec, small_spec
+from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
 
 
 def balance(*, num_layers=1, **settings):
@@ -58,6 +61,27 @@ def test_bias_moves_against_the_load_of_all_calls_of_a_step():
     # 2, 1, 1 and 0 tokens: experts at the mean keep their bias.
     made.step()
     assert router.load_balance_bias.tolist() == [-0.5, -0.25, 0.25, 0.5]
+
+
+def test_logprobs_and_a_failed_call_leave_no_count(moe_assets):
+    engine = make("moe", "one", {"moe": moe_assets})
+    biases = list(persistent_buffers(engine.policy.model).values())
+
+    def biases_of_a_step():
+        engine.forward_backward([make_sample(length=9, seed=0)])
+        engine.optim_step()
+        return [bias.tolist() for bias in biases]
+
+    expected = biases_of_a_step()
+    engine.load_checkpoint(moe_assets)
+    engine.compute_logprobs(make_samples())
+    assert biases_of_a_step() == expected
+    engine.load_checkpoint(moe_assets)
+    with pytest.raises(ArithmeticError):
+        engine.forward_backward(
+            [replace(one, advantages=np.full_like(one.advantages, np.nan)) for one in make_samples()]
+        )
+    assert biases_of_a_step() == expected
 
 
 def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path):

@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import random
 import subprocess
 import sys
@@ -6,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl.utils.processes import process_states, restore_process_states
+from rl.utils.processes import process_states, restore_process_states, without_collections
+from tests.support.forked import answer_in_fork
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -39,6 +42,20 @@ def test_exit_joins_threads_and_runs_handlers_without_freeing_objects():
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == ["unflushed", "the thread is done", "registered"]
     assert done.stderr == ""
+
+
+def test_collections_are_off_during_imports_and_on_again_after_one_fails():
+    def imports():
+        gc.enable()
+        found = [gc.get_freeze_count()]
+        with contextlib.suppress(ImportError), without_collections():
+            found.append(gc.isenabled())
+            raise ImportError
+        return *found, gc.isenabled(), gc.get_freeze_count()
+
+    before, within, afterwards, frozen = answer_in_fork(imports)
+    assert (within, afterwards) == (False, True)
+    assert frozen > before
 
 
 def test_restored_random_states_repeat_the_draws():

@@ -105,18 +105,24 @@ def test_loop_trains_while_rollouts_are_written(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_rollouts_of_a_stopped_run_follow_earlier_writes(tmp_path):
+def test_rollouts_of_a_stopped_run_follow_earlier_writes(tmp_path, monkeypatch):
     recorder = GatedRecorder(tmp_path)
 
     def answer(rollout):
         if rollout.completion.policy_versions.max() >= 1:
-            recorder.gate.set()
             raise ValueError("no judge is there")
         return float("10" in rollout.text)
 
     rubric = Rubric(criteria=(Criterion(name="answer", function=answer),))
     loop, _ = make_loop(FakePolicy(reply=half_right), num_steps=2, rubric=rubric)
     loop.recorder = recorder
+    close = loop._writer.close
+
+    def open_and_close():
+        recorder.gate.set()
+        return close()
+
+    monkeypatch.setattr(loop._writer, "close", open_and_close)
     with pytest.raises(RunError, match="no judge is there"):
         asyncio.run(loop.run())
     assert recorder.written == [(1, "train"), (2, "pending")]
