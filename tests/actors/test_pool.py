@@ -157,6 +157,25 @@ def test_restarted_generator_whose_pull_fails_is_restarted_again_and_compared():
     assert run_pool(steps, parity=PARITY) == 2
 
 
+def test_update_and_prompts_wait_when_all_generators_are_lost():
+    async def steps(room):
+        await room.serve(0)
+        for number in range(2):
+            room[number].pull_s = 5.0
+        serving = asyncio.create_task(room.serve(1))
+        await asyncio.sleep(1)
+        for number in range(2):
+            room[number].die()
+        asking = asyncio.create_task(room.ask(7))
+        await serving
+        return now_s(), room.versions(), await asking
+
+    served_at, versions, answers = run_pool(steps)
+    assert served_at == 1 + 1 + START_S + 1
+    assert versions == [1]
+    assert answers == [7]
+
+
 def test_failed_engine_in_a_living_process_counts_as_lost():
     async def steps(room):
         await room.serve(0)

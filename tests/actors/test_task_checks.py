@@ -1,6 +1,7 @@
 """Checks of a task before a run starts: evaluation sets, prompts, environments, demonstrations, rubrics."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -210,6 +211,10 @@ SILENCE = rubric_of(lambda rollout: 1 / len(rollout.text))
 def test_failing_rubric_is_refused_unless_rewards_may_fail_or_a_judge_is_used(caplog):
     with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"):
         check(rubric=SILENCE)
+    with pytest.raises(
+        ValueError, match="the task's rubric fails: reward 'own' gave nan, but must give a finite"
+    ):
+        check(rubric=rubric_of(lambda rollout: math.nan))
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
         check(rubric=SILENCE, max_failed_rewards=0.5)

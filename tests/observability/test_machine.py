@@ -1,8 +1,10 @@
 """The machine and packages of a run, its measured limits, and the shares of them that a step reaches."""
 
+import itertools
 import socket
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from rl.models.model_cost import ModelWork
 from rl.observability.machine import (
+    MATRICES,
     LimitSink,
     MachineLimits,
     RunLimits,
@@ -51,15 +54,19 @@ def test_environment_is_read_back(tmp_path, caplog):
     assert "environment.json was not written: No such file" in caplog.text
 
 
-def test_measured_rates_are_those_of_a_machine_and_change_no_state():
+def test_measured_rates_are_those_of_the_fastest_repetition_and_change_no_state(monkeypatch):
+    # On this clock repetitions take 1/16 and 1/32 seconds by turns, and an hour passes between two of them.
+    times_s = itertools.accumulate(itertools.cycle([3600, 1 / 16, 3600, 1 / 32]))
+    clock = SimpleNamespace(perf_counter=lambda: next(times_s))
+    monkeypatch.setattr("rl.observability.machine.time", clock)
     use_threads(1)
     random_state = torch.get_rng_state()
     limits = machine_limits(dtype="float32", num_bytes=3_000_000, device=CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
-    assert 1e8 < limits.flops_per_s < 1e14
-    assert 1e7 < limits.memory_bytes_per_s < 1e13
-    assert limits.host_bytes_per_s == limits.memory_bytes_per_s
+    assert limits.flops_per_s == 2 * max(MATRICES["cpu"]) ** 3 * 32
+    # The bytes are read and written.
+    assert limits.memory_bytes_per_s == limits.host_bytes_per_s == 3_000_000 * 32
 
 
 # Shares of a step, compared with sums by hand

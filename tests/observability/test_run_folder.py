@@ -93,6 +93,17 @@ def test_foreign_folder_is_refused_even_with_overwrite(tmp_path):
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
+def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):
+    times = (datetime.datetime(2026, 3, 29, hour) for hour in (14, 9, 14, 9, 14))
+    paths = []
+    for _ in range(5):
+        with RunFolder.create(tmp_path, "run", time_stamp=True, wall_clock=lambda: next(times)) as folder:
+            folder.mark_finished()
+            paths.append(folder.path.name)
+    late, early = "run-20260329-140000", "run-20260329-090000"
+    assert paths == [late, early, f"{late}-2", f"{early}-2", f"{late}-3"]
+
+
 @pytest.mark.parametrize("time_stamp", [False, True])
 def test_runs_that_start_at_once_never_share_or_remove_a_folder(tmp_path, time_stamp):
     start = threading.Barrier(8)

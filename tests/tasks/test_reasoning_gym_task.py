@@ -23,8 +23,10 @@ def test_problem_is_available_by_its_number():
 
 def test_held_out_problems_are_different_and_never_trained_on():
     task = build("coin_flip", num_eval=40)
-    questions = {p.question for p in task.eval_sets()["held_out"]}
+    held_out = task.eval_sets()["held_out"]
+    questions = {p.question for p in held_out}
     assert len(questions) == 40
+    assert [p.id for p in build("coin_flip", num_eval=40).eval_sets()["held_out"]] == [p.id for p in held_out]
     # A small dataset, of which these draws would meet many held-out ones.
     assert not questions & {p.question for p in islice(task.train_problems(seed=0), 400)}
 

@@ -1,6 +1,7 @@
 """Options that save memory or time change no number, in any layout and for any kind of model."""
 
-from dataclasses import replace
+import itertools
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,14 @@ def test_options_on_one_device_change_no_number(all_assets, expected):
     cases = [(kind, "one", row) for kind in LAYOUTS for row in ROWS if not row.cpu_offload]
     for case, measured in zip(cases, measure_options(cases, all_assets), strict=True):
         assert_as_on_one_device(measured, expected, case)
+
+
+def test_every_pair_of_options_is_run():
+    run = [asdict(options) for kind, _, options in CASES if kind == "dense"]
+    values = {name: {getattr(row, name) for row in ROWS} for name in run[0]}
+    for a, b in itertools.combinations(values, 2):
+        pairs = set(itertools.product(values[a], values[b]))
+        assert {(case[a], case[b]) for case in run} == pairs, f"{a}, {b}"
 
 
 def gathered_float8(layout: str, folder: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from rl.utils.files import (
     TMP_SUFFIX,
     atomic_folder,
     atomic_write,
+    locked_folder,
     remove,
     remove_leftovers,
     temporary_folder,
@@ -66,3 +67,17 @@ def test_an_interrupted_removal_is_completed_later(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir())
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_locked_folder_has_one_owner_at_a_time(tmp_path):
+    shared = {"as_what": "trainer.checkpoint.folder", "otherwise": "choose another"}
+    folder = tmp_path / "deep" / "shared"
+    for _ in range(2):
+        with locked_folder(folder, **shared):
+            text = r"shared is in use by process \d+ on .*; choose another"
+            with pytest.raises(ValueError, match=text), locked_folder(folder, **shared):
+                raise AssertionError("two owners")
+    (tmp_path / "file").touch()
+    text = r"file/x cannot be trainer\.checkpoint\.folder: Not a directory"
+    with pytest.raises(ValueError, match=text), locked_folder(tmp_path / "file" / "x", **shared):
+        raise AssertionError("there is no such folder")

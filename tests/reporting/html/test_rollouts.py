@@ -85,6 +85,11 @@ def test_index_has_columns_and_chunks(texts):
     assert [turns[0]["reply"] for turns in shown(packed)] == [long, long, "end"]
 
 
+def test_shared_prompt_is_stored_once(texts):
+    packed = pack_rollouts([line(sample=i) for i in range(8)], texts, max_bytes=ROOM)
+    assert sorted(unpack(packed.chunks[0])["texts"]) == ["47 82", "ab"]
+
+
 def test_too_many_rollouts_are_thinned_by_whole_groups(texts):
     # Replies differ, since equal ones would compress to nothing.
     lines = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.observability.timeline import Span
+from rl.observability.timeline import Span, kind_of
 from rl.reporting.html.timeline import pack_timeline
 
 
@@ -78,3 +78,12 @@ def test_span_with_an_error_is_not_merged():
     (lane,) = packed["lanes"]
     ((number, error),) = lane["error"].items()
     assert (lane["at"][number], lane["num"][number], error) == (70, 1, "OSError: gone")
+
+
+def test_each_span_has_a_kind():
+    kinds = {
+        "waits for trainer.optim_step": "wait", "generate": "generate", "score": "reward", "optim_step": "optim",
+        "compute_logprobs": "forward_backward", "pull": "pull", "evaluation after step 3": "evaluate",
+        "setup": "setup", "something of a plugin": "other",
+    }  # fmt: skip
+    assert {name: kind_of(name) for name in kinds} == kinds
