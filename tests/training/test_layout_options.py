@@ -165,6 +165,12 @@ def gathered_float8(layout: str, folder: str) -> dict[str, Any]:
             engine.load_checkpoint(folder)
         found["norms"].append(norm)
     found["parameters"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
+    found["losses"] = [engine.forward_backward(samples).loss_sum]
+    for parameter in engine.policy.parameters.values():
+        shard = getattr(parameter, "_local_tensor", None)  # `to_local` returns a view without the scale
+        if (scale := getattr(shard, "_precomputed_scale", None)) is not None:
+            scale.mul_(10.0)
+    found["losses"].append(engine.forward_backward(samples).loss_sum)
     engine.close()
     return found
 
@@ -178,3 +184,5 @@ def test_gathered_float8_equals_one_device_after_steps_and_a_loaded_checkpoint(t
         assert_near(rank["gradients"], expected["gradients"])
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert_near(rank["parameters"], expected["parameters"])
+        with_scales, with_other_scales = rank["losses"]
+        assert abs(with_other_scales - with_scales) > 0.1  # The next forward uses the precomputed scales.
