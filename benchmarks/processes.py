@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 1800
+EXIT_S = 10
 NUM_WARMUP_STEPS = 3
 """Steps at the start that are not measured: they allocate memory, compile and fill the pipeline."""
 
@@ -70,16 +71,20 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(EXIT_S)  # A killed process leaves semaphores, which Python then reports.
         self._process.kill()
         self._process.join()
-        self._pipe.close()
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any] | str, arguments: Mapping[str, Any]) -> None:
     """Make the object at the first call, and answer each call."""
     made: Any = None
     while True:
-        method, given = pipe.recv()
+        try:
+            method, given = pipe.recv()
+        except EOFError:
+            return
         try:
             if made is None:
                 if isinstance(factory, str):

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -87,13 +88,30 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_server_with_work_and_polls_in_progress(tmp_path, number):
-    with server_process(tmp_path / "storage") as server, ThreadPoolExecutor(1) as thread:
-        model = lora(server.client())
+    with (
+        server_process(tmp_path / "storage") as server,
+        ThreadPoolExecutor(1) as thread,
+        httpx.Client(timeout=60) as http,
+    ):
+        model = lora(server.client(KEY))
         # Earlier seq ids never arrive, so the poll lasts until the server ends.
-        step = post(server, "optim_step", "tml-test", model_id=model.model_id, seq_id=7, adam_params={})
+        step = post(server, "optim_step", KEY, model_id=model.model_id, seq_id=7, adam_params={}).json()
+        sent = threading.Event()
+
+        def trace(event, info):
+            if event == "http11.send_request_body.complete":
+                sent.set()
+
         poll = thread.submit(
-            post, server, "retrieve_future", "tml-test", request_id=step.json()["request_id"]
+            http.post,
+            f"{server.url}/api/v1/retrieve_future",
+            json={"request_id": step["request_id"]},
+            headers={"x-api-key": KEY},
+            extensions={"trace": trace},
         )
+        assert sent.wait(60)
+        # The server has read the poll before it answers a later request.
+        assert post(server, "retrieve_future", KEY, request_id="unknown").status_code == 404
         status = server.end(number)
         answer = poll.result(30)
 
