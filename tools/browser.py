@@ -1,7 +1,7 @@
-"""A headless browser for `make test-report`: found, or installed where it can be: `python -m tools.browser`.
+"""Find or install the headless browser of `make test-report`: `python -m tools.browser`.
 
-Debian's Chromium, by apt-get as root; elsewhere what is on PATH, or what RELAY_BROWSER names. Playwright, of
-the group `report`, drives it, and brings none of its own.
+The browser is the one that RELAY_BROWSER names, a Chromium on PATH, or, for root on Debian, the package that apt-get
+installs. Playwright, of the dependency group `report`, drives it and brings no browser.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ APT_DEADLINE_S = 900
 
 
 class NoBrowserError(Exception):
-    """There is none; the message says what to do."""
+    """No browser was found; the message says what to do."""
 
 
 def find_browser(
     *, variables: Mapping[str, str] = os.environ, which: Callable[[str], str | None] = shutil.which
 ) -> Path:
-    """Raises NoBrowserError."""
+    """Return the browser's path, or raise NoBrowserError."""
     given = variables.get(VARIABLE)
     if given:
         if os.access(given, os.X_OK) and Path(given).is_file():
             return Path(given)
-        raise NoBrowserError(f"{VARIABLE}={given}: there is no program; name a Chromium, or leave it out")
+        raise NoBrowserError(f"{VARIABLE}={given}: is no program: name a Chromium, or unset the variable")
     found = next((path for name in NAMES if (path := which(name))), None)
     if found is None:
         raise NoBrowserError(
@@ -42,10 +42,10 @@ def find_browser(
 
 
 def install_browser() -> Path:
-    """The browser that there is, else Debian's.
+    """Return the browser's path, installing Debian's package if there is no browser.
 
     Raises:
-        NoBrowserError: there is none and none can be installed.
+        NoBrowserError: there is no browser and none can be installed.
     """
     try:
         return find_browser()
@@ -70,7 +70,7 @@ def install_browser() -> Path:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     try:
         print(f"browser: {install_browser()}")
     except (NoBrowserError, subprocess.TimeoutExpired) as error:
