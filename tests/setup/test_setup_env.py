@@ -108,7 +108,7 @@ def test_constraints_pin_the_versions_of_pyproject():
 def test_named_browser_is_preferred_and_errors_say_what_to_do(tmp_path):
     found = find_browser(variables={"RELAY_BROWSER": sys.executable}, which=lambda name: f"/usr/bin/{name}")
     assert found == Path(sys.executable)
-    with pytest.raises(NoBrowserError, match=rf"RELAY_BROWSER={tmp_path}/x: there is no program"):
+    with pytest.raises(NoBrowserError, match=rf"RELAY_BROWSER={tmp_path}/x: is no program"):
         find_browser(variables={"RELAY_BROWSER": str(tmp_path / "x")})
     with pytest.raises(NoBrowserError, match="apt-get install chromium"):
         find_browser(variables={}, which=lambda name: None)
