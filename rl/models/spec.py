@@ -13,7 +13,7 @@ from typing import Any
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import Decoder
 
-FAMILIES = {"qwen3": "Qwen3Adapter", "qwen3_moe": "Qwen3MoeAdapter"}
+FAMILIES = {"llama": "LlamaAdapter", "qwen3": "Qwen3Adapter", "qwen3_moe": "Qwen3MoeAdapter"}
 """Adapter in each module of `rl.models` that defines a family; the module has the name of Hugging Face's
 `model_type`."""
 
