@@ -58,9 +58,9 @@ def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
         model_spec("qwen3", "7B")
     with pytest.raises(ValueError, match=r"'30B' does not exist: must be one of tiny, 30B-A3B"):
         model_spec("qwen3_moe", "30B")
-    with pytest.raises(ValueError, match="model family 'gpt2' does not exist: must be one of qwen3"):
+    with pytest.raises(ValueError, match="model family 'gpt2' does not exist: must be one of llama, qwen3"):
         model_spec("gpt2", "tiny")
-    with pytest.raises(ValueError, match="model_type='gpt2' is not supported: must be one of qwen3"):
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported: must be one of llama, qwen3"):
         spec_from_hf({"model_type": "gpt2"})
 
 
