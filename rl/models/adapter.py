@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from rl.config.configurable import Configurable
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
+from rl.models.rope import SCALINGS, RoPE, RoPEScaling
 
 F = TypeVar("F", bool, int, float)
 
@@ -66,6 +68,7 @@ class DecoderAdapter:
         feed_forward: Configurable.Config,
         max_positions: int,
         theta: float,
+        scaling: RoPEScaling | None = None,
         **sizes: Any,
     ) -> Decoder.Config:
         """Return the config of a model of the family; `sizes` are the other fields of `Decoder.Config`."""
@@ -78,7 +81,7 @@ class DecoderAdapter:
         )
         return Decoder.Config(
             block=TransformerBlock.Config(attention=attention, feed_forward=feed_forward),
-            rope=RoPE.Config(theta=theta, max_positions=max_positions),
+            rope=RoPE.Config(theta=theta, max_positions=max_positions, scaling=scaling),
             **sizes,
         )
 
@@ -88,7 +91,7 @@ class DecoderAdapter:
 
         Raises:
             ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
-                (rope scaling, sliding windows, quantized weights).
+                (sliding windows, quantized weights).
         """
         architectures = hf.get("architectures") or [cls.architecture]
         if hf.get("model_type") != cls.model_type or cls.architecture not in architectures:
@@ -110,6 +113,7 @@ class DecoderAdapter:
             raise ValueError(
                 f"config.json: layer_types={layer_types}: must be 'full_attention' in every layer"
             )
+        rope = rope_from_hf(hf)
         dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
         return cls.sized(
             dim=dim,
@@ -119,8 +123,9 @@ class DecoderAdapter:
             head_dim=read_field(hf, "head_dim", int, cls.default_head_dim or dim // num_heads),
             feed_forward=cls.feed_forward_from_hf(hf),
             vocab_size=read_field(hf, "vocab_size", int),
-            max_positions=read_field(hf, "max_position_embeddings", int),
-            theta=_rope_theta(hf),
+            max_positions=rope.max_positions,
+            theta=rope.theta,
+            scaling=rope.scaling,
             tie_embeddings=read_field(hf, "tie_word_embeddings", bool, False),
             norm_eps=read_field(hf, "rms_norm_eps", float, 1e-6),
             init_std=read_field(hf, "initializer_range", float, 0.02),
@@ -163,7 +168,7 @@ class DecoderAdapter:
     def hf_config(self) -> dict[str, Any]:
         """Return the fields of `config.json` that all families share, without token ids and dtype."""
         config, attention = self.config, self.config.block.attention
-        fields = {
+        content = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": config.vocab_size,
@@ -182,14 +187,15 @@ class DecoderAdapter:
             "sliding_window": None,
             "initializer_range": config.init_std,
             "use_cache": True,
-            # transformers 5 reads the first field, transformers 4 the second; without it transformers 4 would
+            # transformers 5 reads the first field, transformers 4 the others; without them transformers 4 would
             # silently use another base.
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+            "rope_parameters": hf_rope(config.rope),
             "rope_theta": config.rope.theta,
+            "rope_scaling": None if config.rope.scaling is None else hf_rope(config.rope),
         }
         if isinstance(config.block.feed_forward, FeedForward.Config):
-            fields["intermediate_size"] = config.block.feed_forward.hidden_dim
-        return fields
+            content["intermediate_size"] = config.block.feed_forward.hidden_dim
+        return content
 
 
 def split_name(name: str) -> tuple[str, str, str]:
@@ -208,16 +214,56 @@ def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -
             raise ValueError(f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}")
 
 
-def _rope_theta(hf: dict[str, Any]) -> float:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4)."""
+def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4).
+
+    Raises:
+        ValueError: for a malformed field, or a kind of scaling that is not one of `SCALINGS`.
+    """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    rope = hf.get(name) or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind != "default" or set(rope) - {"rope_type", "type", "rope_theta"}:
+    given = hf.get(name) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: {name}={given!r}: must be an object")
+    max_positions = read_field(hf, "max_position_embeddings", int)
+    outside = {
+        "rope_theta": hf.get("rope_theta") or 10_000.0,
+        "partial_rotary_factor": hf.get("partial_rotary_factor") or 1.0,
+        "original_max_position_embeddings": hf.get("original_max_position_embeddings") or max_positions,
+    }
+    rope = outside | {field: value for field, value in given.items() if value is not None}
+    if rope.pop("partial_rotary_factor") != 1.0:
+        raise ValueError("config.json: partial_rotary_factor is not supported: must be 1.0, or not given")
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    if kind != "default" and kind not in SCALINGS:
         raise ValueError(
-            f"config.json: {name}={rope!r} is not supported: must be of rope_type 'default', unscaled"
+            f"config.json: {name} has rope_type {kind!r}, which is not supported: must be one of "
+            f"{', '.join(('default', *SCALINGS))}"
         )
-    return read_field({"rope_theta": hf.get("rope_theta")} | rope, "rope_theta", float)
+    known = () if kind == "default" else fields(SCALINGS[kind])
+    if unknown := set(rope) - {f.name for f in known} - set(outside):
+        raise ValueError(f"config.json: {name} has {', '.join(sorted(unknown))}: {kind!r} has no such field")
+    types = {"float": float, "int": int, "bool": bool, "float | None": float}
+    values = {
+        f.name: read_field(rope, f.name, types[str(f.type)])
+        for f in known
+        if f.name in rope or f.default is MISSING
+    }
+    return RoPE.Config(
+        theta=read_field(rope, "rope_theta", float),
+        max_positions=max_positions,
+        scaling=SCALINGS[kind](**values) if known else None,
+    )
+
+
+def hf_rope(rope: RoPE.Config) -> dict[str, Any]:
+    """Return the `rope_parameters` of a `config.json`."""
+    scaling = rope.scaling
+    kept = {} if scaling is None else {k: v for k, v in asdict(scaling).items() if v is not None}
+    return {
+        "rope_type": "default" if scaling is None else scaling.rope_type,
+        "rope_theta": rope.theta,
+        **kept,
+    }
 
 
 def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:

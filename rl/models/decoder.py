@@ -27,50 +27,7 @@ from rl.config.configurable import Configurable
 from rl.distributed.sharding import local_shard_of, local_tensor
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.low_rank import LowRank
-
-
-class RoPE(Configurable, nn.Module):
-    """Rotary position embedding from precomputed tables, indexed once per forward."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        theta: float = 1_000_000.0
-        """Base of the geometric series of wavelengths."""
-        max_positions: int = 40_960
-        """Longest supported sequence, in tokens."""
-
-    cos_PD: Tensor
-    sin_PD: Tensor
-
-    def __init__(self, *, config: Config, head_dim: int) -> None:
-        super().__init__()
-        self.config = config
-        self.head_dim = head_dim
-        cos, sin = self._tables()
-        self.register_buffer("cos_PD", cos, persistent=False)
-        self.register_buffer("sin_PD", sin, persistent=False)
-
-    def _tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        positions = torch.arange(self.config.max_positions, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, 1.0 / self.config.theta**exponents)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
-
-    def reset_buffers(self) -> None:
-        """Recompute the tables after `to_empty` has moved the module off the meta device."""
-        self.cos_PD, self.sin_PD = self._tables(self.cos_PD.device)
-
-    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [T, 1, D] float32."""
-        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate the halves of each head by the angles of its position, in the input's dtype."""
-    first, second = x_THD.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x_THD * cos_T1D + turned * sin_T1D
+from rl.models.rope import RoPE, rotate
 
 
 class Attention(Configurable, nn.Module):

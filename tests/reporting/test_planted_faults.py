@@ -16,9 +16,10 @@ import torch
 from rl.config.json import to_dict
 from rl.local import LocalBackend
 from rl.loop.warmup import SupervisedWarmup
-from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
+from rl.models.rope import RoPE
 from rl.models.tokenizer import open_tokenizer
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder, RecorderConfig
