@@ -143,7 +143,7 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         ValueError: if there is a group of another size.
         TimeoutError: if not all ranks appear within `init_timeout_s`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     use_one_gloo_worker()
     if dist.is_initialized() and (size := dist.get_world_size()) != world.size:

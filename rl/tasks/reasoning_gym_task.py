@@ -22,7 +22,8 @@ from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
-from rl.tasks.task import Place, Solved, required_answer
+from rl.tasks.generated import Coin
+from rl.tasks.task import NUMBER, Place, Solved, required_answer
 from rl.types import Problem, Rollout
 
 BLOCK = 1000
@@ -53,13 +54,18 @@ class ReasoningGym(Configurable):
         """Settings of the dataset by name; a string that starts with `[` or `{` is decoded as JSON."""
         num_eval: int = 128
         """Number of held-out problems, all different; the same for every seed."""
-        answer_in: Literal["tags", "last_line", "whole"] = "tags"
+        split_by: Literal["question", "numbers"] = "question"
+        """Part of a problem that training and held-out problems never share: the question, or all of its numbers in
+        their order, so that `4 + 3` held out keeps `4 - 3` out of training."""
+        answer_in: Literal["tags", "last_line", "last_number", "whole"] = "tags"
         """Position of the answer in a reply, after any thoughts: in the last `<answer></answer>`, in the last
-        line, or the whole reply."""
+        line, the last number, or the whole reply."""
         system: str = DEFAULT_SYSTEM
         """System message; empty for none."""
         solved_at: float = 1.0
         """Smallest score that counts as right; the score itself is the reward."""
+        reward: Literal["score", "noise"] = "score"
+        """`noise` replaces the reward by random 0 or 1: the control that must not learn."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1, at_most=FIRST_TRAIN_SEED // 2)
@@ -71,7 +77,7 @@ class ReasoningGym(Configurable):
         self.config = config
         self._source = Source.of(config.dataset, config.settings)
         self._eval = self._held_out()
-        self._held_keys = {content_key(problem.question) for problem in self._eval}
+        self._held_keys = {self._split_key(problem) for problem in self._eval}
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
@@ -95,11 +101,16 @@ class ReasoningGym(Configurable):
         return SingleTurn(problem=problem, system=self.config.system)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give the dataset's own score of the answer, 0 to 1."""
+        """Give the dataset's own score of the answer, 0 to 1, or random rewards; `seed` fixes those."""
         config = self.config
         grader = Grader(source=self._source, answer_in=config.answer_in)
+        coin = config.reward == "noise"
         return Rubric(
-            criteria=(Criterion(name="answer", function=grader),),
+            criteria=(
+                Criterion(name="noise", function=Coin(seed=seed))
+                if coin
+                else Criterion(name="answer", function=grader),
+            ),
             correct=Solved(reward=grader, at=config.solved_at),
         )
 
@@ -109,10 +120,14 @@ class ReasoningGym(Configurable):
         first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
         return ProblemsByNumber(lambda number: self._training_problem(number, first_seed=first_seed))
 
+    def _split_key(self, problem: Problem) -> int:
+        text = problem.question
+        return content_key(" ".join(NUMBER.findall(text)) if self.config.split_by == "numbers" else text)
+
     def _training_problem(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
             problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
-            if content_key(problem.question) not in self._held_keys:
+            if self._split_key(problem) not in self._held_keys:
                 # Two numbers may give the same question, but ids must be unique within a run.
                 return dataclasses.replace(problem, id=f"{problem.id}#{number}")
         raise ValueError(

@@ -6,6 +6,7 @@ overrides two methods. Any object with these five methods will do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -53,9 +54,10 @@ class Solved:
             return False
 
 
-Place = Literal["boxed", "hashes", "tags", "last_line", "whole"]
+Place = Literal["boxed", "hashes", "tags", "last_line", "last_number", "whole"]
 """Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, in the last `<answer></answer>`, in
-the last line, or the whole text."""
+the last line, the last number, or the whole text."""
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def find_answer(text: str, place: Place) -> str | None:
@@ -70,6 +72,8 @@ def find_answer(text: str, place: Place) -> str | None:
         _, mark, after = text.rpartition("<answer>")
         inner, end, _ = after.partition("</answer>")
         found = inner if mark and end else ""
+    elif place == "last_number":
+        found = (NUMBER.findall(text) or [""])[-1]
     else:
         found = text.rpartition("\n")[2] if place == "last_line" else text
     return found.strip() or None

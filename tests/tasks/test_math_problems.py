@@ -56,6 +56,8 @@ def test_gold_stands_in_its_place(build, rows, gold, answers):
         ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
         ("<answer>3", "tags", None),
         ("thinking\n 4 \n\n", "last_line", "4"),
+        ("3 + 4 = 7, so -7.50.", "last_number", "-7.50"),
+        ("none", "last_number", None),
         ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
         ("<think>\n4", "whole", None),
         ("it was opened in the prompt</think>4", "whole", "4"),

