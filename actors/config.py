@@ -292,8 +292,8 @@ class RunConfig(ClusterConfig):
     the other requests of its batch."""
     model: ModelSpec = field(metadata=HIDDEN)
     hf_assets_path: str | None = None
-    """A Qwen3 folder of Hugging Face (config, tokenizer, safetensors) to start from, without
-    warm-up; None makes the starting point here."""
+    """A model to start from, without warm-up: a Hugging Face folder (config, tokenizer, safetensors), a GGUF file,
+    or package:NAME, an installed package with one; None makes the starting point here."""
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
     """Take the model's sizes from `hf_assets_path` instead of requiring those of this config."""
     task: Configurable.Config

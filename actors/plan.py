@@ -16,6 +16,7 @@ from actors.task_checks import check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
+from rl.models.assets import resolve_assets
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import check_sinks
@@ -139,9 +140,11 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
 
 def untrained_start(config: RunConfig) -> StartingPoint:
     spec = replace(config.model, batch_invariant=config.batch_invariant)
+    cache = starting_points(config.dump_folder)
     if config.hf_assets_path is not None:
-        return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
-    return random_model(starting_points(config.dump_folder), spec=spec, seed=config.seed)
+        folder = resolve_assets(config.hf_assets_path, cache=cache)
+        return given_folder(folder, spec=spec, any_size=config.any_model_size)
+    return random_model(cache, spec=spec, seed=config.seed)
 
 
 def starting_points(dump_folder: str) -> Path:

@@ -75,13 +75,13 @@ class StartingPoint:
             yield Path(folder)
 
 
-def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
+def given_folder(path: Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
     """Open a user's Hugging Face folder; with `any_size` its sizes replace those of `spec`.
 
     Raises:
         ValueError: names a missing file or tensor, or the first tensor with another shape.
     """
-    folder = HFFolder(Path(path).expanduser(), tokenizer=True)
+    folder = HFFolder(path, tokenizer=True)
     if any_size:
         spec = replace(spec, flavor=folder.path.name, model=spec.adapter.config_from_hf(folder.config))
     with torch.device("meta"):

@@ -16,7 +16,9 @@ CORE = (
 )  # fmt: skip
 GROUPS = {
     "float8": ("torchao.float8",),
+    "gguf": ("gguf",),
     "report": ("playwright.sync_api",),
+    "smollm2": ("gguf",),
     "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"),
     "tasks": ("datasets", "math_verify", "reasoning_gym", "verifiers.v1"),
     "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft", "kubernetes", "nbclient",

