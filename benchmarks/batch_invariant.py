@@ -13,7 +13,7 @@ import json
 import statistics
 from typing import Any
 
-from benchmarks.processes import measure_steps, num_repeats, step_options, tiny_steps
+from benchmarks.processes import loop_steps, measure_steps, num_repeats, step_options
 
 SIDES = {"off": {"batch_invariant": False}, "on": {"batch_invariant": True}}
 
@@ -35,7 +35,7 @@ def run_side(batch_invariant: bool, **how: Any) -> dict[str, float]:
 
     config = tiny()
     config.batch_invariant = batch_invariant
-    records = tiny_steps(config, **how)
+    records = loop_steps(config, **how)
     names = {
         "generator_tokens_s": "perf/generated_tokens_per_s",
         "trainer_tokens_s": "perf/trained_tokens_per_s",

@@ -1,178 +1,255 @@
-"""Samples per second of whole GRPO steps: relay, synchronous and asynchronous, against TRL's GRPOTrainer.
+"""Whole GRPO steps: relay, synchronous and asynchronous, against TRL's GRPOTrainer.
 
     python -m benchmarks.grpo_vs_trl [--quick]
+    python -m benchmarks.grpo_vs_trl --model smollm2 [--dtype bfloat16 float32]
 
-All sides start from the same seeded weights, see the same prompts, sample 16 prompts x 8 completions a step with
-the same token limit, and train on all of them in float32 on the same number of threads (asynchronous: half of them
-for each of trainer and generator). Each measurement is a separate process, alternating between sides. A step
-includes generation, reward, training and, in relay, publishing the weights. The last line is a JSON object.
+All sides start from the same weights, see the same prompts, sample 16 prompts x 8 completions a step with the same
+token limit, and train on all of them on the same number of threads (asynchronous: half of them for each of trainer and
+generator). Each measurement is a separate process, alternating between sides. A step includes generation, reward,
+training and publishing the weights.
+
+    relay, relay_async   tiny: sum-digits in the batch-invariant mode; smollm2: float32 master weights, and forward,
+                         backward and generation in the dtype
+    relay_invariant      synchronous, in the batch-invariant mode
+    trl                  generation by transformers, all weights in the dtype
+    trl_autocast         bfloat16: float32 weights under autocast (`bf16=True`)
+    trl_vllm             generation by vLLM in the trainer's process, which keeps its first weights: on a CPU vLLM packs
+                         its weights, and TRL's update of them fails. A bound for a TRL that could
+
+tiny is a random model of 0.8M parameters. smollm2 is SmolLM2-135M-Instruct (or another model of the Llama family:
+`--assets`) on sums of two digits through its chat template; its end token is replaced by one that it never writes, so
+that every completion has 64 tokens. Samples/s divide by the mean step. Phases are the seconds that the step waited for
+them: what an asynchronous step generates meanwhile is not in `generate_s`. The last line is a JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import NUM_WARMUP_STEPS, measure_steps, num_repeats, step_options, tiny_steps
+from benchmarks.processes import (
+    NUM_WARMUP_STEPS,
+    loop_steps,
+    medians_of_sides,
+    num_repeats,
+    step_options,
+    tiny_assets,
+)
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
+MODELS = ("tiny", "smollm2")
+RELAY_SIDES = ("relay", "relay_async", "relay_invariant")
+TRL_SIDES = ("trl", "trl_autocast", "trl_vllm")
+TRL_MICRO_BATCH = {"tiny": 128, "smollm2": 8}
+"""Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16, 32 and 128."""
+REAL_WARMUP_STEPS = 1
+"""A step of the real model takes so long that what happens once does not count after the first."""
+MAX_MODEL_LEN = 256
+PHASES = {"generate": "generate", "reward": "score", "train": "train", "sync": "publish"}
+"""Name of each phase in relay's metrics."""
 
 
 def main() -> None:
-    parser = step_options(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens at most")
-    args = parser.parse_args()
-    sides = {name: {"side": name} for name in SIDES}
-    speeds = {}
-    for tokens in args.tokens:
-        medians = measure_steps(run, sides, args=args, tokens=tokens)
-        speeds[str(tokens)] = {side: figures["samples_per_s"] for side, figures in medians.items()}
+    args = parser().parse_args()
+    args.tokens = args.tokens or ([16, 64] if args.model == "tiny" else [64])
+    args.dtype = args.dtype or (["float32"] if args.model == "tiny" else ["bfloat16", "float32"])
+    if args.model == "smollm2" and not (args.assets and Path(args.assets, "config.json").exists()):
+        raise SystemExit(f"error: --assets={args.assets}: must be a Hugging Face folder of a Llama model")
+    cases = {}
+    for dtype in args.dtype:
+        for tokens in args.tokens:
+            with tempfile.TemporaryDirectory() as folder:
+                cases[f"{dtype}/{tokens}"] = measure(Path(folder), dtype=dtype, tokens=tokens, args=args)
     figures = {
         "benchmark": "grpo_vs_trl",
+        "model": args.model,
         "prompts": NUM_PROMPTS,
         "samples": NUM_SAMPLES,
         "threads": args.threads,
-        "repeats": num_repeats(args),
-        "samples_per_s": speeds,
-        "ratio": {
-            name: {tokens: of[name] / of["trl"] for tokens, of in speeds.items()}
-            for name in ("relay", "relay_async")
-        },
+        "repeats": args.repeats or num_repeats(args),
+        "figures": cases,
+        "samples_per_s": {case: _speeds(sides) for case, sides in cases.items()},
+        "ratio": {case: _ratios(_speeds(sides)) for case, sides in cases.items()},
     }
     print(json.dumps(figures))
 
 
-def run(side: str, **arguments: Any) -> dict[str, float]:
+def parser() -> argparse.ArgumentParser:
+    options = step_options(__doc__)
+    options.add_argument("--model", choices=MODELS, default="tiny")
+    options.add_argument("--assets", metavar="FOLDER", help="Hugging Face folder of smollm2's weights")
+    options.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), help="of smollm2; both")
+    options.add_argument(
+        "--tokens", type=int, nargs="+", help="new tokens at most; tiny 16 and 64, smollm2 64"
+    )
+    options.add_argument(
+        "--sides", nargs="+", choices=(*RELAY_SIDES, *TRL_SIDES), help="relay relay_async trl"
+    )
+    options.add_argument("--steps", type=int, help="measured steps of a repeat; tiny 12, smollm2 2")
+    options.add_argument("--repeats", type=int, help="processes of each side; 3")
+    options.set_defaults(sides=["relay", "relay_async", "trl"])
+    return options
+
+
+def measure(
+    folder: Path, *, dtype: str, tokens: int, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Return the medians of each side's figures."""
+    steps = args.steps or {"tiny": 4 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
+    if args.model == "tiny":
+        assets = tiny_assets(folder)
+    else:
+        from benchmarks.sums import write_endless_model, write_prompts
+
+        assets = str(folder / "model")
+        write_endless_model(Path(assets), assets=Path(args.assets), dtype=dtype)
+        write_prompts(folder / "prompts.jsonl", assets=assets, num_prompts=NUM_PROMPTS * (steps + 4))
+    return medians_of_sides(
+        run,
+        {side: {"side": side} for side in args.sides},
+        repeats=args.repeats or num_repeats(args),
+        threads=args.threads,
+        model=args.model,
+        assets=assets,
+        prompts=str(folder / "prompts.jsonl"),
+        dtype=dtype,
+        tokens=tokens,
+        steps=steps,
+    )
+
+
+def run(side: str, **case: Any) -> dict[str, float]:
     """Measure one side."""
-    return SIDES[side](**arguments)
+    return (run_relay if side in RELAY_SIDES else run_trl)(side, **case)
 
 
-def _summary(step_s: list[float], tokens_mean: float) -> dict[str, float]:
-    # Not the median step: asynchronous steps wait in some and not in others.
-    mean_s = statistics.mean(step_s)
-    return {"samples_per_s": NUM_PROMPTS * NUM_SAMPLES / mean_s, "tokens_mean": tokens_mean}
+def run_relay(
+    side: str, *, model: str, prompts: str, dtype: str, num_threads: int, **how: Any
+) -> dict[str, float]:
+    """Measure the loop with all its actors, or generation one step ahead of training."""
+    from configs.sum_digits import tiny, tiny_async
 
-
-def run_relay(**how: Any) -> dict[str, float]:
-    """Measure the synchronous loop with all its actors."""
-    from configs.sum_digits import tiny
-
-    return _run_relay(tiny(), **how)
-
-
-def run_relay_async(num_threads: int, **how: Any) -> dict[str, float]:
-    """Measure generation one step ahead of training."""
-    from configs.sum_digits import tiny_async
-
-    return _run_relay(tiny_async(), num_threads=max(1, num_threads // 2), **how)
-
-
-def _run_relay(config: Any, **how: Any) -> dict[str, float]:
+    ahead = side == "relay_async"
+    config = tiny_async() if ahead else tiny()
+    if model == "smollm2":
+        _use_real_model(config, prompts=prompts, dtype=dtype)
+        config.batch_invariant = side == "relay_invariant"
+        how |= {"num_warmup": REAL_WARMUP_STEPS, "num_cooldown": int(ahead)}
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
-    records = tiny_steps(config, **how)
-    tokens_mean = statistics.mean(r["completion/tokens_mean"] for r in records)
-    return _summary([r["time/step_s"] for r in records], tokens_mean)
+    records = loop_steps(config, num_threads=max(1, num_threads // 2) if ahead else num_threads, **how)
+
+    def mean(name: str) -> float:
+        return statistics.mean(r[name] for r in records)
+
+    steps = [
+        {"step": r["time/step_s"], **{ours: r[f"time/{theirs}_s"] for ours, theirs in PHASES.items()}}
+        for r in records
+    ]
+    return _summary(steps, tokens_mean=mean("completion/tokens_mean")) | {
+        "generating_s": mean("time/step_s") - mean("time/generator_idle_s"),
+        "logprob_diff": mean("logprob_diff/mean"),
+    }
 
 
-def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
-    """Measure TRL's trainer on the same prompts, reward and settings."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+def _use_real_model(config: Any, *, prompts: str, dtype: Any) -> None:
+    """Edit a config of sum-digits."""
+    from benchmarks.sums import Sums
+    from rl.models.spec import model_spec
+    from rl.rollouts.renderer import RendererConfig
 
-    from rl.tasks.sum_digits import parse_answer
-
-    torch.set_num_threads(num_threads)
-    num_steps = steps + NUM_WARMUP_STEPS
-    tokenizer = AutoTokenizer.from_pretrained(assets)
-    lengths: list[int] = []
-    step_s: list[float] = []
-
-    def reward(
-        completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
-    ) -> list[float]:
-        lengths.extend(map(len, completion_ids))
-        return [float(parse_answer(c) == a) for c, a in zip(completions, answer, strict=True)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
-            num_generations=NUM_SAMPLES,
-            max_completion_length=tokens,
-            max_steps=num_steps,
-            learning_rate=1e-4,
-            beta=0.0,
-            temperature=1.0,
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(assets, dtype=torch.float32),
-            processing_class=tokenizer,
-            reward_funcs=reward,
-            train_dataset=_trl_prompts(tokenizer, groups_per_batch=num_steps * NUM_PROMPTS),
-            callbacks=[_trl_step_times(step_s)],
-            args=settings,
-        )
-        trainer.train()
-    return _summary(step_s[NUM_WARMUP_STEPS:], statistics.mean(lengths))
+    config.model, config.any_model_size = model_spec("llama", "SmolLM2-135M"), True
+    config.task = Sums.Config(train_files=(prompts,))
+    config.renderer = RendererConfig(kind="raw")
+    config.loop.max_logprob_diff = float("inf")
+    config.trainer.optimizer.lr = 1e-6
+    config.trainer.training.param_dtype = config.generator.dtype = dtype
+    config.generator.max_model_len = MAX_MODEL_LEN
 
 
-def _trl_prompts(tokenizer: Any, *, groups_per_batch: int) -> Any:
-    from datasets import Dataset
+def run_trl(
+    side: str, *, model: str, assets: str, prompts: str, dtype: str, tokens: int, steps: int, num_threads: int
+) -> dict[str, float]:
+    """Measure TRL's trainer."""
+    from benchmarks.trl_sides import Workload, trl_steps
+
+    num_warmup = NUM_WARMUP_STEPS if model == "tiny" else REAL_WARMUP_STEPS
+    num_steps = num_warmup + steps
+    num_prompts = num_steps * NUM_PROMPTS
+    if model == "tiny":
+        rows, reward = _tiny_prompts(assets, num_prompts=num_prompts), _tiny_reward
+    else:
+        from benchmarks.sums import read_prompts, reward
+
+        rows = read_prompts(Path(prompts))[:num_prompts]
+    work = Workload(
+        assets=assets,
+        prompts=rows,
+        reward=reward,
+        groups_per_batch=NUM_PROMPTS,
+        group_size=NUM_SAMPLES,
+        tokens=tokens,
+        num_steps=num_steps,
+        num_threads=num_threads,
+    )
+    autocast = side == "trl_autocast"
+    measured, tokens_mean = trl_steps(
+        work,
+        dtype="float32" if autocast else dtype,
+        autocast=autocast,
+        vllm=side == "trl_vllm",
+        micro_batch=TRL_MICRO_BATCH[model],
+    )
+    return _summary(measured[num_warmup:], tokens_mean=tokens_mean)
+
+
+def _tiny_prompts(assets: str, *, num_prompts: int) -> Sequence[tuple[str, str]]:
+    from transformers import AutoTokenizer
 
     from rl.rollouts.environment import SingleTurn
     from rl.rollouts.renderer import RendererConfig, make_renderer
     from rl.tasks.sum_digits import SumDigits
 
+    tokenizer = AutoTokenizer.from_pretrained(assets)
     renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
-    problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), groups_per_batch)
-    return Dataset.from_list(
-        [
-            {
-                "prompt": tokenizer.decode(renderer.opening(SingleTurn.of(p).opening()).tolist()),
-                "answer": p.answer,
-            }
-            for p in problems
-        ]
-    )
+    problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), num_prompts)
+    return [
+        (tokenizer.decode(renderer.opening(SingleTurn.of(p).opening()).tolist()), p.answer) for p in problems
+    ]
 
 
-def _trl_step_times(step_s: list[float]) -> Any:
-    """Return a callback that appends the seconds between the ends of consecutive steps."""
-    from transformers import TrainerCallback
+def _tiny_reward(completion: str, answer: str) -> float:
+    from rl.tasks.sum_digits import parse_answer
 
-    class StepTimes(TrainerCallback):
-        last = 0.0
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.last = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            now = time.perf_counter()
-            step_s.append(now - self.last)
-            self.last = now
-
-    return StepTimes()
+    return float(parse_answer(completion) == answer)
 
 
-SIDES: dict[str, Callable[..., dict[str, float]]] = {
-    "relay": run_relay,
-    "relay_async": run_relay_async,
-    "trl": run_trl,
-}
+def _summary(steps: Sequence[Mapping[str, float]], *, tokens_mean: float) -> dict[str, float]:
+    # Not the median step: asynchronous steps wait in some and not in others.
+    mean_s = {name: statistics.mean(step.get(name, 0.0) for step in steps) for name in ("step", *PHASES)}
+    samples_per_s = NUM_PROMPTS * NUM_SAMPLES / mean_s["step"]
+    return {
+        "samples_per_s": samples_per_s,
+        "tokens_per_s": samples_per_s * tokens_mean,
+        "tokens_mean": tokens_mean,
+        **{f"{name}_s": seconds for name, seconds in mean_s.items()},
+        "other_s": 2 * mean_s["step"] - sum(mean_s.values()),
+    }
+
+
+def _speeds(sides: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {side: figures["samples_per_s"] for side, figures in sides.items()}
+
+
+def _ratios(speeds: Mapping[str, float]) -> dict[str, float]:
+    """Return each side of relay over TRL."""
+    return {side: speeds[side] / speeds["trl"] for side in RELAY_SIDES if {side, "trl"} <= speeds.keys()}
+
 
 if __name__ == "__main__":
     main()

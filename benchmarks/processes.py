@@ -179,17 +179,25 @@ def whole_run(folder: Path, name: str, *options: str, timeout_s: float) -> list[
     return read_metrics(path) if path.exists() else []
 
 
-def tiny_steps(
-    config: Any, *, assets: str, tokens: int, steps: int, num_threads: int
+def loop_steps(
+    config: Any,
+    *,
+    assets: str,
+    tokens: int,
+    steps: int,
+    num_threads: int,
+    num_warmup: int = NUM_WARMUP_STEPS,
+    num_cooldown: int = 0,
 ) -> list[dict[str, float]]:
-    """Run a config of sum-digits with all its actors in this process, from given weights, without evaluations.
+    """Run a config with all its actors in this process, from given weights, without evaluations.
 
-    Returns the metrics of each step after the first ones.
+    Returns the metrics of each step without the first `num_warmup` and the last `num_cooldown`, in which a run that
+    generates ahead has nothing left to generate.
     """
     from rl.config.registry import ResolvedRun
     from rl.observability.metrics import read_metrics
 
-    num_steps = steps + NUM_WARMUP_STEPS
+    num_steps = num_warmup + steps + num_cooldown
     config.trainer.num_threads = config.generator.num_threads = num_threads
     config.hf_assets_path, config.warmup = assets, None
     config.loop.num_steps = config.loop.max_empty_steps = num_steps  # random weights are never right
@@ -198,7 +206,8 @@ def tiny_steps(
     with tempfile.TemporaryDirectory() as folder:
         config.dump_folder = folder
         run = ResolvedRun(module="sum_digits", function="tiny", config=config)
-        return read_metrics(config.build(run=run).run() / "metrics.jsonl")[NUM_WARMUP_STEPS:]
+        records = read_metrics(config.build(run=run).run() / "metrics.jsonl")
+        return records[num_warmup : num_warmup + steps]
 
 
 def tiny_assets(folder: Path) -> str:
