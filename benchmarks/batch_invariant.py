@@ -29,13 +29,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def run_side(batch_invariant: bool, **how: Any) -> dict[str, float]:
+def run_side(batch_invariant: bool, num_threads: int, **how: Any) -> dict[str, float]:
     """Run one side and return the medians of its steps."""
     from configs.sum_digits import tiny
 
     config = tiny()
     config.batch_invariant = batch_invariant
-    records = loop_steps(config, **how)
+    records = loop_steps(config, threads=[num_threads] * 2, **how)
     names = {
         "generator_tokens_s": "perf/generated_tokens_per_s",
         "trainer_tokens_s": "perf/trained_tokens_per_s",

@@ -91,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--sides", nargs="+", choices=(*RELAY_SIDES, *TRL_SIDES), help="relay relay_async trl"
     )
+    options.add_argument(
+        "--async-threads",
+        type=int,
+        nargs=2,
+        metavar=("TRAINER", "GENERATOR"),
+        help="half of the threads for each",
+    )
     options.add_argument("--steps", type=int, help="measured steps of a repeat; tiny 12, smollm2 2")
     options.add_argument("--repeats", type=int, help="processes of each side; 3")
     options.set_defaults(sides=["relay", "relay_async", "trl"])
@@ -118,6 +125,7 @@ def measure(
         model=args.model,
         assets=assets,
         prompts=str(folder / "prompts.jsonl"),
+        async_threads=args.async_threads or [max(1, args.threads // 2)] * 2,
         dtype=dtype,
         tokens=tokens,
         steps=steps,
@@ -126,11 +134,21 @@ def measure(
 
 def run(side: str, **case: Any) -> dict[str, float]:
     """Measure one side."""
-    return (run_relay if side in RELAY_SIDES else run_trl)(side, **case)
+    if side in RELAY_SIDES:
+        return run_relay(side, **case)
+    del case["async_threads"]
+    return run_trl(side, **case)
 
 
 def run_relay(
-    side: str, *, model: str, prompts: str, dtype: str, num_threads: int, **how: Any
+    side: str,
+    *,
+    model: str,
+    prompts: str,
+    async_threads: Sequence[int],
+    dtype: str,
+    num_threads: int,
+    **how: Any,
 ) -> dict[str, float]:
     """Measure the loop with all its actors, or generation one step ahead of training."""
     from configs.sum_digits import tiny, tiny_async
@@ -142,7 +160,7 @@ def run_relay(
         config.batch_invariant = side == "relay_invariant"
         how |= {"num_warmup": REAL_WARMUP_STEPS, "num_cooldown": int(ahead)}
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
-    records = loop_steps(config, num_threads=max(1, num_threads // 2) if ahead else num_threads, **how)
+    records = loop_steps(config, threads=async_threads if ahead else [num_threads] * 2, **how)
 
     def mean(name: str) -> float:
         return statistics.mean(r[name] for r in records)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -185,20 +185,25 @@ def loop_steps(
     assets: str,
     tokens: int,
     steps: int,
-    num_threads: int,
+    threads: Sequence[int],
     num_warmup: int = NUM_WARMUP_STEPS,
     num_cooldown: int = 0,
 ) -> list[dict[str, float]]:
     """Run a config with all its actors in this process, from given weights, without evaluations.
 
-    Returns the metrics of each step without the first `num_warmup` and the last `num_cooldown`, in which a run that
-    generates ahead has nothing left to generate.
+    Args:
+        threads: compute threads of the trainer and of the generator.
+        num_warmup: first steps, which are not measured.
+        num_cooldown: last steps, which are not measured: a run that generates ahead has nothing left to generate.
+
+    Returns:
+        The metrics of each measured step.
     """
     from rl.config.registry import ResolvedRun
     from rl.observability.metrics import read_metrics
 
     num_steps = num_warmup + steps + num_cooldown
-    config.trainer.num_threads = config.generator.num_threads = num_threads
+    config.trainer.num_threads, config.generator.num_threads = threads
     config.hf_assets_path, config.warmup = assets, None
     config.loop.num_steps = config.loop.max_empty_steps = num_steps  # random weights are never right
     config.loop.sampling.max_tokens = tokens
