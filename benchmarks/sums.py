@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.dataset import DatasetTask
+from rl.tasks.reasoning_gym_task import Source
 from rl.types import Rollout
 
 NAME_THE_END = (
@@ -41,16 +42,15 @@ def reward(completion: str, answer: str) -> float:
 
 def write_prompts(file: Path, *, assets: str, num_prompts: int) -> None:
     """Write prompts and answers as JSON lines: sums of two digits through the folder's chat template."""
-    from reasoning_gym import create_dataset
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets)
-    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    source = Source.of("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
     with file.open("w", encoding="utf-8") as lines:
-        for entry in create_dataset("chain_sum", seed=0, size=num_prompts, **one_digit):
-            message = {"role": "user", "content": entry["question"]}
+        for problem in map(source.problem, range(num_prompts)):
+            message = {"role": "user", "content": problem.question}
             prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-            lines.write(json.dumps({"question": prompt, "answer": entry["answer"]}) + "\n")
+            lines.write(json.dumps({"question": prompt, "answer": problem.answer}) + "\n")
 
 
 def read_prompts(file: Path) -> Sequence[tuple[str, str]]:

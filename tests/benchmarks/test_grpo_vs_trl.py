@@ -1,6 +1,7 @@
 """Phases of TRL's step, and the folder in which no completion ends early."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from rl.models.tokenizer import build_byte_tokenizer
 
 def test_an_inner_phase_is_not_part_of_the_outer_one(monkeypatch):
     times = iter([0.0, 1.0, 2.0, 5.0, 5.0, 6.0, 9.0, 10.0, 10.0])
-    monkeypatch.setattr(trl_sides.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
     clock = trl_sides.PhaseClock()
     clock.begin()  # at 0
     with clock.phase("train"):  # 1 to 9
@@ -28,7 +29,7 @@ def test_the_end_token_becomes_the_last_special_one(tmp_path):
     build_byte_tokenizer(tmp_path / "assets")
     (tmp_path / "assets/config.json").write_text('{"eos_token_id": 257, "dtype": "bfloat16"}')
     write_endless_model(tmp_path / "model", assets=tmp_path / "assets", dtype="float32")
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in ("config", "generation_config", "tokenizer_config"):
         settings |= json.loads((tmp_path / f"model/{name}.json").read_text())
     assert settings["eos_token"] == "[ANSWER]"
