@@ -31,8 +31,8 @@ class Sums(DatasetTask):
         return Rubric(criteria=(Criterion(name="answer", function=contains_answer),), correct=contains_answer)
 
 
-def contains_answer(rollout: Rollout) -> float:
-    return reward(rollout.text, rollout.prompt.problem.answer)
+def contains_answer(rollout: Rollout) -> bool:
+    return bool(reward(rollout.text, rollout.prompt.problem.answer))
 
 
 def reward(completion: str, answer: str) -> float:
