@@ -129,7 +129,7 @@ def trl_steps(
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(work.num_threads)
     clock, lengths = PhaseClock(), list[int]()
@@ -141,28 +141,7 @@ def trl_steps(
             lengths.extend(map(len, completion_ids))
             return [work.reward(c, a) for c, a in zip(completions, answer, strict=True)]
 
-    batch = work.groups_per_batch * work.group_size
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=autocast,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=batch // micro_batch,
-            num_generations=work.group_size,
-            max_completion_length=work.tokens,
-            max_steps=work.num_steps,
-            learning_rate=1e-6,
-            beta=0.0,
-            temperature=1.0,
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **(VLLM if vllm else {}),
-        )
         rows = [{TRL_PROMPT: prompt, TRL_ANSWER: answer} for prompt, answer in work.prompts]
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(work.assets, dtype=getattr(torch, dtype)),
@@ -170,7 +149,7 @@ def trl_steps(
             reward_funcs=reward,
             train_dataset=Dataset.from_list(rows),
             callbacks=[clock.callback()],
-            args=config,
+            args=_settings(work, folder=folder, autocast=autocast, vllm=vllm, micro_batch=micro_batch),
         )
         clock.wrap(trainer, "training_step", "train")
         if vllm:
@@ -180,3 +159,28 @@ def trl_steps(
             clock.wrap(trainer.model, "generate", "generate")
         trainer.train()
     return clock.steps, statistics.mean(lengths)
+
+
+def _settings(work: Workload, *, folder: str, autocast: bool, vllm: bool, micro_batch: int) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=autocast,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=work.groups_per_batch * work.group_size // micro_batch,
+        num_generations=work.group_size,
+        max_completion_length=work.tokens,
+        max_steps=work.num_steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        shuffle_dataset=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **(VLLM if vllm else {}),
+    )
