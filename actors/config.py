@@ -16,6 +16,7 @@ from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
 from rl.observability.machine import LimitsConfig
 from rl.observability.recorder import RecorderConfig
+from rl.observability.run_folder import STARTING_POINTS
 from rl.observability.sinks import SinksConfig
 from rl.observability.spans import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
@@ -23,9 +24,6 @@ from rl.weights.store import WeightStore
 
 Hosts = Literal["this", "process", "slurm", "kubernetes"]
 Strategy = Literal["least_loaded", "round_robin", "sticky"]
-
-STARTING_POINTS = "starting_points"
-"""Folder inside the dump folder that keeps warmed-up models for later runs."""
 
 # The formats that sbatch reads: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2})")
@@ -293,7 +291,10 @@ class RunConfig(ClusterConfig):
     model: ModelSpec = field(metadata=HIDDEN)
     hf_assets_path: str | None = None
     """A model to start from, without warm-up: a Hugging Face folder (config, tokenizer, safetensors), a GGUF file,
-    or package:NAME, an installed package with one; None makes the starting point here."""
+    package:NAME, an installed package with one, or owner/name on the Hugging Face hub, where no such folder exists;
+    None makes the starting point here."""
+    hf_revision: str | None = field(default=None, metadata=unless("hf_assets_path", None))
+    """Branch, tag or commit of a model on the hub; None takes its main branch."""
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
     """Take the model's sizes from `hf_assets_path` instead of requiring those of this config."""
     task: Configurable.Config

@@ -29,6 +29,7 @@ from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
+from rl.models.assets import UnpreparedError
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
@@ -115,8 +116,11 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
-        found.start = untrained_start(config)
-        found.spec = found.start.spec
+        try:
+            found.start = untrained_start(config, prepares=False)
+            found.spec = found.start.spec
+        except UnpreparedError as unprepared:
+            found.not_checked.append(str(unprepared))
     with found.faults.caught():
         if found.start is not None:
             renderer_of(config, found.start)

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.checks import Machine, check_config, check_source
 from actors.cluster import num_gpus
-from actors.config import STARTING_POINTS, RunConfig
+from actors.config import RunConfig
 from actors.parity import ParityText, make_parity_text
 from actors.task_checks import check_task
 from actors.trainer import PolicyTrainer
@@ -18,7 +18,7 @@ from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.observability.metrics import read_metrics
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import STARTING_POINTS, RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, make_renderer
@@ -138,11 +138,14 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
         return resumed
 
 
-def untrained_start(config: RunConfig) -> StartingPoint:
+def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
+    """Return the starting point before a warm-up; `prepares` is that of `resolve_assets`."""
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     cache = starting_points(config.dump_folder)
     if config.hf_assets_path is not None:
-        folder = resolve_assets(config.hf_assets_path, cache=cache)
+        folder = resolve_assets(
+            config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
+        )
         return given_folder(folder, spec=spec, any_size=config.any_model_size)
     return random_model(cache, spec=spec, seed=config.seed)
 

@@ -179,7 +179,7 @@ def _qwen3(
     return Controller.Config(
         description=f"Qwen3-{flavor} on sum-digits, on GPUs",
         model=model_spec("qwen3_moe" if "-A" in flavor else "qwen3", flavor),
-        hf_assets_path=f"assets/Qwen3-{flavor}",
+        hf_assets_path=f"Qwen/Qwen3-{flavor}",
         task=SumDigits.Config(num_integers=4, num_eval=256, instruction=INSTRUCTION),
         trainer=PolicyTrainer.Config(
             num_procs=abs(shards) * tensor_parallel,

@@ -1,7 +1,7 @@
 """A model that calls tools: a calculator, and Python in a sandbox.
 
     python -m rl.train --module examples.multi_turn_tools --config tiny
-    python -m rl.train --module examples.multi_turn_tools --config qwen3_0_6b --hf_assets_path Qwen3-0.6B
+    python -m rl.train --module examples.multi_turn_tools --config qwen3_0_6b
 
     user   37*48    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
     tool   1776     model  = 1776       a reply without a call: the episode is over

@@ -1,6 +1,6 @@
 """A supervised loop on conversations: cross-entropy on what the assistant says, and on nothing else.
 
-    python examples/sft_loop.py --data chats.jsonl --hf_assets_path /models/Qwen3-0.6B --steps 200
+    python examples/sft_loop.py --data chats.jsonl --hf_assets_path Qwen/Qwen3-0.6B --steps 200
     python examples/sft_loop.py                # a tiny random model, on conversations that it writes itself
     python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 --output outputs/sft_loop_300
 
@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, t
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
-from rl.models.hf import write_random_model
+from rl.models.assets import resolve_assets
+from rl.models.hf import HFFolder, write_random_model
 from rl.models.qwen3 import model_registry
+from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, demonstrated_completion, supervised_sample
@@ -130,9 +132,13 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         write_running_sums(data, num=1000, seed=0)
     conversations = read_conversations(data)
 
-    spec = model_registry("tiny")
-    folder = args.hf_assets_path or str(write_random_model(output / "random", spec=spec, seed=args.seed))
-    tokenizer, ends = open_tokenizer(Path(folder))
+    if args.hf_assets_path:
+        folder = resolve_assets(args.hf_assets_path, cache=output)
+        spec = spec_from_hf(HFFolder(folder).config)
+    else:
+        spec = model_registry("tiny")
+        folder = write_random_model(output / "random", spec=spec, seed=args.seed)
+    tokenizer, ends = open_tokenizer(folder)
     renderer = make_renderer(RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends)
     renderer.check_multi_turn()
     samples = [conversation_sample(messages, renderer) for messages in conversations]
@@ -146,7 +152,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     config = TrainingEngine.Config(
         training=TrainingConfig(max_tokens_per_microbatch=max(4096, args.max_tokens), max_norm=1.0)
     )
-    async with LocalBackend(config, spec=spec, hf_assets_path=folder) as local:
+    async with LocalBackend(config, spec=spec, hf_assets_path=str(folder)) as local:
         # A checkpoint holds weights, optimizer and version; the version counts the steps.
         first = await local.load_checkpoint(args.resume) if args.resume else 0
         if first >= args.steps:
@@ -179,7 +185,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Supervised training on conversations, in one process.")
     parser.add_argument("--data", help="a JSONL of conversations; by default one of running sums is written")
     parser.add_argument(
-        "--hf_assets_path", help="a Qwen3 folder of Hugging Face; by default a tiny random model"
+        "--hf_assets_path",
+        help="a Hugging Face folder, GGUF file or owner/name; by default a tiny random model",
     )
     parser.add_argument("--steps", type=int, default=200, help="of the optimizer, those of --resume included")
     parser.add_argument("--batch_size", type=int, default=32, help="conversations a step")

@@ -1,39 +1,62 @@
-"""Resolution of `hf_assets_path`: a Hugging Face folder, or a name or file that one is made of."""
+"""Resolution of `hf_assets_path`: a Hugging Face folder, or the file or name that one is made from."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from rl.models.gguf import convert_gguf
 from rl.models.hf import INDEX_FILE, SINGLE_FILE
+from rl.models.hub import hub_folder
 
 PACKAGE = "package:"
 """Prefix of the name of an installed Python package that holds a model."""
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 
-def resolve_assets(given: str | Path, *, cache: Path) -> Path:
-    """Return the Hugging Face folder that a path or name stands for, after a conversion where one is needed.
+class UnpreparedError(ValueError):
+    """A model that is still to be downloaded or converted, where neither is allowed."""
+
+
+def resolve_assets(
+    given: str | Path, *, cache: Path, revision: str | None = None, prepares: bool = True
+) -> Path:
+    """Return the Hugging Face folder that a path or name stands for, downloaded or converted if it is not there yet.
 
     Args:
-        given: a Hugging Face folder; a GGUF file, or a folder with one and no safetensors; or `package:NAME`, the
-            folder of an installed package.
-        cache: folder for the results of conversions.
+        given: a Hugging Face folder; a GGUF file, or a folder with one and no safetensors; `package:NAME`, the
+            folder of an installed package; or, where no such path exists, `owner/name` on the hub.
+        cache: folder for converted models.
+        revision: branch, tag or commit of a model on the hub; None takes its main branch.
+        prepares: False raises UnpreparedError instead of downloading or converting.
 
     Raises:
         ValueError: says what is missing or not supported, and what to do.
     """
-    path = Path(given).expanduser()
-    if str(given).startswith(PACKAGE):
-        path = _package_folder(str(given).removeprefix(PACKAGE))
+    text, path = str(given), Path(given).expanduser()
+    if text.startswith(PACKAGE):
+        path = _package_folder(text.removeprefix(PACKAGE))
+    elif _ON_HUB.fullmatch(text) and not path.exists():
+        folder = hub_folder(text, revision=revision, downloads=prepares)
+        if folder is None:
+            raise UnpreparedError(f"{text}, which a run would download")
+        return folder
+    if revision is not None:
+        raise ValueError(
+            f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this machine"
+        )
     if path.is_dir() and not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
             raise ValueError(f"{path} holds {len(files)} GGUF files: name one, such as {files[0]}")
         path = files[0] if files else path
-    if path.suffix == ".gguf" and path.is_file():
-        return convert_gguf(path, cache=cache)
-    return path
+    if path.suffix != ".gguf" or not path.is_file():
+        return path
+    folder = convert_gguf(path, cache=cache, writes=prepares)
+    if folder is None:
+        raise UnpreparedError(f"{path}, which a run would convert")
+    return folder
 
 
 def _package_folder(name: str) -> Path:

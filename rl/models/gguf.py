@@ -26,8 +26,8 @@ RECIPE = 1
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
-def convert_gguf(file: Path, *, cache: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file, which is written into `cache` unless it is there.
+def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None:
+    """Return the Hugging Face folder of a GGUF file in `cache`; one that is missing is written, or else is None.
 
     Raises:
         ValueError: the package `gguf` is missing, or the file is damaged or holds a model that is not supported.
@@ -36,6 +36,8 @@ def convert_gguf(file: Path, *, cache: Path) -> Path:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache / f"{file.stem}-gguf-{RECIPE}-{digest[:12]}"
     if not folder.exists():
+        if not writes:
+            return None
         with _errors_of(file):
             settings = _settings(file)
             config, tensors, tokenizer = _read(file)

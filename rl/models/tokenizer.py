@@ -142,7 +142,8 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     if vocab_size is not None and max(token_id, *stop_ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies with "
-            f"{list(stop_ids)}: the model has vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}"
+            f"{list(stop_ids)}: the model has vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}: "
+            "give the tokenizer that the weights were trained with"
         )
     return tokenizer, stop_ids
 

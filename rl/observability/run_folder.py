@@ -35,6 +35,8 @@ from rl.utils.files import (
     previous_file,
 )
 
+STARTING_POINTS = "starting_points"
+"""Folder beside the runs that keeps warmed-up and converted models for later runs."""
 STATUS = "status.json"
 AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"

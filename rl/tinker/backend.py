@@ -63,8 +63,10 @@ class Base(Configurable):
         name: str
         """Name that clients ask for, such as "tiny", "Qwen/Qwen3-0.6B" or the path of the tokenizer."""
         folder: str | None = None
-        """Hugging Face folder with its tokenizer, GGUF file or package, as `hf_assets_path` of a run; None draws a
-        model of `flavor` from `seed`, with a byte tokenizer."""
+        """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as `hf_assets_path` of a run;
+        None draws a model of `flavor` from `seed`, with a byte tokenizer."""
+        hf_revision: str | None = None
+        """Branch, tag or commit of a model on the hub; None takes its main branch."""
         flavor: str = "tiny"
         """Size of a drawn model; without effect with a folder."""
         seed: int = 0
@@ -94,7 +96,7 @@ class Base(Configurable):
             spec = replace(model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant)
             start = random_model(cache, spec=spec, seed=config.seed)
         else:
-            folder = resolve_assets(config.folder, cache=cache)
+            folder = resolve_assets(config.folder, cache=cache, revision=config.hf_revision)
             spec = spec_from_hf(HFFolder(folder).config)
             if spec.model.has_experts:
                 raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")

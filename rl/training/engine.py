@@ -3,7 +3,7 @@
 Every rank creates an engine and calls the same methods with the same arguments in the same order; each rank
 takes its share of the samples, and all return the same numbers. A single process needs no process group.
 
-    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"), hf_assets_path="assets/Qwen3-0.6B")
+    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"), hf_assets_path="/models/Qwen3-0.6B")
     engine.forward_backward(samples)
     engine.optim_step()
 """

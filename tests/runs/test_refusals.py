@@ -1,6 +1,7 @@
 """User errors that are refused before anything starts, without leaving anything behind."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from rl.observability.run_folder import RunFolder, read_status
 from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
 from rl.utils.files import locked_folder
+from tests.support.fake_hub import fake_hub
+from tests.support.gguf_files import random_tensors, write_gguf
 
 
 def status_of(*options: str) -> object:
@@ -56,6 +59,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--name", "starting_points"), "name='starting_points' is the folder of the starting points"),
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
+        (("--hf_assets_path", "org/model"), "org/model is no folder here, and it is not downloaded"),
+        (("--hf_assets_path", "package:none"), "package:none: there is no such package: install it first"),
+        (
+            ("--hf_assets_path", "/tmp", "--hf_revision", "v1"),
+            "hf_revision='v1': must be None, as /tmp is not",
+        ),
         (("--trainer.checkpoint.initial_load_path", "/no/such"), "path=/no/such: there is no such folder"),
         (
             ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
@@ -73,6 +82,37 @@ def test_incomplete_assets_folder_is_refused_by_the_missing_file(refused, assets
         assert "tokenizer.json" in refused("--hf_assets_path", str(assets))
     finally:
         (assets / "hidden").rename(assets / "tokenizer.json")
+
+
+def test_tokenizer_with_more_tokens_than_the_model_is_refused(refused, tmp_path):
+    spec = model_registry("tiny")
+    small = replace(spec, model=replace(spec.model, vocab_size=256))
+    folder = write_random_model(tmp_path / "small", spec=small, seed=0)
+    says = refused("--hf_assets_path", str(folder), "--any_model_size", "True")
+    assert "ids must be from 0 to 255: give the tokenizer that the weights were trained with" in says
+
+
+def test_template_that_rewrites_replies_is_refused_for_several_turns(refused, assets):
+    template = assets / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text.replace("message.content", "message.content | trim"))
+    try:
+        says = refused("--module", "alphabet_sort", "--hf_assets_path", str(assets))
+    finally:
+        template.write_text(text)
+    assert "does not round-trip, which a task of several turns needs: it trims spaces and line ends" in says
+
+
+def test_unknown_revision_is_refused_with_the_valid_ones(refused, assets, tmp_path):
+    with fake_hub({"org/model": assets}, cache=tmp_path / "cache"):
+        says = refused("--hf_assets_path", "org/model", "--hf_revision", "v9")
+    assert says == "error: org/model: hf_revision='v9' does not exist: must be main, v1.0 or a commit\n"
+
+
+def test_gguf_of_another_architecture_is_refused_with_the_known_ones(refused, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", random_tensors(), architecture="phi3")
+    says = refused("--hf_assets_path", str(file))
+    assert f"{file}: general.architecture='phi3' is not supported: must be one of llama, " in says
 
 
 @pytest.fixture(scope="module")

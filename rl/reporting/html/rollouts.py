@@ -12,6 +12,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from tokenizers.decoders import DecodeStream
 
 from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
 from rl.observability.metrics import to_json
+from rl.observability.run_folder import STARTING_POINTS
 
 CHUNK_TOKENS = 60_000
 """Approximate tokens of a chunk, which is unpacked to show one rollout."""
@@ -261,16 +263,30 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
         values: values of config.json with `hf_assets_path`, null for a random model, whose tokens are bytes.
     """
     given = values.get("hf_assets_path")
-    folders = [folder / "checkpoints" / "hf", *([Path(given).expanduser()] if given else [])]
-    for candidate in folders:
-        if (candidate / TOKENIZER).exists():
-            return _open(candidate / TOKENIZER)
+    exported = folder / "checkpoints" / "hf"
+    if (exported / TOKENIZER).exists():
+        return _open(exported / TOKENIZER)
+    folders = [
+        exported,
+        *([_given_folder(given, values, cache=folder.parent / STARTING_POINTS)] if given else []),
+    ]
+    if (folders[-1] / TOKENIZER).exists():
+        return _open(folders[-1] / TOKENIZER)
     if given or "hf_assets_path" not in values:
         looked = " or ".join(str(candidate) for candidate in folders)
         return TokenTexts(None), f"no {TOKENIZER} in {looked}: tokens are shown by their numbers"
     with tempfile.TemporaryDirectory() as made:
         build_byte_tokenizer(made)
         return _open(Path(made) / TOKENIZER)
+
+
+def _given_folder(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
+    """Return the folder that a run started from, or the given path if the folder is no longer there."""
+    from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
+
+    with suppress(ValueError):
+        return resolve_assets(given, cache=cache, revision=values.get("hf_revision"), prepares=False)
+    return Path(given).expanduser()
 
 
 def _open(file: Path) -> tuple[TokenTexts, str | None]:

@@ -1,0 +1,80 @@
+"""Models of the Hugging Face hub: downloaded into the cache that all its programs share (HF_HOME).
+
+The first request has a deadline and no retries, so that a machine without a network learns it at once; then the cache
+alone is asked. HF_HUB_OFFLINE, HF_ENDPOINT and the login of `hf auth login` are those of the hub's own library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TIMEOUT_S = 10.0
+"""Longest wait for the hub's first answer."""
+WANTED = ("*.json", "*.jinja", "*.safetensors", "merges.txt")
+"""Files of a model that are downloaded; those in subfolders are other formats."""
+UNWANTED = ("*/*", "consolidated*")
+
+
+def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | None:
+    """Return the folder of a model in the cache; what is missing is downloaded, or else the folder is None.
+
+    Raises:
+        ValueError: the model or revision does not exist, may not be read, or cannot be reached and is not cached.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    problem: Exception | None = None
+    try:
+        if downloads:
+            HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - a network request
+        problem = error
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+            local_files_only=problem is not None or not downloads,
+        )
+    except Exception as error:  # noqa: BLE001 - a network request
+        if not downloads:
+            return None
+        raise ValueError(_advice(name, revision, problem or error)) from (problem or error)
+    return Path(folder)
+
+
+def _advice(name: str, revision: str | None, error: Exception) -> str:
+    """Return the message for a download that failed: what is wrong and what to do."""
+    from huggingface_hub import HfApi, constants, errors
+
+    hub = HfApi().endpoint
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name}: the hub gives it to people with permission only: ask at {hub}/{name}, then `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{name} is no folder here, and {hub} has no such model, or it is private: check the name, or log in with "
+            "`hf auth login`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name}: hf_revision={revision!r} does not exist: must be {_revisions(name)} or a commit"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
+    else:
+        reason = f"it cannot be downloaded from {hub} ({type(error).__name__}: {str(error).splitlines()[0]})"
+    download = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"{name} is no folder here, and {reason}: run `{download}` where there is a network, and give its folder or "
+        f"its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"
+    )
+
+
+def _revisions(name: str) -> str:
+    """Return the branches and tags of a model, as words."""
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(name)
+    except Exception:  # noqa: BLE001 - a network request
+        return "a branch, a tag"
+    return ", ".join(ref.name for ref in [*refs.branches, *refs.tags])

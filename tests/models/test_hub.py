@@ -1,0 +1,106 @@
+"""Names on the hub, asked of a fake hub by the hub's own library."""
+
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from rl.models import hub as our_hub
+from rl.models.assets import UnpreparedError, resolve_assets
+from tests.support.fake_hub import COMMITS, fake_hub
+
+FILES = {
+    "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja",
+    "tokenizer.json", "merges.txt",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with files of a model, and others that a run does not read."""
+    folder = tmp_path / "served"
+    for name in (*FILES, "README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, model):
+    with fake_hub({"org/model": model}, cache=tmp_path / "cache") as hub:
+        yield hub
+
+
+def resolve(name, **options):
+    return resolve_assets(name, cache=Path("unused"), **options)
+
+
+def test_needed_files_are_downloaded_once(hub):
+    folder = resolve("org/model")
+    assert {file.name for file in folder.iterdir()} == FILES
+    assert (folder / "config.json").read_text() == "config.json"
+    hub.requests.clear()
+    assert resolve("org/model") == folder
+    assert not [request for request in hub.requests if "/resolve/" in request]
+
+
+@pytest.mark.parametrize("revision", ["v1.0", COMMITS["v1.0"]])
+def test_revision_is_downloaded_and_then_found_without_the_hub(hub, monkeypatch, revision):
+    folder = resolve("org/model", revision=revision)
+    assert folder.name == COMMITS["v1.0"]
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("org/model", revision=revision) == folder
+    assert hub.requests == []
+    with pytest.raises(
+        ValueError, match=r"^org/model is no folder here, .* not downloaded, and HF_HUB_OFFLINE"
+    ):
+        resolve("org/model")
+
+
+def test_folder_of_the_name_is_preferred(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("org/model").mkdir(parents=True)
+    assert resolve("org/model") == Path("org/model")
+    assert hub.requests == []
+    with pytest.raises(ValueError, match=r"hf_revision='v1.0': must be None, as org/model is not on the hub"):
+        resolve("org/model", revision="v1.0")
+
+
+def test_refusals_say_what_to_do(hub):
+    with pytest.raises(ValueError, match=r"hf_revision='v9' does not exist: must be main, v1.0 or a commit"):
+        resolve("org/model", revision="v9")
+    with pytest.raises(
+        ValueError, match=r"org/other is no folder here, and .* has no such model, or it is private"
+    ):
+        resolve("org/other")
+    hub.gated.add("org/model")
+    with pytest.raises(
+        ValueError, match=r"people with permission only: ask at .*/org/model, then `hf auth login`"
+    ):
+        resolve("org/model")
+
+
+def test_nothing_is_downloaded_where_that_is_not_allowed(hub):
+    with pytest.raises(UnpreparedError, match=r"^org/model, which a run would download"):
+        resolve("org/model", prepares=False)
+    assert hub.requests == []
+    folder = resolve("org/model")
+    assert resolve("org/model", prepares=False) == folder
+
+
+def test_unreachable_hub_is_an_error_at_once_unless_the_model_is_cached(hub, monkeypatch):
+    folder = resolve("org/model")
+    monkeypatch.setattr(our_hub, "TIMEOUT_S", 0.1)
+    hub.answers_after_s = 1.0
+    started = time.monotonic()
+    assert resolve("org/model") == folder
+    with pytest.raises(
+        ValueError, match=r"cannot be downloaded from .*ReadTimeout.* run `hf download org/other`"
+    ):
+        resolve("org/other")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(ValueError, match=r"ConnectError.* run `hf download org/other --revision v1` where"):
+        resolve("org/other", revision="v1")
+    assert time.monotonic() - started < 0.9
