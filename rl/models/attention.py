@@ -138,12 +138,16 @@ def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tup
 class PackedAttention(nn.Module):
     """The trainer's attention: flash varlen kernels on a GPU in half precision, one segment at a time elsewhere."""
 
-    def __init__(self, *, num_splits: int | None = None) -> None:
-        """Fix the order in which flash kernels sum over keys with `num_splits` 1; None lets them choose."""
+    def __init__(self, *, window: int | None = None, num_splits: int | None = None) -> None:
+        """Let each token see the latest `window` tokens, its own included, or all; of a segment's keys the last ones.
+
+        With `num_splits` 1 the order in which flash kernels sum over keys is fixed; None lets them choose.
+        """
         super().__init__()
+        self.window = window
         # PyTorch 2.11 does not have the argument.
         self.options: dict[str, Any] = {} if num_splits is None else {"num_splits": num_splits}
-        self.by_segment = AttentionBySegment()
+        self.by_segment = AttentionBySegment(window=window)
 
     def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
@@ -158,7 +162,8 @@ class PackedAttention(nn.Module):
             k_NKD, v_NKD = (x.repeat_interleave(repeat, dim=1) for x in (k_NKD, v_NKD))
         offsets = layout.query_offsets, layout.key_offsets
         lengths = layout.max_queries, layout.max_keys
-        out = varlen_attn(q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=(-1, 0), **self.options)
+        window = (-1 if self.window is None else self.window - 1, 0)
+        out = varlen_attn(q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options)
         assert isinstance(out, Tensor)
         return out
 
@@ -169,18 +174,26 @@ class AttentionBySegment(nn.Module):
     never_compiled = True
     """Every batch, with other lengths, would be compiled anew."""
 
+    def __init__(self, *, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
     def forward(self, q_tHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
-        keys_fit = layout.max_keys * k_NKD[0].numel() <= MAX_PADDED_KEYS
+        window = layout.max_keys if self.window is None else min(self.window, layout.max_keys)
+        keys_fit = window * k_NKD[0].numel() <= MAX_PADDED_KEYS
         if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries) and keys_fit:
-            return self._of_single_queries(q_tHD, k_NKD, v_NKD, layout)
+            return self._of_single_queries(q_tHD, k_NKD, v_NKD, layout, window)
         queries = q_tHD.split(layout.num_queries)
         keys, values = k_NKD.split(layout.num_keys), v_NKD.split(layout.num_keys)
         outs = []
         for q, k, v in zip(queries, keys, values, strict=True):
-            is_square, mask = len(q) == len(k), None
+            unseen = max(0, len(k) - len(q) + 1 - window)
+            k, v, mask = k[unseen:], v[unseen:], None
+            is_square, hidden = len(q) == len(k) <= window, len(k) - len(q)
             if not is_square and len(q) > 1:
-                mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+                mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+                mask = mask.tril(hidden).triu(hidden + 1 - window)
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_square, enable_gqa=q.size(1) != k.size(1)
@@ -189,17 +202,15 @@ class AttentionBySegment(nn.Module):
         return torch.cat(outs)
 
     def _of_single_queries(
-        self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout
+        self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout, window: int
     ) -> Tensor:
-        """Return [S, H, D] for segments of one query, whose keys are padded to one length."""
+        """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one length."""
         num_kv_heads = k_NKD.size(1)
-        rows = layout.key_offsets[:-1, None] + torch.arange(layout.max_keys, device=q_SHD.device)
-        mask = (rows < layout.key_offsets[1:, None])[:, None, None]
+        begins, ends = layout.key_offsets[:-1], layout.key_offsets[1:]
+        rows = begins.maximum(ends - window)[:, None] + torch.arange(window, device=q_SHD.device)
+        mask = (rows < ends[:, None])[:, None, None]
         rows = rows.clamp(max=len(k_NKD) - 1).flatten()
-        k, v = (
-            x.index_select(0, rows).unflatten(0, (-1, layout.max_keys)).transpose(1, 2)
-            for x in (k_NKD, v_NKD)
-        )
+        k, v = (x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2) for x in (k_NKD, v_NKD))
         # The heads that share keys are the queries of one head, so that keys are not repeated.
         q = q_SHD.unflatten(1, (num_kv_heads, -1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)

@@ -15,35 +15,48 @@ from torch import Tensor
 from rl.models.batch_invariant import kernels
 from rl.utils.tensor_memory import memory_of
 
+UNLIMITED = 2**40
+"""Window without effect."""
 SMALLEST_SHARE = 2_000_000
 """Multiply-adds below which a second thread does not pay off: a few tenths of a millisecond."""
 _NUMPY_DTYPES = {torch.float32: "f4", torch.bfloat16: "u2"}
 
 
-def attend(q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, queries_S: np.ndarray, keys_S: np.ndarray) -> Tensor:
+def attend(
+    q_THD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    queries_S: np.ndarray,
+    keys_S: np.ndarray,
+    *,
+    window: int | None = None,
+) -> Tensor:
     """Compute causal attention within segments, [T, H, D].
 
     Args:
         queries_S, keys_S: [S+1] int64 offsets of the segments' queries and keys. The last query of a segment
             sees all of its keys, the one before all but the last, and so on.
+        window: number of the latest of these keys that a query sees; None for all.
     """
     # Scaled outside the kernel, as over a cache: the same product with the same rounding.
     scaled_THD = q_THD.float() * q_THD.size(-1) ** -0.5
-    out: Tensor = _Attention.apply(scaled_THD, k_NKD.float(), v_NKD.float(), queries_S, keys_S)
+    out: Tensor = _Attention.apply(
+        scaled_THD, k_NKD.float(), v_NKD.float(), queries_S, keys_S, window or UNLIMITED
+    )
     return out.to(q_THD.dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries_S: np.ndarray, keys_S: np.ndarray
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries_S: np.ndarray, keys_S: np.ndarray, window: int
     ) -> Tensor:
         out = torch.empty(q.shape)
-        arguments = (*map(_array, (q, k, v)), queries_S, keys_S, _array(out))
+        arguments = (*map(_array, (q, k, v)), queries_S, keys_S, window, _array(out))
         work = _work(queries_S, np.diff(keys_S), q.size(1), q.size(2), k.size(1))
         share(lambda begin, end: kernels.attend_packed(*arguments, begin, end), work)
         ctx.save_for_backward(q, k, v)
-        ctx.segments, ctx.work = (queries_S, keys_S), work
+        ctx.segments, ctx.work = (queries_S, keys_S, window), work
         return out
 
     @staticmethod
@@ -52,11 +65,18 @@ class _Attention(torch.autograd.Function):
         outputs = [torch.empty(x.shape) for x in inputs]
         arguments = (*map(_array, (grads[0], *inputs)), *ctx.segments, *map(_array, outputs))
         share(lambda begin, end: kernels.attend_packed_backward(*arguments, begin, end), ctx.work)
-        return *outputs, None, None
+        return *outputs, None, None, None
 
 
 def attend_to_cache(
-    q_THD: Tensor, cache: Tensor, *, queries_S: Tensor, lengths_S: Tensor, tables: Tensor, block_size: int
+    q_THD: Tensor,
+    cache: Tensor,
+    *,
+    queries_S: Tensor,
+    lengths_S: Tensor,
+    tables: Tensor,
+    block_size: int,
+    window: int | None = None,
 ) -> Tensor:
     """Compute `attend` with keys and values from the blocks of a cache, [T, H, D], without gradient.
 
@@ -69,7 +89,8 @@ def attend_to_cache(
     q = q_THD.float() * q_THD.size(-1) ** -0.5
     out = torch.zeros(q.shape)
     queries, lengths = (x.numpy().astype(np.int64) for x in (queries_S, lengths_S))
-    arguments = (_array(q), _blocks(cache), queries, lengths, tables.numpy(), block_size, _array(out))
+    sizes = block_size, window or UNLIMITED
+    arguments = (_array(q), _blocks(cache), queries, lengths, tables.numpy(), *sizes, _array(out))
     work = _work(queries, lengths, q.size(1), q.size(2), cache.size(1))
     share(lambda begin, end: kernels.attend_paged(*arguments, begin, end), work)
     return out.to(q_THD.dtype)

@@ -189,11 +189,11 @@ def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
 
 
 @_compiled
-def _softmax(s: Any, count: int, lanes: Any) -> Any:
-    """Replace s[:count] by exp(s - max), and the rest of the last lanes by 0; return the sum."""
+def _softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
+    """Replace s[start:count] by exp(s - max), and the rest of the first and last lanes by 0; return the sum."""
     width = _whole(count, LANES)
-    for j in range(count, width):
-        s[j] = s[0]
+    s[:start] = s[start]
+    s[count:width] = s[start]
     for lane in range(LANES):
         lanes[lane] = s[lane]
     for first in range(LANES, width, LANES):
@@ -204,8 +204,8 @@ def _softmax(s: Any, count: int, lanes: Any) -> Any:
         largest = max(largest, lanes[lane])
     for j in range(width):
         s[j] = _exponential(s[j] - largest)
-    for j in range(count, width):
-        s[j] = _ZERO
+    s[:start] = _ZERO
+    s[count:width] = _ZERO
     for lane in range(LANES):
         lanes[lane] = s[lane]
     for first in range(LANES, width, LANES):
@@ -219,12 +219,19 @@ def _softmax(s: Any, count: int, lanes: Any) -> Any:
 
 
 @_compiled
-def _attend(q: Any, columns: Any, rows: Any, hidden: int, out: Any) -> None:
+def _first_key(count: int, window: int) -> int:
+    """Return the first of the latest `window` of `count` keys, rounded down to a tile."""
+    return max(0, count - window) // COLUMNS * COLUMNS
+
+
+@_compiled
+def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any) -> None:
     """Attend from a segment's queries [t, G, D] of one group to its keys' columns and its values' rows.
 
     Args:
-        columns, rows: [D, n] and [n, D] in whole tiles.
+        columns, rows: [D, n] and [n, D] in whole tiles; those before the first window's tile are not read.
         hidden: number of keys before the first query's own.
+        window: number of latest keys that a query sees, its own included.
         out: as `q`; overwritten.
     """
     G, D, x = q.shape[1], q.shape[2], _rows(q)
@@ -233,14 +240,15 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, out: Any) -> None:
     for top in range(0, q.shape[0] * G, ROWS):
         last, tile = min(top + ROWS, q.shape[0] * G) - 1, x[top : top + ROWS]
         seen = hidden + last // G + 1
+        base = _first_key(hidden + top // G + 1, window)
         s[:] = _ZERO
-        _add_product(tile, columns, D, s[:, : _whole(seen, COLUMNS)])
+        _add_product(tile, columns[:, base:], D, s[:, base : _whole(seen, COLUMNS)])
         for row in range(ROWS):
             count = hidden + min(top + row, last) // G + 1
-            totals[row] = _softmax(s[row], count, lanes)
+            totals[row] = _softmax(s[row, base:], max(0, count - window - base), count - base, lanes)
             s[row, count:seen] = _ZERO
         tile[:] = _ZERO
-        _add_product(s, rows, seen, tile)
+        _add_product(s[:, base:], rows[base:], seen - base, tile)
         for row in range(top, last + 1):
             to = out[row // G, row % G]
             for d in range(D):
@@ -248,7 +256,9 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, out: Any) -> None:
 
 
 @_compiled
-def attend_packed(q: Any, k: Any, v: Any, queries: Any, keys: Any, out: Any, begin: int, end: int) -> None:
+def attend_packed(
+    q: Any, k: Any, v: Any, queries: Any, keys: Any, window: int, out: Any, begin: int, end: int
+) -> None:
     """Compute tasks begin to end of S x K; task a K + h is group h of heads of segment a.
 
     Args:
@@ -256,6 +266,7 @@ def attend_packed(q: Any, k: Any, v: Any, queries: Any, keys: Any, out: Any, beg
         k, v: [N, K, D] float32.
         queries, keys: [S+1] offsets of the segments' queries and keys; the last query of a segment sees all its
             keys, the one before all but the last, and so on.
+        window: number of the latest of these keys that a query sees.
         out: [T, H, D] float32.
     """
     K, G = k.shape[1], q.shape[1] // k.shape[1]
@@ -265,19 +276,21 @@ def attend_packed(q: Any, k: Any, v: Any, queries: Any, keys: Any, out: Any, beg
         rows = _padded(v[keys[a] : keys[a + 1], h])
         tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
         hidden = (keys[a + 1] - keys[a]) - (queries[a + 1] - queries[a])
-        _attend(q[tokens, heads], columns, rows, hidden, out[tokens, heads])
+        _attend(q[tokens, heads], columns, rows, hidden, window, out[tokens, heads])
 
 
 @_compiled
 def attend_paged(
-    q: Any, cache: Any, queries: Any, lengths: Any, tables: Any, B: int, out: Any, begin: int, end: int
-) -> None:
+    q: Any, cache: Any, queries: Any, lengths: Any, tables: Any, B: int, window: int,
+    out: Any, begin: int, end: int,
+) -> None:  # fmt: skip
     """Compute `attend_packed` with the keys and values of a segment in blocks of a cache.
 
     Args:
         cache: [M, K, at least 2 B D] float32, or uint16 of bfloat16's bits: keys [D, B], values [B, D].
         lengths: [S] number of keys of each segment.
-        tables: [S, largest number of blocks], the block of each B keys.
+        tables: [S, largest number of blocks], the block of each B keys; not read before the window of a segment's
+            first query.
     """
     K, D = cache.shape[1], q.shape[2]
     G, width = q.shape[1] // K, _whole(_whole(lengths.max(), B), COLUMNS)
@@ -285,7 +298,8 @@ def attend_paged(
     rows = np.zeros((width, _whole(D, COLUMNS)), np.float32)
     for task in range(begin, end):
         a, h = task // K, task % K
-        for first in range(0, lengths[a], B):
+        hidden = lengths[a] - (queries[a + 1] - queries[a])
+        for first in range(_first_key(hidden + 1, window) // B * B, lengths[a], B):
             block, count = cache[tables[a, first // B], h], min(B, lengths[a] - first)
             for d in range(D):
                 part, column = block[d * B : (d + 1) * B], columns[d, first : first + B]
@@ -296,8 +310,7 @@ def attend_paged(
                 for d in range(D):
                     row[d] = _number(part[d])
         tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
-        hidden = lengths[a] - (queries[a + 1] - queries[a])
-        _attend(q[tokens, heads], columns, rows, hidden, out[tokens, heads])
+        _attend(q[tokens, heads], columns, rows, hidden, window, out[tokens, heads])
 
 
 @_compiled
@@ -320,7 +333,7 @@ def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> Non
 
 @_compiled
 def attend_packed_backward(
-    dout: Any, q: Any, k: Any, v: Any, queries: Any, keys: Any,
+    dout: Any, q: Any, k: Any, v: Any, queries: Any, keys: Any, window: int,
     dq: Any, dk: Any, dv: Any, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Compute the gradients of `attend_packed`'s inputs, in their shapes."""
@@ -343,14 +356,14 @@ def attend_packed_backward(
             for row in range(0, size * G, ROWS):
                 four, last = slice(row, row + ROWS), min(row + ROWS, size * G) - 1
                 seen = first + last // G
-                width = _whole(seen, COLUMNS)
-                _add_product(x[four], k_columns, D, p[four, :width])
-                _add_product(dx[four], v_columns, D, s[four, :width])
+                base, width = _first_key(first + row // G, window), _whole(seen, COLUMNS)
+                _add_product(x[four], k_columns[:, base:], D, p[four, base:width])
+                _add_product(dx[four], v_columns[:, base:], D, s[four, base:width])
                 for i in range(row, row + ROWS):
-                    count = first + min(i, last) // G
-                    total = _softmax(p[i], count, lanes)
-                    _softmax_gradient(p[i], s[i], count, total, lanes)
-                _add_product(s[four], k_rows, seen, y[four])
+                    count = first + min(i, last) // G - base
+                    total = _softmax(p[i, base:], max(0, count - window), count, lanes)
+                    _softmax_gradient(p[i, base:], s[i, base:], count, total, lanes)
+                _add_product(s[four, base:], k_rows[base:], seen - base, y[four])
             for row in range(size * G):
                 dq[top + row // G, h * G + row % G] = y[row, :D]
             seen = _whole(first + size - 1, ROWS)

@@ -41,7 +41,9 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
         if isinstance(module, Decoder):
             module.row_multiple = ROW_MULTIPLE
         if isinstance(module, Attention) and isinstance(module.core, PackedAttention):
-            module.core = InvariantAttention() if on_cpu else PackedAttention(num_splits=1)
+            window = module.core.window
+            on_gpu = PackedAttention(window=window, num_splits=1)
+            module.core = InvariantAttention(window=window) if on_cpu else on_gpu
         if isinstance(module, FeedForward) and on_cpu:
             # Imported here, because only this mode needs numba.
             from rl.models.batch_invariant.functions import swiglu
@@ -76,10 +78,14 @@ def check_batch_invariant_model(config: Decoder.Config) -> None:
 class InvariantAttention(nn.Module):
     """Core attention on a CPU, with the kernel that the generator applies to its cache."""
 
+    def __init__(self, *, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
     def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
         from rl.models.batch_invariant.functions import attend
 
         k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
         queries_S, keys_S = (x.long().numpy() for x in (layout.query_offsets, layout.key_offsets))
-        return attend(q_tHD, k_NKD, v_NKD, queries_S, keys_S)
+        return attend(q_tHD, k_NKD, v_NKD, queries_S, keys_S, window=self.window)

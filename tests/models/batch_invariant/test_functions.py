@@ -36,13 +36,14 @@ def random_qkv(num_tokens, shape, dtype=torch.float32, seed=0):
     return [torch.randn(num_tokens, n, head_dim, generator=generator).to(dtype) for n in heads]
 
 
+@pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_and_its_gradients_equal_plain_attention_to_rounding(shape):
+def test_attention_and_its_gradients_equal_plain_attention_to_rounding(shape, window):
     q, k, v = (x.requires_grad_() for x in random_qkv(sum(LENGTHS), shape))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    out = attend(q, k, v, offsets(LENGTHS), offsets(LENGTHS))
+    out = attend(q, k, v, offsets(LENGTHS), offsets(LENGTHS), window=window)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = PackedAttention()(*exact, SequenceLayout.from_lengths(LENGTHS))
+    expected = PackedAttention(window=window)(*exact, SequenceLayout.from_lengths(LENGTHS))
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     for grad, right in zip(grads, torch.autograd.grad(expected, exact, dout.double()), strict=True):
@@ -68,15 +69,18 @@ def test_bits_of_a_sequence_do_not_depend_on_the_batch_its_order_or_threads(num_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=str)
-def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape):
+@pytest.mark.parametrize(
+    ("shape", "window"), [(SHAPES[0], None), (SHAPES[1], None), (SHAPES[1], 21)], ids=str
+)
+def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape, window):
     lengths = [46, 5, 150, 33]
     q, k, v = random_qkv(sum(lengths), shape, dtype)
-    whole = attend(q, k, v, offsets(lengths), offsets(lengths)).split(lengths)
+    whole = attend(q, k, v, offsets(lengths), offsets(lengths), window=window).split(lengths)
     padded_dim = -(-shape[2] // 32) * 32
     # Unwritten slots hold NaN; blocks are in random order.
     cache = torch.full((16, shape[1], BLOCK, 2 * padded_dim), torch.nan, dtype=dtype)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(2)).int()
+    unused = order[3]
     tables = torch.stack([order[4 * i : 4 * i + 4] for i in (0, 1, 2, 3)])
     tables = torch.cat((tables, tables[:, :1]), dim=1)
     tables[2] = torch.tensor([*order[8:12], order[6]])  # the fifth block is one of the second sequence's
@@ -90,6 +94,9 @@ def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape):
         now = torch.cat([x[b:e] for x, b, e in zip(slots, begins, ends, strict=True)])
         store_in_cache(some[1], some[2], cache, slots_T=now, block_size=BLOCK)
         counts = [e - b for b, e in zip(begins, ends, strict=True)]
+        for row, begin in enumerate(begins if window else []):
+            # The engine frees the blocks before a window and points at one that may hold anything.
+            tables[row, : max(0, begin + 1 - window) // BLOCK] = unused
         out = attend_to_cache(
             some[0],
             cache,
@@ -97,6 +104,7 @@ def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape):
             lengths_S=torch.tensor(ends, dtype=torch.int32),
             tables=tables.contiguous(),
             block_size=BLOCK,
+            window=window,
         )
         expected = torch.cat([x[b:e] for x, b, e in zip(whole, begins, ends, strict=True)])
         assert torch.equal(out, expected)
