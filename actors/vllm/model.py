@@ -53,12 +53,13 @@ class VLLMPolicy(nn.Module):
         device = torch.get_default_device()
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
-        def core_attention(layer: int) -> nn.Module:
+        def core_attention(layer: int, window: int | None) -> nn.Module:
             kind = InvariantPagedAttention if self.pads_rows else PagedAttention
             with device:
                 return kind(
                     config.block.attention,
                     tp_size=tp_size,
+                    window=window,
                     cache_config=vllm_config.cache_config,
                     prefix=f"{prefix}layers.{layer}.attention.core",
                 )
@@ -108,9 +109,16 @@ class PagedAttention(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderAttention.Config, *, tp_size: int, cache_config: CacheConfig, prefix: str
+        self,
+        config: DecoderAttention.Config,
+        *,
+        tp_size: int,
+        window: int | None,
+        cache_config: CacheConfig,
+        prefix: str,
     ) -> None:
         super().__init__()
+        self.window = window
         self.num_heads, self.head_dim = config.num_heads // tp_size, config.head_dim
         kernel_dim = _kernel_head_dim(config.head_dim)
         self.padding = kernel_dim - config.head_dim
@@ -120,6 +128,7 @@ class PagedAttention(nn.Module):
             config.head_dim**-0.5,
             num_kv_heads=config.num_kv_heads // tp_size,
             cache_config=cache_config,
+            per_layer_sliding_window=window,
             prefix=prefix,
         )
 
@@ -166,6 +175,7 @@ class InvariantPagedAttention(PagedAttention):
             lengths_S=metadata.seq_lens,
             tables=metadata.block_table,
             block_size=block_size,
+            window=self.window,
         )
         return out_THD
 

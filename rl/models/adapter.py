@@ -26,7 +26,7 @@ _TOP = {
     "lm_head.weight": "lm_head.weight",
 }
 _QKV, _GATE_UP = "attention.qkv_proj", "feed_forward.gate_up_proj"
-_LAYER = {
+LAYER = {
     "attention_norm": ["input_layernorm"],
     _QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "attention.q_norm": ["self_attn.q_norm"],
@@ -36,6 +36,9 @@ _LAYER = {
     _GATE_UP: ["mlp.gate_proj", "mlp.up_proj"],
     "feed_forward.down_proj": ["mlp.down_proj"],
 }
+"""Hugging Face names of the modules of a layer, with those that only some families have."""
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+"""Kinds of `layer_types`."""
 
 
 class DecoderAdapter:
@@ -51,6 +54,11 @@ class DecoderAdapter:
     qkv_bias: ClassVar[bool] = False
     default_head_dim: ClassVar[int | None] = None
     """Head size where `config.json` has none; None for the width over the number of heads."""
+    layer_names: ClassVar[dict[str, list[str]]] = LAYER
+    fixed_fields: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    """Fields of `config.json` that have one supported value, and that value where they are missing."""
+    always_windowed: ClassVar[bool] = False
+    """True if `sliding_window` alone is enough; False if it needs `use_sliding_window`."""
 
     def __init__(self, config: Decoder.Config) -> None:
         self.config = config
@@ -91,7 +99,7 @@ class DecoderAdapter:
 
         Raises:
             ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
-                (sliding windows, quantized weights).
+                (quantized weights).
         """
         architectures = hf.get("architectures") or [cls.architecture]
         if hf.get("model_type") != cls.model_type or cls.architecture not in architectures:
@@ -103,21 +111,17 @@ class DecoderAdapter:
             hf,
             {
                 "attention_bias": (None, cls.qkv_bias),
-                "use_sliding_window": (None, False),
-                "hidden_act": (None, "silu"),
                 "quantization_config": (None,),
+                **{field: (None, value) for field, value in cls.fixed_fields.items()},
             },
         )
-        layer_types = hf.get("layer_types") or []
-        if layer_types != ["full_attention"] * len(layer_types):
-            raise ValueError(
-                f"config.json: layer_types={layer_types}: must be 'full_attention' in every layer"
-            )
+        num_layers = read_field(hf, "num_hidden_layers", int)
+        window, global_layers = cls.windows_from_hf(hf, num_layers)
         rope = rope_from_hf(hf)
         dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
         return cls.sized(
             dim=dim,
-            num_layers=read_field(hf, "num_hidden_layers", int),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=read_field(hf, "num_key_value_heads", int),
             head_dim=read_field(hf, "head_dim", int, cls.default_head_dim or dim // num_heads),
@@ -129,7 +133,37 @@ class DecoderAdapter:
             tie_embeddings=read_field(hf, "tie_word_embeddings", bool, False),
             norm_eps=read_field(hf, "rms_norm_eps", float, 1e-6),
             init_std=read_field(hf, "initializer_range", float, 0.02),
+            window=window,
+            global_layers=global_layers,
         )
+
+    @classmethod
+    def windows_from_hf(cls, hf: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+        """Return the sliding window, or None, and the layers without one."""
+        window = None
+        if cls.always_windowed or read_field(hf, "use_sliding_window", bool, False):
+            given = hf.get("sliding_window", 4096)
+            window = None if given is None else read_field({"sliding_window": given}, "sliding_window", int)
+        kinds = hf.get("layer_types")
+        if kinds is None:
+            kinds = [
+                GLOBAL if window is None or cls.is_global(hf, layer) else LOCAL for layer in range(num_layers)
+            ]
+        valid = [GLOBAL] if window is None else [GLOBAL, LOCAL]
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in valid for k in kinds):
+            raise ValueError(
+                f"config.json: layer_types={kinds!r}: must be a list of {num_layers} of {' and '.join(valid)}, with "
+                f"sliding_window={hf.get('sliding_window')!r} and "
+                f"use_sliding_window={hf.get('use_sliding_window')!r}"
+            )
+        if LOCAL not in kinds:
+            return None, ()
+        return window, tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL)
+
+    @classmethod
+    def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
+        """Return True if a layer has no window in a `config.json` without `layer_types`."""
+        return False
 
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:
@@ -141,9 +175,11 @@ class DecoderAdapter:
         if name in _TOP:
             return [_TOP[name]]
         layer, module, leaf = split_name(name)
-        if module not in _LAYER or leaf not in (("weight", "bias") if module == _QKV else ("weight",)):
+        if module not in self.layer_names or leaf not in (
+            ("weight", "bias") if module == _QKV else ("weight",)
+        ):
             raise KeyError(f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}")
-        return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in _LAYER[module]]
+        return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in self.layer_names[module]]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         """Return the parameter made of the tensors of `hf_names(name)`."""
@@ -177,14 +213,14 @@ class DecoderAdapter:
             "num_attention_heads": attention.num_heads,
             "num_key_value_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,
-            "hidden_act": "silu",
+            **self.fixed_fields,
             "attention_bias": attention.qkv_bias,
             "attention_dropout": 0.0,
             "max_position_embeddings": config.rope.max_positions,
             "rms_norm_eps": config.norm_eps,
             "tie_word_embeddings": config.tie_embeddings,
-            "use_sliding_window": False,
-            "sliding_window": None,
+            "use_sliding_window": config.window is not None,
+            "sliding_window": config.window,
             "initializer_range": config.init_std,
             "use_cache": True,
             # transformers 5 reads the first field, transformers 4 the others; without them transformers 4 would
@@ -195,6 +231,9 @@ class DecoderAdapter:
         }
         if isinstance(config.block.feed_forward, FeedForward.Config):
             content["intermediate_size"] = config.block.feed_forward.hidden_dim
+        if config.window is not None:
+            windows = map(config.window_of, range(config.num_layers))
+            content["layer_types"] = [GLOBAL if window is None else LOCAL for window in windows]
         return content
 
 

@@ -1,4 +1,4 @@
-"""Decoder-only transformer: pre-norm blocks, grouped-query attention, rotary positions, SwiGLU.
+"""Decoder-only transformer: pre-norm blocks, grouped-query attention, rotary positions, gated feed-forward layers.
 
 One definition for trainer and generator, and for every family of this kind: switches in the configs tell the
 families apart. The model runs on a flat axis of T tokens, which is both a packed training batch and the form in
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,8 @@ class Attention(Configurable, nn.Module):
         """Normalize queries and keys per head, before the rotation."""
         qkv_bias: bool = False
         """Add biases to queries, keys and values."""
+        scale_dim: int | None = None
+        """Number whose inverse square root scales the products of queries and keys; None: the head size."""
 
         def __post_init__(self) -> None:
             if self.num_heads % self.num_kv_heads:
@@ -47,14 +49,18 @@ class Attention(Configurable, nn.Module):
                     f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
                 )
 
-    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+    def __init__(
+        self, *, config: Config, dim: int, norm: Callable[[int], nn.Module], core: nn.Module
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        # The core divides by the root of the head size.
+        self.query_scale = (config.head_dim / (config.scale_dim or config.head_dim)) ** 0.5
         self.group_size = config.num_heads // config.num_kv_heads
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(dim, width, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps) if config.qk_norm else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.core = core
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
 
@@ -65,6 +71,8 @@ class Attention(Configurable, nn.Module):
         q_THD, k_TKD = q_TKGD.flatten(1, 2), k_TK1D.flatten(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        if self.query_scale != 1.0:
+            q_THD = q_THD * self.query_scale
         out = self.core(rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin), v_TK1D.flatten(1, 2), sequences)
         return self.o_proj(out.flatten(1))
 
@@ -75,19 +83,27 @@ def swiglu(gate_up_TK2W: Tensor) -> Tensor:
     return (F.silu(gate) * up).flatten(1)
 
 
+def geglu(gate_up_TK2W: Tensor) -> Tensor:
+    """Return gelu(gate) * up of all groups, [T, K * W], with the approximation by tanh."""
+    gate, up = gate_up_TK2W.unbind(dim=2)
+    return (F.gelu(gate, approximate="tanh") * up).flatten(1)
+
+
 class FeedForward(Configurable, nn.Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         hidden_dim: int
+        activation: Literal["swiglu", "geglu"] = "swiglu"
 
     def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
         super().__init__()
+        self.config = config
         if config.hidden_dim % num_groups:
             raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
         self.group_width = config.hidden_dim // num_groups
         self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=False)
         self.down_proj = nn.Linear(config.hidden_dim, dim, bias=False)
-        self.activation: Callable[[Tensor], Tensor] = swiglu
+        self.activation: Callable[[Tensor], Tensor] = {"swiglu": swiglu, "geglu": geglu}[config.activation]
 
     def forward(self, x_TE: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
@@ -100,17 +116,28 @@ class TransformerBlock(Configurable, nn.Module):
         attention: Attention.Config
         feed_forward: Configurable.Config
         """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`)."""
+        post_norms: bool = False
+        """Normalize the results of attention and feed-forward too, before they are added."""
 
-    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+    def __init__(
+        self, *, config: Config, dim: int, norm: Callable[[int], nn.Module], core: nn.Module
+    ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = config.attention.build(dim=dim, norm_eps=norm_eps, core=core)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = norm(dim)
+        self.attention = config.attention.build(dim=dim, norm=norm, core=core)
+        self.attention_post_norm = norm(dim) if config.post_norms else nn.Identity()
+        self.ffn_norm = norm(dim)
         self.feed_forward = config.feed_forward.build(dim=dim, num_groups=config.attention.num_kv_heads)
+        self.ffn_post_norm = norm(dim) if config.post_norms else nn.Identity()
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos, sin, sequences)
-        return x_TE + self.feed_forward(self.ffn_norm(x_TE))
+        attended_TE = self.attention(self.attention_norm(x_TE), cos, sin, sequences)
+        x_TE = x_TE + self.attention_post_norm(attended_TE)
+        return x_TE + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_TE)))
+
+
+def _packed_attention(layer: int, window: int | None) -> nn.Module:
+    return PackedAttention(window=window)
 
 
 class Decoder(Configurable, nn.Module):
@@ -127,10 +154,28 @@ class Decoder(Configurable, nn.Module):
         tie_embeddings: bool = True
         """Share the embedding's weight with the output head."""
         norm_eps: float = 1e-6
+        norm_offset: bool = False
+        """Keep norm weights as their distances from 1, and normalize in float32."""
+        scale_embeddings: bool = False
+        """Multiply the embeddings by the square root of the width."""
         init_std: float = 0.02
         """Standard deviation of fresh weights."""
         block: TransformerBlock.Config
         rope: RoPE.Config = field(default_factory=RoPE.Config)
+        window: int | None = None
+        """Number of latest tokens, its own included, that a token sees; None: all."""
+        global_layers: tuple[int, ...] = ()
+        """Layers without a window."""
+        local_rope: RoPE.Config | None = None
+        """Positions of the layers with a window; None: as of the others."""
+
+        def window_of(self, layer: int) -> int | None:
+            """Return the window of a layer."""
+            return None if layer in self.global_layers else self.window
+
+        def build_norm(self, width: int) -> nn.RMSNorm:
+            kind = OffsetRMSNorm if self.norm_offset else nn.RMSNorm
+            return kind(width, eps=self.norm_eps)
 
         @property
         def has_experts(self) -> bool:
@@ -143,18 +188,26 @@ class Decoder(Configurable, nn.Module):
             return getattr(self.block.feed_forward, "num_experts", 0)
 
     def __init__(
-        self, *, config: Config, core_attention: Callable[[int], nn.Module] = lambda layer: PackedAttention()
+        self,
+        *,
+        config: Config,
+        core_attention: Callable[[int, int | None], nn.Module] = _packed_attention,
     ) -> None:
-        """Build the model; `core_attention(layer)` makes the attention between that layer's projections."""
+        """Build the model; `core_attention(layer, window)` makes the attention between that layer's projections."""
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.rope = config.rope.build(head_dim=config.block.attention.head_dim)
+        head_dim = config.block.attention.head_dim
+        self.rope = config.rope.build(head_dim=head_dim)
+        local = config.local_rope
+        self.local_rope = None if local is None else local.build(head_dim=head_dim)
         self.layers = nn.ModuleList(
-            config.block.build(dim=config.dim, norm_eps=config.norm_eps, core=core_attention(i))
+            config.block.build(
+                dim=config.dim, norm=config.build_norm, core=core_attention(i, config.window_of(i))
+            )
             for i in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = config.build_norm(config.dim)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.lm_head_lora: LowRank | None = None
         """Adapter of the head, set by a converter; the head's weight is used without its layer's forward."""
@@ -182,9 +235,14 @@ class Decoder(Configurable, nn.Module):
             sequences: layout of the packed sequences; None if the core attention has its own.
         """
         x_TE = self.embed_tokens(input_ids_T)
-        cos, sin = (table.to(x_TE.dtype) for table in self.rope(positions))
-        for layer in self.layers:
-            x_TE = layer(x_TE, cos, sin, sequences)
+        if self.config.scale_embeddings:
+            # The factor is rounded to the dtype, as in transformers.
+            x_TE = x_TE * x_TE.new_full((), self.config.dim**0.5)
+        rotation = local = [table.to(x_TE.dtype) for table in self.rope(positions)]
+        if self.local_rope is not None:
+            local = [table.to(x_TE.dtype) for table in self.local_rope(positions)]
+        for i, layer in enumerate(self.layers):
+            x_TE = layer(x_TE, *(rotation if self.config.window_of(i) is None else local), sequences)
         hidden_TE = self.norm(x_TE)
         return hidden_TE if head is None else head(hidden_TE, self.head_weight)
 
@@ -203,12 +261,23 @@ class Decoder(Configurable, nn.Module):
             if names is not None and name not in names:
                 continue
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if self.config.norm_offset else 1.0)
             elif name.endswith(".bias"):
                 parameter.zero_()
             else:
                 whole = torch.randn(parameter.shape, generator=generator) * std
                 local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm with weights kept as distances from 1, computed in float32."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:

@@ -140,6 +140,9 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
         "attention.o_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
         "ffn_norm": tokens,
     }
+    for name in ("attention_post_norm", "ffn_post_norm"):
+        if not isinstance(getattr(block, name), nn.Identity):
+            plan[name] = tokens
     if block.attention.q_norm is not None:
         # Each rank normalizes its own heads with the same weight, whose gradient is then a sum over ranks.
         heads = SequenceParallel(sequence_dim=HEADS, use_local_output=True)

@@ -13,7 +13,13 @@ from typing import Any
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import Decoder
 
-FAMILIES = {"llama": "LlamaAdapter", "qwen3": "Qwen3Adapter", "qwen3_moe": "Qwen3MoeAdapter"}
+FAMILIES = {
+    "gemma3_text": "Gemma3TextAdapter",
+    "llama": "LlamaAdapter",
+    "mistral": "MistralAdapter",
+    "qwen3": "Qwen3Adapter",
+    "qwen3_moe": "Qwen3MoeAdapter",
+}
 """Adapter in each module of `rl.models` that defines a family; the module has the name of Hugging Face's
 `model_type`."""
 
@@ -49,6 +55,11 @@ def model_spec(family: str, flavor: str) -> ModelSpec:
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported."""
     model_type = config.get("model_type")
+    if model_type == "gemma3":
+        raise ValueError(
+            "config.json: model_type='gemma3' is a model of texts and images, which is not supported: must be "
+            "'gemma3_text', a folder of the text model alone, such as google/gemma-3-1b-it"
+        )
     if model_type not in FAMILIES:
         raise ValueError(
             f"config.json: model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}"

@@ -18,7 +18,8 @@ from tests.support.served_engine import served_engine
 
 pytestmark = pytest.mark.medium
 
-SPEC = replace(small_spec(), batch_invariant=True)
+WINDOWS = {"window": 37, "global_layers": (1,)}
+SPEC = replace(small_spec(family="gemma3_text", windows=WINDOWS), batch_invariant=True)
 MODEL = random_model(SPEC, seed=0)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 

@@ -31,7 +31,8 @@ from tests.support.served_engine import make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
-SPEC = small_spec(tie=False, head_dim=32)
+WINDOWS = {"window": 37, "global_layers": (1,)}
+SPEC = small_spec(family="gemma3_text", tie=False, head_dim=32, windows=WINDOWS)
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
 SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)

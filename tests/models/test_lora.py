@@ -20,6 +20,7 @@ from tests.training.parts import (
     make_samples,
     random_factors,
     small_spec,
+    windowed_spec,
     write_adapter,
     write_assets,
 )
@@ -232,9 +233,9 @@ ADAPTED_HEAD: dict[str, Any] = {"rank": 4, "alpha": 6.0, "unembedding": True}
 
 
 def open_in_transformers(folder):
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 @torch.no_grad()
@@ -243,10 +244,14 @@ def their_logits(model):
 
 
 @pytest.mark.medium
-def test_adapter_opens_in_peft_with_equal_logits(untied, tmp_path):
+@pytest.mark.parametrize(
+    "spec", [small_spec(tie=False), windowed_spec(tie=False)], ids=lambda spec: spec.name
+)
+def test_adapter_opens_in_peft_with_equal_logits(spec, tmp_path):
     from peft import PeftModel
 
-    engine = make(untied, tie=False, **ADAPTED_HEAD)
+    untied = write_assets(tmp_path / "base", spec=spec)
+    engine = make_engine(untied, spec=spec, converters=(LoRA.Config(**ADAPTED_HEAD),))
     train(engine, num_steps=4, loss=CrossEntropyLoss())
     engine.save_adapter(str(tmp_path / "adapter"))
     base = open_in_transformers(untied)

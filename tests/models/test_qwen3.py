@@ -58,9 +58,13 @@ def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
         model_spec("qwen3", "7B")
     with pytest.raises(ValueError, match=r"'30B' does not exist: must be one of tiny, 30B-A3B"):
         model_spec("qwen3_moe", "30B")
-    with pytest.raises(ValueError, match="model family 'gpt2' does not exist: must be one of llama, qwen3"):
+    with pytest.raises(
+        ValueError, match="model family 'gpt2' does not exist: must be one of gemma3_text, llama, mistral"
+    ):
         model_spec("gpt2", "tiny")
-    with pytest.raises(ValueError, match="model_type='gpt2' is not supported: must be one of llama, qwen3"):
+    with pytest.raises(
+        ValueError, match="model_type='gpt2' is not supported: must be one of gemma3_text, llama, mistral"
+    ):
         spec_from_hf({"model_type": "gpt2"})
 
 
@@ -161,7 +165,6 @@ REFUSED: list[tuple[bool, dict[str, Any], str]] = [
     ),
     (False, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     (False, {"attention_bias": True}, "attention_bias=True.*must be False"),
-    (False, {"use_sliding_window": True}, "use_sliding_window=True.*must be False"),
     (False, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     (False, {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
     (False, {"hidden_size": None}, "hidden_size=None"),

@@ -1,4 +1,4 @@
-"""Exported folders open in vLLM's own Qwen3 and Qwen3 MoE, in another process."""
+"""Exported folders of each family open in vLLM's own implementation, in another process."""
 
 import dataclasses
 import json
@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.models import qwen3, qwen3_moe
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
 from rl.models.lora import LoRA
-from rl.models.spec import ModelSpec, spec_from_hf
+from rl.models.spec import ModelSpec, model_spec, spec_from_hf
 from rl.training.engine import TrainingEngine
 from tests.support.policies import sequence_logprobs
 from tests.training.parts import make_sample
@@ -92,7 +91,7 @@ def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
 def adapted_engine(base: Path) -> TrainingEngine:
     """Build an engine whose adapters' products are as large as the weights."""
     config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
-    engine = config.build(model_spec=qwen3.model_registry("tiny"), hf_assets_path=str(base), device="cpu")
+    engine = config.build(model_spec=model_spec("qwen3", "tiny"), hf_assets_path=str(base), device="cpu")
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in engine.policy.trained_parameters.values():
@@ -110,17 +109,21 @@ def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
-    dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")
-    tokenizer = write_random_model(tmp_path / "tokenizer", spec=dense, seed=0)
-    folders = [tmp_path / "tied", tmp_path / "untied-in-shards", tmp_path / "experts-in-shards"]
-    write(folders[0], spec=dense, tie=True, tokenizer=tokenizer)
-    write(folders[1], spec=dense, tie=False, tokenizer=tokenizer)
-    write(folders[2], spec=mixture, tie=False, tokenizer=tokenizer)
-    engine = adapted_engine(folders[0])
-    folders.append(tmp_path / "adapters-merged")
+    classes = {
+        "gemma3_text": "gemma3.Gemma3ForCausalLM",
+        "mistral": "mistral.MistralForCausalLM",
+        "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
+        "adapters-merged": "qwen3.Qwen3ForCausalLM",
+    }
+    tokenizer = write_random_model(tmp_path / "tokenizer", spec=model_spec("qwen3", "tiny"), seed=0)
+    base, *folders = (tmp_path / name for name in ("qwen3", *classes))
+    for folder in (base, *folders[:3]):
+        # Untied models are written in shards.
+        tie = folder.name in ("qwen3", "gemma3_text")
+        write(folder, spec=model_spec(folder.name, "tiny"), tie=tie, tokenizer=tokenizer)
+    engine = adapted_engine(base)
     engine.export_hf(str(folders[-1]))
-    classes = ["qwen3.Qwen3ForCausalLM"] * 2 + ["qwen3_moe.Qwen3MoeForCausalLM", "qwen3.Qwen3ForCausalLM"]
-    for folder, name, theirs in zip(folders, classes, ask_vllm(*folders), strict=True):
+    for folder, name, theirs in zip(folders, classes.values(), ask_vllm(*folders), strict=True):
         assert theirs["class"] == f"vllm.model_executor.models.{name}"
         assert [bytes(i for i in ids if i < 256) for ids in theirs["token_ids"]] == [
             text.replace("<|im_start|>", "").replace("<|im_end|>", "").replace("[ANSWER]", "").encode()
@@ -133,4 +136,4 @@ def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
             if folder.name == "adapters-merged":
                 adapted = logprobs_of(engine, ids)
                 torch.testing.assert_close(torch.tensor(logprobs), adapted, atol=1e-4, rtol=0)
-                assert (adapted - our_logprobs(folders[0], ids)).abs().max() > 0.1
+                assert (adapted - our_logprobs(base, ids)).abs().max() > 0.1

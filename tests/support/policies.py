@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl.distributed.sharding import local_shard_of, local_tensor
-from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import Decoder, FeedForward, linear_head, persistent_buffers
 from rl.models.hf import hf_buffers, write_hf_folder
 from rl.models.moe import MoE
 from rl.models.sampling import processed_logprobs
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, model_spec
 from rl.types import Completion, SamplingParams
 
 VOCAB_SIZE = 64
@@ -31,21 +31,26 @@ def small_spec(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 8,
+    family: str = "qwen3",
     experts: bool = False,
     normalize_weights: bool = True,
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 256,
+    windows: dict[str, Any] | None = None,
     **attention: bool,
 ) -> ModelSpec:
-    """Return a model of 2 layers of width 32 with 6 experts or none; `attention` is qk_norm or qkv_bias."""
-    spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
+    """Return a model of 2 layers of width 32 with 6 experts or none.
+
+    `attention` is qk_norm or qkv_bias, `windows` is window and global_layers.
+    """
+    spec = model_spec("qwen3_moe" if experts else family, "tiny")
     mixture = MoE.Config(
         num_experts=6, num_experts_per_token=2, hidden_dim=24, normalize_weights=normalize_weights
     )
     model = spec.adapter.sized(
         vocab_size=vocab_size, dim=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
         head_dim=head_dim, feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48),
-        tie_embeddings=tie, theta=1e4, max_positions=max_positions,
+        tie_embeddings=tie, theta=1e4, max_positions=max_positions, **(windows or {}),
     )  # fmt: skip
     model.block.attention = replace(model.block.attention, **attention)
     return replace(spec, flavor="small", model=model)
@@ -58,7 +63,8 @@ def random_model(spec: ModelSpec, *, seed: int, biased_router: bool = True) -> D
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
+            mean = 0.0 if spec.model.norm_offset else 1.0
+            parameter.copy_(mean + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
         for name, buffer in persistent_buffers(model).items():
             if name.endswith("load_balance_bias") and biased_router:
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))

@@ -2,7 +2,15 @@
 
 import pytest
 
-from tests.training.parts import even_spec, moe_spec, random_factors, small_spec, write_adapter, write_assets
+from tests.training.parts import (
+    even_spec,
+    moe_spec,
+    random_factors,
+    small_spec,
+    windowed_spec,
+    write_adapter,
+    write_assets,
+)
 
 
 @pytest.fixture(scope="session")
@@ -18,12 +26,18 @@ def moe_assets(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def all_assets(assets, moe_assets, tmp_path_factory):
+def windowed_assets(tmp_path_factory):
+    """Return a read-only Hugging Face folder of `windowed_spec`."""
+    return write_assets(tmp_path_factory.mktemp("assets") / "windowed", spec=windowed_spec())
+
+
+@pytest.fixture(scope="session")
+def all_assets(windowed_assets, moe_assets, tmp_path_factory):
     """Return the folders of weights by kind of model, and the adapters that LoRA starts with."""
     folder = tmp_path_factory.mktemp("assets")
     untied = small_spec(tie=False)
     return {
-        "dense": assets,
+        "dense": windowed_assets,
         "moe": moe_assets,
         "lora": write_assets(folder / "untied", spec=untied),
         "adapter": write_adapter(folder / "adapter", random_factors(untied, scale=0.2)),

@@ -41,6 +41,7 @@ from tests.training.parts import (
     make_samples,
     moe_spec,
     small_spec,
+    windowed_spec,
     with_targets,
 )
 
@@ -72,6 +73,8 @@ def num_ranks(layout: str) -> int:
 def spec_of(kind: str) -> ModelSpec:
     if kind == "moe":
         return moe_spec()
+    if kind == "dense":
+        return windowed_spec()
     # Float8 multiplies only sizes that 16 divides.
     return even_spec() if "float8" in kind else small_spec(tie=kind != "lora")
 
@@ -170,7 +173,7 @@ def measure_losses(layout: str, assets: Assets) -> tuple[dict[str, float], Tenso
     """
     config = config_of("dense", layout, assets)
     config.loss, config.reference.enable = LOSS, True
-    engine = built(config, assets["dense"])
+    engine = built(config, assets["dense"], spec=spec_of("dense"))
     samples = make_samples()
     assert engine.forward_backward(samples).loss_metrics["kl"] == 0.0
     engine.optim_step()

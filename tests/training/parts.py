@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models import qwen3, qwen3_moe
+from rl.models import gemma3_text, qwen3, qwen3_moe
 from rl.models.decoder import FeedForward
 from rl.models.hf import write_hf_folder
 from rl.models.lora import ALL_LINEAR
@@ -33,12 +33,14 @@ BIAS_RATE = 0.01
 """Change of an expert's bias in a step."""
 
 
-def spec_like(family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: bool = True) -> ModelSpec:
+def spec_like(
+    family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: bool = True, **windows: Any
+) -> ModelSpec:
     """Return a model of two layers."""
     spec = family.model_registry("tiny")
     model = spec.adapter.sized(
         vocab_size=VOCAB, dim=dim, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
-        feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=64,
+        feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=64, **windows,
     )  # fmt: skip
     return replace(spec, model=model)
 
@@ -46,6 +48,12 @@ def spec_like(family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: b
 def small_spec(*, tie: bool = True) -> ModelSpec:
     """Return a model of two layers of width 36, which shards do not all divide evenly."""
     return spec_like(qwen3, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=tie)
+
+
+def windowed_spec(*, tie: bool = True) -> ModelSpec:
+    """Return `small_spec` as a Gemma 3 whose first layer sees five tokens."""
+    ffn = FeedForward.Config(hidden_dim=20)
+    return spec_like(gemma3_text, dim=36, head_dim=6, feed_forward=ffn, tie=tie, window=5, global_layers=(1,))
 
 
 def even_spec(*, tie: bool = True) -> ModelSpec:

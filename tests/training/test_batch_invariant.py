@@ -21,10 +21,10 @@ from rl.types import TrainingSample
 from tests.support.distributed import run_ranks
 from tests.test_architecture import ROOT, import_with_blocked
 from tests.training.layouts import join, parallelism
-from tests.training.parts import engine_config, make_engine, make_samples, small_spec
+from tests.training.parts import engine_config, make_engine, make_samples, small_spec, windowed_spec
 
 RANKS_TIMEOUT_S = 120
-SPEC = replace(small_spec(), batch_invariant=True)
+SPEC = replace(windowed_spec(), batch_invariant=True)
 
 
 def engine(assets: str, layout: str, **settings: Any) -> TrainingEngine:
@@ -71,9 +71,9 @@ def generated_logprobs(model: torch.nn.Module, sample: TrainingSample) -> np.nda
 
 
 @pytest.fixture(scope="module")
-def one_device(assets):
+def one_device(windowed_assets):
     """Return each sample's logprobs when it is computed alone."""
-    made = engine(assets, "one")
+    made = engine(windowed_assets, "one")
     return [made.compute_logprobs([sample])[0] for sample in make_samples()]
 
 
@@ -104,22 +104,24 @@ def test_engine_needs_no_numba_without_the_mode():
 
 
 @pytest.mark.medium
-def test_logprobs_have_the_same_bits_in_every_micro_batch(assets, one_device):
+def test_logprobs_have_the_same_bits_in_every_micro_batch(windowed_assets, one_device):
     samples = make_samples()
-    made = engine(assets, "one")
+    made = engine(windowed_assets, "one")
     assert same_bits(made.compute_logprobs(samples), one_device)
     assert same_bits(made.compute_logprobs(samples[::-1])[::-1], one_device)
-    other = engine(assets, "one", logits_chunk_tokens=32, max_tokens_per_microbatch=200)
+    other = engine(windowed_assets, "one", logits_chunk_tokens=32, max_tokens_per_microbatch=200)
     assert same_bits(other.compute_logprobs(samples), one_device)
-    assert not same_bits(make_engine(assets).compute_logprobs(samples), one_device)
+    assert not same_bits(
+        make_engine(windowed_assets, spec=windowed_spec()).compute_logprobs(samples), one_device
+    )
 
 
 @pytest.mark.medium
-def test_recomputed_activations_give_the_same_gradients(assets):
+def test_recomputed_activations_give_the_same_gradients(windowed_assets):
     gradients = []
     modes: tuple[Literal["none", "full"], ...] = ("none", "full")
     for mode in modes:
-        made = engine(assets, "one", activation_checkpoint=ActivationCheckpointConfig(mode=mode))
+        made = engine(windowed_assets, "one", activation_checkpoint=ActivationCheckpointConfig(mode=mode))
         made.forward_backward(make_samples())
         gradients.append([p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None])
     assert len(gradients[0]) == len(made.policy.parameters)
@@ -127,16 +129,16 @@ def test_recomputed_activations_give_the_same_gradients(assets):
 
 
 @pytest.mark.medium
-def test_data_and_context_parallel_ranks_have_the_bits_of_one_device(assets, one_device):
+def test_data_and_context_parallel_ranks_have_the_bits_of_one_device(windowed_assets, one_device):
     layouts = ["fsdp2", "ddp2", "cp2"]
-    for rank in run_ranks(trained_logprobs, 2, assets, layouts, timeout_s=RANKS_TIMEOUT_S):
+    for rank in run_ranks(trained_logprobs, 2, windowed_assets, layouts, timeout_s=RANKS_TIMEOUT_S):
         for layout, logprobs in rank.items():
             assert same_bits(logprobs, one_device), layout
 
 
 @pytest.mark.medium
-def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(assets, one_device):
-    ranks = run_ranks(both_sides_of_tensor_parallelism, 2, assets, timeout_s=RANKS_TIMEOUT_S)
+def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(windowed_assets, one_device):
+    ranks = run_ranks(both_sides_of_tensor_parallelism, 2, windowed_assets, timeout_s=RANKS_TIMEOUT_S)
     for ours, theirs in ranks:
         assert same_bits(ours, theirs)
         # A sum of two parts rounds differently from the whole sum.
@@ -146,8 +148,8 @@ def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(a
 
 
 @pytest.mark.medium
-def test_prompt_logprobs_have_the_trainers_bits(assets):
-    made = engine(assets, "one", param_dtype="bfloat16")
+def test_prompt_logprobs_have_the_trainers_bits(windowed_assets):
+    made = engine(windowed_assets, "one", param_dtype="bfloat16")
     model = SPEC.model.build()
     model.load_state_dict(made.policy.model.state_dict())
     model = model.to(torch.bfloat16)

@@ -28,6 +28,7 @@ from tests.training.parts import (
     plain_logprobs,
     plain_model,
     weights,
+    windowed_spec,
 )
 
 SAMPLES = make_samples()
@@ -210,10 +211,11 @@ def num_rows(engine, samples=GROUP):
     return sum(batch.input_ids.numel() for batch in engine.policy.pack(samples))
 
 
-def test_sharing_prompts_changes_no_number(assets):
+def test_sharing_prompts_changes_no_number(windowed_assets):
     loss = GRPOLoss(correction=ImportanceCorrection(level="sequence"))
     shared, apart = (
-        make_engine(assets, max_tokens_per_microbatch=200, share_prompts=share) for share in (True, False)
+        make_engine(windowed_assets, spec=windowed_spec(), max_tokens_per_microbatch=200, share_prompts=share)
+        for share in (True, False)
     )
     assert (num_rows(shared), num_rows(apart)) == (5 + 8 * 12, 8 * 17)
     results = [engine.forward_backward(GROUP, loss=loss) for engine in (shared, apart)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -111,27 +112,38 @@ def store_in_cache(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tens
     content[..., size : 2 * size].unflatten(-1, shape[::-1])[blocks, :, places] = v_TKD[is_stored_T]
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factors: tuple[float, float]) -> Tensor:
         out = torch.empty(x.size(0), x.size(-1))
-        arguments = _array(x), _array(out)
-        share(lambda begin, end: kernels.swiglu(*arguments, begin, end), _even(out))
+        arguments = _array(x), *map(np.float32, factors), _array(out)
+        share(lambda begin, end: kernels.gated(*arguments, begin, end), _even(out))
         ctx.save_for_backward(x)
+        ctx.factors = factors
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx = torch.empty(x.shape)
-        arguments = _array(grads[0]), _array(x), _array(dx)
-        share(lambda begin, end: kernels.swiglu_backward(*arguments, begin, end), _even(grads[0]))
-        return dx
+        arguments = _array(grads[0]), _array(x), *map(np.float32, ctx.factors), _array(dx)
+        share(lambda begin, end: kernels.gated_backward(*arguments, begin, end), _even(grads[0]))
+        return dx, None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [T, K * W], from gates and ups [T, K, 2, W]."""
-    out: Tensor = _SwiGLU.apply(gate_up.float().flatten(0, 1))
+    return _gated(gate_up, 1.0, 0.0)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up as `swiglu`, with the approximation by tanh, which is a sigmoid of twice its argument."""
+    factor = 2.0 * (2.0 / math.pi) ** 0.5
+    return _gated(gate_up, factor, 0.044715 * factor)
+
+
+def _gated(gate_up: Tensor, linear: float, cubic: float) -> Tensor:
+    out: Tensor = _Gated.apply(gate_up.float().flatten(0, 1), (linear, cubic))
     return out.view(gate_up.size(0), -1).to(gate_up.dtype)
 
 

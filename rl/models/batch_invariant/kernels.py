@@ -104,7 +104,7 @@ def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any,
     return types.void(*arguments), generate
 
 
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ZERO, _ONE, _THREE = np.float32(0.0), np.float32(1.0), np.float32(3.0)
 _LOG2_E = np.float32(1.4426950408889634)
 _ROUND = np.float32(1.5 * 2**23)
 """Addend that leaves the nearest integer in the low bits of the sum."""
@@ -138,21 +138,25 @@ def _exponential(x: Any) -> Any:
 
 
 @_compiled
-def swiglu(x: Any, out: Any, begin: int, end: int) -> None:
-    """Compute silu(gate) * up of groups begin to end; x is [groups, 2, W], out [groups, W]."""
+def gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: int) -> None:
+    """Compute gate * sigmoid(linear gate + cubic gate^3) * up of groups begin to end; x is [groups, 2, W], out
+    [groups, W]."""
     for group in range(begin, end):
         for j in range(out.shape[1]):
             gate = x[group, 0, j]
-            out[group, j] = gate / (_ONE + _exponential(-gate)) * x[group, 1, j]
+            inner = gate * _fused(cubic, gate * gate, linear)
+            out[group, j] = gate / (_ONE + _exponential(-inner)) * x[group, 1, j]
 
 
 @_compiled
-def swiglu_backward(dout: Any, x: Any, dx: Any, begin: int, end: int) -> None:
+def gated_backward(dout: Any, x: Any, linear: Any, cubic: Any, dx: Any, begin: int, end: int) -> None:
     for group in range(begin, end):
         for j in range(dout.shape[1]):
             gate, up, d = x[group, 0, j], x[group, 1, j], dout[group, j]
-            sigmoid = _ONE / (_ONE + _exponential(-gate))
-            dx[group, 0, j] = d * up * sigmoid * (_ONE + gate * (_ONE - sigmoid))
+            square = gate * gate
+            sigmoid = _ONE / (_ONE + _exponential(-gate * _fused(cubic, square, linear)))
+            slope = gate * _fused(_THREE * cubic, square, linear)
+            dx[group, 0, j] = d * up * sigmoid * (_ONE + slope * (_ONE - sigmoid))
             dx[group, 1, j] = d * gate * sigmoid
 
 

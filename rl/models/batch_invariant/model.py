@@ -46,9 +46,9 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
             module.core = InvariantAttention(window=window) if on_cpu else on_gpu
         if isinstance(module, FeedForward) and on_cpu:
             # Imported here, because only this mode needs numba.
-            from rl.models.batch_invariant.functions import swiglu
+            from rl.models.batch_invariant.functions import geglu, swiglu
 
-            module.activation = swiglu
+            module.activation = {"swiglu": swiglu, "geglu": geglu}[module.config.activation]
 
 
 def row_multiple(spec: ModelSpec) -> int:

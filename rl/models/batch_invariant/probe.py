@@ -41,7 +41,7 @@ def check_machine(
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
     counts, vocab_size = row_counts(max_rows), config.vocab_size
     for width in sorted({config.dim, config.block.attention.head_dim}):
-        norm = torch.nn.RMSNorm(width, eps=config.norm_eps, dtype=dtype)
+        norm = config.build_norm(width).to(dtype)
         check_rows(f"RMSNorm of width {width}", norm, width=width, dtype=dtype, counts=counts)
     # A step samples for any number of requests, without padding.
     batches = [1, 2, 3, 5, 7, *(count + 1 for count in counts if count * vocab_size <= MAX_LOGITS)]

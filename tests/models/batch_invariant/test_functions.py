@@ -6,12 +6,13 @@ Marked medium because numba compiles the kernels at their first use on a machine
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
+from rl.models import decoder
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.batch_invariant.functions import (
     attend,
     attend_to_cache,
+    geglu,
     store_in_cache,
     swiglu,
 )
@@ -110,20 +111,19 @@ def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape, window):
         assert torch.equal(out, expected)
 
 
-def test_swiglu_equals_plain_swiglu_and_its_rows_do_not_depend_on_the_batch():
+@pytest.mark.parametrize(("ours", "plain"), [(swiglu, decoder.swiglu), (geglu, decoder.geglu)])
+def test_activation_equals_the_plain_one_and_its_rows_do_not_depend_on_the_batch(ours, plain):
     x = torch.randn(37, 4, 2, 23, generator=torch.Generator().manual_seed(0)).mul_(4).requires_grad_()
     dout = torch.randn(37, 92, generator=torch.Generator().manual_seed(1))
-    out = swiglu(x)
-    gate, up = x.unbind(2)
-    expected = (F.silu(gate) * up).flatten(1)
+    out, expected = ours(x), plain(x)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     (grad,) = torch.autograd.grad(out, x, dout)
     torch.testing.assert_close(grad, *torch.autograd.grad(expected, x, dout), rtol=1e-5, atol=1e-5)
     for row in (0, 17, 36):
-        assert torch.equal(swiglu(x[row : row + 1]), out[row : row + 1])
+        assert torch.equal(ours(x[row : row + 1]), out[row : row + 1])
     extreme = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4]).view(1, 1, 1, 5).repeat(1, 1, 2, 1)
     extreme[:, :, 1] = 1.0
-    torch.testing.assert_close(swiglu(extreme), F.silu(extreme[:, :, 0]).flatten(1), atol=1e-30, rtol=1e-6)
+    torch.testing.assert_close(ours(extreme), plain(extreme), atol=1e-30, rtol=1e-6)
 
 
 def test_used_cache_can_free_its_memory():
