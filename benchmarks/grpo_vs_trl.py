@@ -8,9 +8,8 @@ token limit, and train on all of them on the same number of threads (asynchronou
 generator). Each measurement is a separate process, alternating between sides. A step includes generation, reward,
 training and publishing the weights.
 
-    relay, relay_async   tiny: sum-digits in the batch-invariant mode; smollm2: float32 master weights, and forward,
-                         backward and generation in the dtype
-    relay_invariant      synchronous, in the batch-invariant mode
+    relay, relay_async   float32 master weights; forward, backward and generation in the dtype
+    relay_invariant      synchronous, in the batch-invariant mode, which TRL does not have
     trl                  generation by transformers, all weights in the dtype
     trl_autocast         bfloat16: float32 weights under autocast (`bf16=True`)
     trl_vllm             generation by vLLM in the trainer's process, which keeps its first weights: on a CPU vLLM packs
@@ -175,9 +174,9 @@ def run_relay(
     if model == "tiny":
         config = tiny_async() if ahead else tiny()
     else:
-        invariant = side == "relay_invariant"
-        config = _real_model(ahead=ahead, invariant=invariant, prompts=prompts, dtype=dtype)
+        config = _real_model(ahead=ahead, prompts=prompts, dtype=dtype)
         how |= {"num_warmup": REAL_WARMUP_STEPS, "num_cooldown": int(ahead)}
+    config.batch_invariant = side == "relay_invariant"
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
     records = loop_steps(config, threads=async_threads if ahead else [num_threads] * 2, **how)
 
@@ -194,7 +193,7 @@ def run_relay(
     }
 
 
-def _real_model(*, ahead: bool, invariant: bool, prompts: str, dtype: Any) -> Any:
+def _real_model(*, ahead: bool, prompts: str, dtype: Any) -> Any:
     """Return the config of smollm2 on the prompts of a file."""
     from benchmarks.sums import Sums
     from configs.smollm2 import full, full_async
@@ -202,7 +201,6 @@ def _real_model(*, ahead: bool, invariant: bool, prompts: str, dtype: Any) -> An
 
     config = full_async() if ahead else full()
     config.any_model_size = True
-    config.batch_invariant = invariant
     config.task = Sums.Config(train_files=(prompts,))
     config.renderer = RendererConfig(kind="raw")
     config.loop.max_logprob_diff = float("inf")
