@@ -22,6 +22,9 @@ from vllm.v1.sample.sampler import Sampler
 from actors.vllm.requests import Request
 from rl.models.sampling import draw, uniforms
 
+NUMBERS_AT_ONCE = 2**19
+"""Logits that are sampled at once on a CPU, so that their copies stay in its cache."""
+
 
 class PolicySampler(Sampler):
     """Replacement of a model runner's sampler, for temperature, top-k and top-p.
@@ -34,7 +37,7 @@ class PolicySampler(Sampler):
         self.runner = runner
         self._uniforms: dict[str, np.ndarray] = {}
         self._scored: dict[str, int] = {}
-        self._drawn_B1 = torch.empty(0, 1)
+        self._drawn_B = torch.empty(0)
 
     def add(self, request: Request) -> None:
         """Draw a request's random numbers; call it before the engine gets the request."""
@@ -65,23 +68,22 @@ class PolicySampler(Sampler):
     ) -> SamplerOutput:
         """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be overwritten."""
         settings = sampling_metadata
-        logprobs_BV = _logprobs(logits.float(), settings)
-        if settings.all_greedy:
-            tokens_B = logprobs_BV.argmax(-1)
-        else:
-            tokens_B = draw(logprobs_BV, self._uniforms_now(logits))
-            if not settings.all_random:
-                tokens_B = torch.where(settings.temperature == 0, logprobs_BV.argmax(-1), tokens_B)
-        if self._scored:
-            for row, request_id in enumerate(self.runner.input_batch.req_ids):
-                if (token := self._scored.get(request_id)) is not None:
-                    tokens_B[row] = token
-        self._drawn_B1 = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1))
+        temperature_B = settings.temperature
+        if temperature_B is not None and (self.runner.input_batch.temperature_cpu[: len(logits)] == 1).all():
+            temperature_B = None
+        uniforms_B = None if settings.all_greedy else self._uniforms_now(logits)
+        inputs = (temperature_B, settings.top_k, settings.top_p, uniforms_B, self._forced_tokens(logits))
+        num_rows = len(logits) if logits.is_cuda else max(1, NUMBERS_AT_ONCE // logits.size(1))
+        parts = [
+            _sample(logits[i : i + num_rows], *(x if x is None else x[i : i + num_rows] for x in inputs))
+            for i in range(0, len(logits), num_rows)
+        ]
+        tokens_B, self._drawn_B = (torch.cat(part) for part in zip(*parts, strict=True))
         return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
     def drawn_logprobs(self) -> dict[str, float]:
         """Return the logprob of each request's last token, in nats; meaningless for a request still at its prompt."""
-        return dict(zip(self.runner.input_batch.req_ids, self._drawn_B1.squeeze(-1).tolist(), strict=True))
+        return dict(zip(self.runner.input_batch.req_ids, self._drawn_B.tolist(), strict=True))
 
     def _uniforms_now(self, logits: Tensor) -> Tensor:
         """Return [B] float64, the random number for each request's next token."""
@@ -92,13 +94,38 @@ class PolicySampler(Sampler):
         numbers = [self._uniforms[request_id][place] for request_id, place in rows]
         return torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
 
+    def _forced_tokens(self, logits: Tensor) -> Tensor | None:
+        """Return [B] int64, the next token of each request that is scored and -1 for others; None if none is."""
+        if not self._scored:
+            return None
+        tokens = [self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids]
+        return torch.tensor(tokens).to(logits.device, non_blocking=True)
 
-def _logprobs(logits_BV: Tensor, settings: SamplingMetadata) -> Tensor:
-    if not settings.all_greedy:
-        temperature_B = settings.temperature
-        assert temperature_B is not None
-        if not settings.all_random:
-            temperature_B = torch.where(temperature_B == 0, 1.0, temperature_B)
-        logits_BV = logits_BV.div_(temperature_B.unsqueeze(1))
-        logits_BV = apply_top_k_top_p(logits_BV, settings.top_k, settings.top_p)
-    return logits_BV.log_softmax(-1)
+
+def _sample(
+    logits_BV: Tensor,
+    temperature_B: Tensor | None,
+    top_k_B: Tensor | None,
+    top_p_B: Tensor | None,
+    uniforms_B: Tensor | None,
+    forced_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the next tokens and their logprobs, [B] each.
+
+    Args:
+        temperature_B: 0 for greedy rows; None if all are 1, or all greedy.
+        uniforms_B: None if all rows are greedy.
+    """
+    logits_BV = logits_BV.float()
+    if temperature_B is not None:
+        logits_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
+    logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1)
+    if uniforms_B is None:
+        tokens_B = logprobs_BV.argmax(-1)
+    else:
+        tokens_B = draw(logprobs_BV, uniforms_B)
+        if temperature_B is not None:
+            tokens_B = torch.where(temperature_B == 0, logprobs_BV.argmax(-1), tokens_B)
+    if forced_B is not None:
+        tokens_B = torch.where(forced_B < 0, tokens_B, forced_B)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)

@@ -4,7 +4,7 @@ A token is the inverse of the cumulative distribution at one uniform number, whi
 seed and the token's position in the completion. Neither the batch of a request, nor an interruption, nor the
 choice of sampler changes its tokens, up to the rounding of the logits.
 
-Shape legend: B rows sampled at once, V vocabulary, C tokens of one completion.
+Shape legend: B rows sampled at once, V vocabulary, C tokens of one completion, N blocks of W tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rl.types import SamplingParams
@@ -23,6 +24,8 @@ from rl.types import SamplingParams
 End = Callable[[Sequence[int]], bool]
 """Returns whether a completion of these tokens has to end."""
 
+BLOCK_TOKENS = 128
+"""Tokens of a block in the search of a drawn token."""
 STOP_TEXT_MARGIN = 8
 """Extra tokens decoded before the longest stop text, so that its spelling is the same as in the whole text."""
 
@@ -85,13 +88,32 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes the row's uniform number, [B] int64."""
-    # Summed in double precision: in single precision a large vocabulary's tail is lost to rounding.
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    points_B1 = uniforms_B.unsqueeze(1) * cumulative_BV[:, -1:]
-    # right=True never selects a token of probability 0, whose cumulative value equals its predecessor's.
-    tokens_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True)
-    return tokens_B1.squeeze(1).clamp_(max=logprobs_BV.size(1) - 1)
+    """Return the token at which the cumulative distribution passes the row's uniform number, [B] int64.
+
+    The block of tokens is searched first, then the token in the block, so that only a small part of the
+    distribution is summed in order. Sums over blocks are in double precision: in single precision a large
+    vocabulary's tail is lost to rounding.
+    """
+    probs_BV = logprobs_BV.exp()
+    if padding := -probs_BV.size(1) % BLOCK_TOKENS:
+        probs_BV = F.pad(probs_BV, (0, padding))
+    probs_BNW = probs_BV.unflatten(1, (-1, BLOCK_TOKENS))
+    blocks_B, within_B = _search(probs_BNW.sum(-1), uniforms_B)
+    rows_B = torch.arange(len(blocks_B), device=blocks_B.device)
+    tokens_B, _ = _search(probs_BNW[rows_B, blocks_B], within_B)
+    return (blocks_B * BLOCK_TOKENS + tokens_B).clamp_(max=logprobs_BV.size(1) - 1)
+
+
+def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the share `uniforms_B` of each row's sum lies, [B] int64, and its share of the weight there, [B]."""
+    cumulative_BN = weights_BN.cumsum(-1, dtype=torch.float64)
+    totals_B1 = cumulative_BN[:, -1:]
+    # Below the total, and right=True: a weight of 0, whose sum equals its predecessor's, is never found.
+    points_B1 = torch.minimum(uniforms_B.unsqueeze(1) * totals_B1, totals_B1 * (1 - 2**-52))
+    found_B1 = torch.searchsorted(cumulative_BN, points_B1, right=True).clamp_(max=weights_BN.size(1) - 1)
+    weights_B1 = weights_BN.gather(1, found_B1)
+    within_B1 = (points_B1 - cumulative_BN.gather(1, found_B1)) / weights_B1 + 1
+    return found_B1.squeeze(1), within_B1.squeeze(1).clamp_(min=0)
 
 
 def spells_any(texts: Sequence[str], tokens: Sequence[int], *, tokenizer: Any) -> bool:

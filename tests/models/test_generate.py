@@ -153,6 +153,25 @@ def test_draw_inverts_the_cumulative_distribution():
     assert draw(logprobs, points).tolist() == [1, 1, 3, 3, 3]
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 1024, 49_152])
+def test_draw_finds_the_token_in_its_block(vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, vocab_size, generator=generator) * 3
+    logits[torch.rand(64, vocab_size, generator=generator) < 0.9] = -torch.inf
+    logits[:8] += torch.arange(vocab_size) * (20 / vocab_size)  # most of the weight lies in the last block
+    logprobs = logits.log_softmax(-1)
+    points = torch.rand(64, generator=generator, dtype=torch.float64)
+    tokens = draw(logprobs, points)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    share = points * cumulative[:, -1]
+    rows = torch.arange(64)
+    before = cumulative[rows, tokens] - logprobs.double().exp()[rows, tokens]
+    assert ((before - 1e-6 <= share) & (share <= cumulative[rows, tokens] + 1e-6)).all()
+    assert (logits[rows, tokens] > -torch.inf).all()
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert (logits[:2].gather(1, draw(logprobs[:2], edges).unsqueeze(1)) > -torch.inf).all()
+
+
 def test_seeds_depend_on_the_prompt_but_not_on_its_position():
     a, b = np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32)
     of_a, of_b = request_seeds([a, b], seed=0, num_samples=2)
