@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from rl.distributed.process_group import World
@@ -101,6 +103,24 @@ def model_runner(client: InprocClient) -> Any:
     """Return the object that owns the model, the batch, the sampler and the caches."""
     worker: Any = client.engine_core.model_executor.driver_worker.worker
     return worker.model_runner
+
+
+def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return `F.linear` with a copy of a weight on the CPU, in the order in which a kernel of vLLM reads it.
+
+    vLLM itself takes oneDNN's kernel for all but the smallest weights. On two cores with AMX its own, of SGLang's
+    origin, took 24 ms for the products of a 135M model with 128 rows in bfloat16, oneDNN's 29, PyTorch's 35.
+    """
+    from vllm import _custom_ops as ops
+
+    num_rows, num_columns = weight.shape
+    fits_tiles = num_rows % 16 == 0 and num_columns % 32 == 0
+    if weight.dtype == torch.bfloat16 and fits_tiles and torch.cpu._is_amx_tile_supported():
+        packed = torch.ops._C.convert_weight_packed(weight)
+        bias = None if bias is None else bias.float()
+        return lambda x: ops.weight_packed_linear_cpu(x, packed, num_rows, bias)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    return lambda x: ops.onednn_mm(handler, x, bias)
 
 
 def use_vllms_kernels() -> None:

@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from actors.vllm.compat import adapt_vllm, make_client, model_runner, set_rank_timeout
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
-from actors.vllm.model import register_policy
+from actors.vllm.model import VLLMPolicy, register_policy
 from actors.vllm.requests import Drawn, Request
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
@@ -65,8 +65,9 @@ class VLLMCore:
         runner = model_runner(self._client)
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
-        self.model = runner.model.model
-        self._buffer_names: tuple[str, ...] = runner.model.buffer_names
+        self._policy: VLLMPolicy = runner.model
+        self.model = self._policy.model
+        self._buffer_names: tuple[str, ...] = self._policy.buffer_names
         self.vocab_size: int = self.model.config.vocab_size
         self._on_update = config.on_update
         self._scheduler: Any = self._client.engine_core.scheduler
@@ -128,12 +129,13 @@ class VLLMCore:
         return drawn
 
     def weights_changed(self) -> None:
-        """Adapt requests and prefix cache to the weights that were just written, between two steps.
+        """Adapt kernels, requests and prefix cache to the weights that were just written, between two steps.
 
         The prefix cache never mixes weights. Under "keep", blocks in use cannot be dropped from the cache, so
         the cache is salted by the number of updates when a request starts; running requests go on with
         their blocks, which later requests cannot find.
         """
+        self._policy.weights_changed()
         self._num_updates += 1
         if self._on_update == "recompute":
             self._client.reset_prefix_cache(reset_running_requests=True)
@@ -199,6 +201,7 @@ class VLLMCore:
             engine.sleep(level=2) if asleep else engine.wake_up()
         else:
             self._client.reset_prefix_cache()
+            self._policy.rest()
             for tensor, size in zip(self._lent, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(0 if asleep else size)
                 if not asleep:

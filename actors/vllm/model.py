@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
 
+from actors.vllm.kernels import PackedLinear, use_kernels
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
@@ -76,6 +77,24 @@ class VLLMPolicy(nn.Module):
         self.model.to_empty(device=device)
         reset_buffers(self.model)
         self.model.requires_grad_(False)
+        self.head: nn.Module | None = None
+        if device.type == "cpu" and not self.spec.batch_invariant:
+            use_kernels(self.model)
+            if tp_size == 1:
+                self.head = PackedLinear(self.model.head_weight)
+
+    def weights_changed(self) -> None:
+        """Copy the weights that were written to where kernels read them."""
+        for layer in self._packed():
+            layer.pack()
+
+    def rest(self) -> None:
+        """Give back the copies of weights."""
+        for layer in self._packed():
+            layer.unpack()
+
+    def _packed(self) -> list[PackedLinear]:
+        return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
@@ -98,6 +117,8 @@ class VLLMPolicy(nn.Module):
         if self.pads_rows:
             num_rows = hidden_states.size(0)
             return generator_head(pad_rows(hidden_states), self.model.head_weight)[:num_rows]
+        if self.head is not None:
+            return self.head(hidden_states)
         return generator_head(hidden_states, self.model.head_weight)
 
 

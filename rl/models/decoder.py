@@ -62,6 +62,7 @@ class Attention(Configurable, nn.Module):
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.core = core
+        self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
@@ -73,7 +74,8 @@ class Attention(Configurable, nn.Module):
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         if self.query_scale != 1.0:
             q_THD = q_THD * self.query_scale
-        out = self.core(rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin), v_TK1D.flatten(1, 2), sequences)
+        q_THD, k_TKD = self.rotate(q_THD, cos, sin), self.rotate(k_TKD, cos, sin)
+        out = self.core(q_THD, k_TKD, v_TK1D.flatten(1, 2), sequences)
         return self.o_proj(out.flatten(1))
 
 

@@ -102,7 +102,7 @@ def test_preempted_requests_get_the_same_tokens_and_a_failed_step_fails_every_ca
         await engine.start()
         await engine.update_weights(writer(model), version=1)
         completions = await engine.generate(prompts, sampling=sampling)
-        engine._core.model.norm.weight.data = torch.ones(3)
+        engine._core.model.embed_tokens.weight.data = torch.ones(3)
         calls = [engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)) for _ in range(2)]
         failed = await asyncio.gather(*calls, return_exceptions=True)
         for call in (
