@@ -34,7 +34,7 @@ def test_time_of_a_part_excludes_nested_parts(monkeypatch):
 @pytest.mark.slow
 def test_parts_of_a_step_sum_to_its_cpu_time(capsys):
     main(["--quick", "--tokens", "5"])
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])["new_tokens"]["5"]
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]["128x5"]["ours"]
     assert row["steps"] == 5
     assert sum(row["parts_ms"].values()) == pytest.approx(row["cpu_ms_per_step"], abs=0.1)
     assert all(row["parts_ms"][part] > 0 for part in PARTS)
