@@ -288,7 +288,8 @@ class RunConfig(ClusterConfig):
     batch_invariant: bool = False
     """Trainer and generator compute bit-identical logprobs, and a request's completion does not depend on
     the other requests of its batch."""
-    model: ModelSpec = field(metadata=HIDDEN)
+    model: ModelSpec | None = field(metadata=HIDDEN)
+    """None takes family and sizes from `hf_assets_path`."""
     hf_assets_path: str | None = None
     """A model to start from, without warm-up: a Hugging Face folder (config, tokenizer, safetensors), a GGUF file,
     package:NAME, an installed package with one, or owner/name on the Hugging Face hub, where no such folder exists;
@@ -296,7 +297,7 @@ class RunConfig(ClusterConfig):
     hf_revision: str | None = field(default=None, metadata=unless("hf_assets_path", None))
     """Branch, tag or commit of a model on the hub; None takes its main branch."""
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
-    """Take the model's sizes from `hf_assets_path` instead of requiring those of this config."""
+    """Take the model's family and sizes from `hf_assets_path` instead of requiring those of this config."""
     task: Configurable.Config
     warmup: SupervisedWarmup.Config | None = field(default=None, metadata=only_if("hf_assets_path", None))
     """Supervised steps that make the starting point; their result is kept for later runs."""

@@ -113,7 +113,10 @@ class _Found:
 
 def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     """Look for everything that the config names; `resumes` is the folder of a resumed run."""
-    found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
+    if config.model is None:
+        found = _Found(spec=untrained_start(config).spec)
+    else:
+        found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:

@@ -139,14 +139,22 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
 
 
 def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
-    """Return the starting point before a warm-up; `prepares` is that of `resolve_assets`."""
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
-    cache = starting_points(config.dump_folder)
+    """Return the starting point before a warm-up; `prepares` is that of `resolve_assets`.
+
+    Raises:
+        ValueError: the folder does not fit, or there is neither a folder nor a model.
+    """
+    invariant, cache = config.batch_invariant, starting_points(config.dump_folder)
+    spec = None if config.model is None else replace(config.model, batch_invariant=invariant)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
-        return given_folder(folder, spec=spec, any_size=config.any_model_size)
+        return given_folder(folder, spec=None if config.any_model_size else spec, batch_invariant=invariant)
+    if spec is None:
+        raise ValueError(
+            "hf_assets_path=None: must name a model to start from, because this config has none of its own"
+        )
     return random_model(cache, spec=spec, seed=config.seed)
 
 

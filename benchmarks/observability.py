@@ -36,6 +36,7 @@ from rl.local import LocalBackend
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
+from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
 from rl.observability import spans
 from rl.observability.loggers import TensorBoardConfig, TrackioConfig, WandbConfig
@@ -130,8 +131,8 @@ class Sides:
 
 async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[float]]:
     """Return the seconds of each side's steps by round."""
-    config = tiny()
-    assets = write_random_model(folder / "model", spec=config.model, seed=0)
+    config, spec = tiny(), model_registry("tiny")
+    assets = write_random_model(folder / "model", spec=spec, seed=0)
     tokenizer, ends = open_tokenizer(assets)
     num_steps = (NUM_WARMUP_ROUNDS + rounds) * len(SIDES)
     loop_config = config.loop
@@ -153,7 +154,7 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
     recorder = SwitchedRecorder(folder / "rollouts.jsonl", config=RecorderConfig())
     metrics = MetricsWriter(folder / "metrics.jsonl")
     opened = open_sinks(SINKS, folder=folder, title="observed", num_steps=num_steps, stream=io.StringIO())
-    backend = LocalBackend(engine, spec=config.model, hf_assets_path=str(assets), device="cpu")
+    backend = LocalBackend(engine, spec=spec, hf_assets_path=str(assets), device="cpu")
     async with opened as told, backend as local:
         with told.attempt():
             sides = Sides(recorded=recorded, recorder=recorder, sinks=(metrics, told), told=told)

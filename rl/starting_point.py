@@ -21,7 +21,7 @@ import torch
 from rl.config.configurable import Configurable
 from rl.config.json import to_dict
 from rl.models.hf import HFFolder, write_random_model
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.models.tokenizer import (
     TokenizerFingerprint,
     build_byte_tokenizer,
@@ -75,15 +75,25 @@ class StartingPoint:
             yield Path(folder)
 
 
-def given_folder(path: Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
-    """Open a user's Hugging Face folder; with `any_size` its sizes replace those of `spec`.
+def given_folder(path: Path, *, spec: ModelSpec | None, batch_invariant: bool = False) -> StartingPoint:
+    """Open a user's Hugging Face folder.
+
+    Args:
+        spec: expected model; None takes family and sizes from the folder.
+        batch_invariant: value for a spec that is taken from the folder.
 
     Raises:
-        ValueError: names a missing file or tensor, or the first tensor with another shape.
+        ValueError: names a missing file or tensor, another family, or the first tensor with another shape.
     """
     folder = HFFolder(path, tokenizer=True)
-    if any_size:
-        spec = replace(spec, flavor=folder.path.name, model=spec.adapter.config_from_hf(folder.config))
+    if spec is None:
+        spec = spec_from_hf(folder.config, flavor=folder.path.name)
+        spec = replace(spec, batch_invariant=batch_invariant)
+    elif spec.name != (model_type := folder.config.get("model_type")):
+        raise ValueError(
+            f"{folder.path}: config.json has model_type={model_type!r}, the config's model is {spec.name!r}: set "
+            "any_model_size=True to take the model from the folder, or choose a folder of that family"
+        )
     with torch.device("meta"):
         model = spec.model.build()
     folder.check(model, spec.adapter(spec.model))
@@ -121,7 +131,7 @@ def warmed_up_model(
     }
     warm = cache / f"{spec.name}-{spec.flavor}-warm-{_key(made_of)}"
     if warm.exists():
-        return given_folder(warm, spec=spec, any_size=False)
+        return given_folder(warm, spec=spec)
     return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
 
 

@@ -53,6 +53,9 @@ ALLOWED_IN = {
 }
 """Prefixes of the paths that may import a heavy package."""
 
+OWN_FAMILIES = [place.partition(":")[0] for place in FAMILIES.values() if isinstance(place, str)]
+"""Modules of model families."""
+
 TORCH_ONLY = (
     "losses/", "rl/models/", "rl/training/", "rl/distributed/", "rl/rollouts/", "rl/local.py",
     "rl/tasks/generated.py", "rl/tasks/sum_digits.py",
@@ -195,14 +198,14 @@ def misplaced_imports(sources: Sources) -> list[str]:
     violations = []
     for imported in imports(sources):
         package, top = imported.target.partition(".")[0], imported.path.partition("/")[0]
-        family = next((f for f in FAMILIES if f"{imported.target}.".startswith(f"rl.models.{f}.")), None)
+        family = next((f for f in OWN_FAMILIES if f"{imported.target}.".startswith(f"{f}.")), None)
         if top in TOPS:
             continue
         if package in ALLOWED_IN and not imported.path.startswith(ALLOWED_IN[package]):
             violations.append(f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only")
         elif top == "losses" and package not in ("losses", "torch", *sys.stdlib_module_names):
             violations.append(f"{imported.where}: losses import torch only, not {package}")
-        elif family and top != "configs" and not f"{imported.source}.".startswith(f"rl.models.{family}."):
+        elif family and top != "configs" and not f"{imported.source}.".startswith(f"{family}."):
             violations.append(f"{imported.where}: {imported.target} is a model family: use rl.models.spec")
     return violations
 

@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 
+from actors.plan import untrained_start
+from configs import sum_digits
 from rl.config.tree import rebuild
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
+from rl.models.spec import model_spec
 from rl.protocols import Environment
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.samples import demonstrated_now
-from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
+from rl.starting_point import (
+    NUM_KEYED_DEMONSTRATIONS,
+    StartingPoint,
+    given_folder,
+    random_model,
+    warmed_up_model,
+)
 from rl.tasks.sum_digits import SumDigits
+from rl.training.engine import TrainingEngine
 from rl.types import Problem
 from tests.support.conversations import Factory
 from tests.support.fakes import RENDERER
@@ -88,3 +98,25 @@ def test_messages_between_the_replies_shape_the_warm_up(tmp_path):
 
     assert folder("go on") == folder("go on")
     assert folder("go on") != folder("go on then")
+
+
+def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
+    llama = model_spec("llama", "tiny")
+    folder = write_random_model(tmp_path / "some-llama", spec=llama, seed=0)
+    start = given_folder(folder, spec=None, batch_invariant=True)
+    assert start.spec == replace(llama, flavor="some-llama", batch_invariant=True)
+    assert given_folder(folder, spec=llama).spec == llama
+    with pytest.raises(
+        ValueError, match="model_type='llama', the config's model is 'qwen3': set any_model_size"
+    ):
+        given_folder(folder, spec=SPEC)
+    config = sum_digits.tiny()
+    config.hf_assets_path = str(folder)
+    assert untrained_start(config) == start
+    config.model, config.any_model_size = None, False
+    assert untrained_start(config) == start
+    config.hf_assets_path = None
+    with pytest.raises(ValueError, match="hf_assets_path=None: must name a model"):
+        untrained_start(config)
+    engine = TrainingEngine.Config().build(model_spec=None, hf_assets_path=str(folder), device="cpu")
+    assert engine.policy.spec == replace(llama, flavor="llama")

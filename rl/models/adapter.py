@@ -1,7 +1,7 @@
 """Hugging Face names, tensors and config.json of decoders whose checkpoints follow Llama's naming.
 
-Our fused weights order their rows by key-value head (`rl.models.decoder`), so each consists of several Hugging
-Face weights, regrouped; all other parameters are renamed.
+Our fused weights order their rows by key-value head, or group of feed-forward rows (`rl.models.decoder`), so each
+consists of several Hugging Face weights, regrouped; all other parameters are renamed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _TOP = {
     "lm_head.weight": "lm_head.weight",
 }
 _QKV, _GATE_UP = "attention.qkv_proj", "feed_forward.gate_up_proj"
+_MAY_HAVE_BIAS = (_QKV, _GATE_UP, "attention.o_proj", "feed_forward.down_proj")
 LAYER = {
     "attention_norm": ["input_layernorm"],
     _QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -65,6 +66,8 @@ class DecoderAdapter:
         attention = config.block.attention
         self.num_kv_heads = attention.num_kv_heads
         self.group_size = attention.num_heads // attention.num_kv_heads
+        feed_forward: Any = config.block.feed_forward
+        self.num_groups = math.gcd(feed_forward.hidden_dim, attention.num_kv_heads)
 
     @classmethod
     def sized(
@@ -77,6 +80,7 @@ class DecoderAdapter:
         max_positions: int,
         theta: float,
         scaling: RoPEScaling | None = None,
+        attention_bias: bool = False,
         **sizes: Any,
     ) -> Decoder.Config:
         """Return the config of a model of the family; `sizes` are the other fields of `Decoder.Config`."""
@@ -85,7 +89,8 @@ class DecoderAdapter:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             qk_norm=cls.qk_norm,
-            qkv_bias=cls.qkv_bias,
+            qkv_bias=cls.qkv_bias or attention_bias,
+            o_bias=attention_bias,
         )
         return Decoder.Config(
             block=TransformerBlock.Config(attention=attention, feed_forward=feed_forward),
@@ -110,7 +115,6 @@ class DecoderAdapter:
         refuse_other_values(
             hf,
             {
-                "attention_bias": (None, cls.qkv_bias),
                 "quantization_config": (None,),
                 **{field: (None, value) for field, value in cls.fixed_fields.items()},
             },
@@ -123,7 +127,7 @@ class DecoderAdapter:
             dim=dim,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=read_field(hf, "num_key_value_heads", int),
+            num_kv_heads=read_field(hf, "num_key_value_heads", int, num_heads),
             head_dim=read_field(hf, "head_dim", int, cls.default_head_dim or dim // num_heads),
             feed_forward=cls.feed_forward_from_hf(hf),
             vocab_size=read_field(hf, "vocab_size", int),
@@ -135,7 +139,13 @@ class DecoderAdapter:
             init_std=read_field(hf, "initializer_range", float, 0.02),
             window=window,
             global_layers=global_layers,
+            **cls.switches_from_hf(hf),
         )
+
+    @classmethod
+    def switches_from_hf(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `sized` that are not sizes; raise ValueError for unsupported values."""
+        return {"attention_bias": read_field(hf, "attention_bias", bool, False)}
 
     @classmethod
     def windows_from_hf(cls, hf: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -168,7 +178,9 @@ class DecoderAdapter:
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:
         """Return the config of the feed-forward layers."""
-        return FeedForward.Config(hidden_dim=read_field(hf, "intermediate_size", int))
+        return FeedForward.Config(
+            hidden_dim=read_field(hf, "intermediate_size", int), bias=read_field(hf, "mlp_bias", bool, False)
+        )
 
     def hf_names(self, name: str) -> list[str]:
         """Return the Hugging Face names of a parameter's tensors, in order; raise KeyError if it is unknown."""
@@ -176,29 +188,33 @@ class DecoderAdapter:
             return [_TOP[name]]
         layer, module, leaf = split_name(name)
         if module not in self.layer_names or leaf not in (
-            ("weight", "bias") if module == _QKV else ("weight",)
+            ("weight", "bias") if module in _MAY_HAVE_BIAS else ("weight",)
         ):
             raise KeyError(f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}")
         return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in self.layer_names[module]]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         """Return the parameter made of the tensors of `hf_names(name)`."""
-        return tensors[0] if len(tensors) == 1 else self.fused(tensors)
+        return tensors[0] if len(tensors) == 1 else self.fused(tensors, num_groups=self._groups_of(name))
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of the parameter."""
         _, module, _ = split_name(name)
         shares = {_QKV: (self.group_size, 1, 1), _GATE_UP: (1, 1)}.get(module)
-        parts = [tensor] if shares is None else self.parted(tensor, shares)
+        groups = self._groups_of(name)
+        parts = [tensor] if shares is None else self.parted(tensor, shares, num_groups=groups)
         return dict(zip(self.hf_names(name), parts, strict=True))
 
-    def fused(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all tensors ordered by key-value head."""
-        return torch.cat([x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+    def _groups_of(self, name: str) -> int:
+        return self.num_kv_heads if _QKV in name else self.num_groups
 
-    def parted(self, tensor: Tensor, shares: Sequence[int]) -> list[Tensor]:
+    def fused(self, tensors: Sequence[Tensor], *, num_groups: int) -> Tensor:
+        """Return the rows of all tensors, ordered by group."""
+        return torch.cat([x.unflatten(0, (num_groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+    def parted(self, tensor: Tensor, shares: Sequence[int], *, num_groups: int) -> list[Tensor]:
         """Return the tensors that `fused` joined, given the ratios of their numbers of rows."""
-        groups = tensor.unflatten(0, (self.num_kv_heads, sum(shares), -1))
+        groups = tensor.unflatten(0, (num_groups, sum(shares), -1))
         return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
     def hf_config(self) -> dict[str, Any]:
@@ -214,7 +230,7 @@ class DecoderAdapter:
             "num_key_value_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,
             **self.fixed_fields,
-            "attention_bias": attention.qkv_bias,
+            "attention_bias": attention.o_bias,
             "attention_dropout": 0.0,
             "max_position_embeddings": config.rope.max_positions,
             "rms_norm_eps": config.norm_eps,
@@ -231,6 +247,7 @@ class DecoderAdapter:
         }
         if isinstance(config.block.feed_forward, FeedForward.Config):
             content["intermediate_size"] = config.block.feed_forward.hidden_dim
+            content["mlp_bias"] = config.block.feed_forward.bias
         if config.window is not None:
             windows = map(config.window_of, range(config.num_layers))
             content["layer_types"] = [GLOBAL if window is None else LOCAL for window in windows]
@@ -307,7 +324,7 @@ def hf_rope(rope: RoPE.Config) -> dict[str, Any]:
 
 def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:
     """Return a field of a `config.json`: a boolean, or a positive and finite number; else raise ValueError."""
-    value = hf.get(name, default)
+    value = default if hf.get(name) is None else hf[name]
     if kind is bool and isinstance(value, bool):
         return kind(value)
     numbers = (int, float) if kind is float else kind

@@ -15,6 +15,7 @@ queries per group, F feed-forward width, P positions, W = F / K feed-forward wid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +41,8 @@ class Attention(Configurable, nn.Module):
         """Normalize queries and keys per head, before the rotation."""
         qkv_bias: bool = False
         """Add biases to queries, keys and values."""
+        o_bias: bool = False
+        """Add a bias to the output."""
         scale_dim: int | None = None
         """Number whose inverse square root scales the products of queries and keys; None: the head size."""
 
@@ -63,7 +66,7 @@ class Attention(Configurable, nn.Module):
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.core = core
         self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.o_bias)
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
         # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
@@ -96,15 +99,16 @@ class FeedForward(Configurable, nn.Module):
     class Config(Configurable.Config):
         hidden_dim: int
         activation: Literal["swiglu", "geglu"] = "swiglu"
+        bias: bool = False
+        """Add biases to all projections."""
 
-    def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
+    def __init__(self, *, config: Config, dim: int, num_kv_heads: int) -> None:
         super().__init__()
         self.config = config
-        if config.hidden_dim % num_groups:
-            raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
-        self.group_width = config.hidden_dim // num_groups
-        self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, dim, bias=False)
+        # Gate and up rows alternate by group, so that a tensor-parallel rank has both of its groups.
+        self.group_width = config.hidden_dim // math.gcd(config.hidden_dim, num_kv_heads)
+        self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=config.bias)
+        self.down_proj = nn.Linear(config.hidden_dim, dim, bias=config.bias)
         self.activation: Callable[[Tensor], Tensor] = {"swiglu": swiglu, "geglu": geglu}[config.activation]
 
     def forward(self, x_TE: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ class TransformerBlock(Configurable, nn.Module):
         self.attention = config.attention.build(dim=dim, norm=norm, core=core)
         self.attention_post_norm = norm(dim) if config.post_norms else nn.Identity()
         self.ffn_norm = norm(dim)
-        self.feed_forward = config.feed_forward.build(dim=dim, num_groups=config.attention.num_kv_heads)
+        self.feed_forward = config.feed_forward.build(dim=dim, num_kv_heads=config.attention.num_kv_heads)
         self.ffn_post_norm = norm(dim) if config.post_norms else nn.Identity()
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:

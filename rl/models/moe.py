@@ -147,12 +147,14 @@ class MoE(Configurable, nn.Module):
                     f"num_experts={self.num_experts}"
                 )
 
-    def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
+    def __init__(self, *, config: Config, dim: int, num_kv_heads: int) -> None:
         super().__init__()
-        if config.hidden_dim % num_groups:
-            raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
+        if config.hidden_dim % num_kv_heads:
+            raise ValueError(
+                f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_kv_heads}"
+            )
         self.router = ExpertRouter(config=config, dim=dim)
-        self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_groups)
+        self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_kv_heads)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TE)

@@ -17,6 +17,7 @@ collectives, because DTensor's dispatch costs a small layer several times its ar
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -104,16 +105,21 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
 
 
 def check_tensor_parallel(config: Decoder.Config, degree: int) -> None:
-    """Raise ValueError unless the degree divides the key-value heads and the vocabulary.
+    """Raise ValueError unless the degree divides key-value heads, feed-forward width and vocabulary.
 
-    Query heads and feed-forward width are multiples of the key-value heads.
+    Key-value heads are not replicated over ranks; query heads are a multiple of them.
     """
-    for name, size in (
-        ("num_kv_heads", config.block.attention.num_kv_heads),
-        ("vocab_size", config.vocab_size),
-    ):
-        if size % degree:
-            raise ValueError(f"tensor_parallel_degree={degree} does not divide {name}={size}")
+    feed_forward: Any = config.block.feed_forward
+    sizes = {
+        "num_kv_heads": config.block.attention.num_kv_heads,
+        "hidden_dim": feed_forward.hidden_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if undivided := {name: size for name, size in sizes.items() if size % degree}:
+        largest = math.gcd(*sizes.values())
+        valid = ", ".join(str(n) for n in range(1, largest + 1) if largest % n == 0)
+        named = " and ".join(f"{name}={size}" for name, size in undivided.items())
+        raise ValueError(f"tensor_parallel_degree={degree} does not divide {named}: must be one of {valid}")
 
 
 def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:

@@ -76,7 +76,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
         # Filled in place: a layer's experts are the largest of all parameters.
         stack_NFE = tensors[0].new_empty(self.num_experts, 2 * width, dim)
         for n in range(self.num_experts):
-            stack_NFE[n] = self.fused(tensors[2 * n : 2 * n + 2])
+            stack_NFE[n] = self.fused(tensors[2 * n : 2 * n + 2], num_groups=self.num_groups)
         return stack_NFE
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -85,7 +85,9 @@ class Qwen3MoeAdapter(DecoderAdapter):
             return super().to_hf(name, tensor)
         parts = list(tensor)
         if leaf == "gate_up_proj":
-            parts = [part for expert in tensor for part in self.parted(expert, (1, 1))]
+            parts = [
+                part for expert in tensor for part in self.parted(expert, (1, 1), num_groups=self.num_groups)
+            ]
         return dict(zip(self.hf_names(name), parts, strict=True))
 
     def hf_config(self) -> dict[str, Any]:

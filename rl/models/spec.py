@@ -1,6 +1,7 @@
 """Everything that the rest of the code needs to know of a model family, and the registry of families.
 
-All families are made of `Decoder`; the parallel plans, the memory estimate and the adapter of its tensors are shared.
+All families are made of `Decoder` or subclasses of it; the parallel plans, the memory estimate and the adapter of its
+tensors are shared.
 """
 
 from __future__ import annotations
@@ -8,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import Decoder
 
-FAMILIES = {
-    "gemma3_text": "Gemma3TextAdapter",
-    "llama": "LlamaAdapter",
-    "mistral": "MistralAdapter",
-    "qwen3": "Qwen3Adapter",
-    "qwen3_moe": "Qwen3MoeAdapter",
+FAMILIES: dict[str, type[DecoderAdapter] | str] = {
+    "gemma3_text": "rl.models.gemma3_text:Gemma3TextAdapter",
+    "llama": "rl.models.llama:LlamaAdapter",
+    "mistral": "rl.models.mistral:MistralAdapter",
+    "qwen2": "rl.models.qwen2:Qwen2Adapter",
+    "qwen3": "rl.models.qwen3:Qwen3Adapter",
+    "qwen3_moe": "rl.models.qwen3_moe:Qwen3MoeAdapter",
 }
-"""Adapter in each module of `rl.models` that defines a family; the module has the name of Hugging Face's
-`model_type`."""
+"""Adapter of each `model_type` of Hugging Face, or its place until it is imported. `register_family` adds to it."""
+
+AdapterT = TypeVar("AdapterT", bound=type[DecoderAdapter])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,28 +47,46 @@ class ModelSpec:
         return self.adapter.model_type
 
 
+def register_family(adapter: AdapterT) -> AdapterT:
+    """Make the adapter that of its `model_type`; a decorator. Its module has a `model_registry` of flavors.
+
+    A process that gets a `ModelSpec` imports the module of its adapter, so it must be a module's and not `__main__`'s.
+    """
+    FAMILIES[adapter.model_type] = adapter
+    return adapter
+
+
+def family_adapter(model_type: str) -> type[DecoderAdapter]:
+    """Return the adapter of a family; raise ValueError if it is unknown."""
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}; docs/models.md says "
+            "how to add a family"
+        )
+    adapter = FAMILIES[model_type]
+    if isinstance(adapter, str):
+        module, _, name = adapter.partition(":")
+        found: type[DecoderAdapter] = getattr(import_module(module), name)
+        return found
+    return adapter
+
+
 def model_spec(family: str, flavor: str) -> ModelSpec:
     """Return the spec of a family's flavor; raise ValueError if either is unknown."""
-    if family not in FAMILIES:
-        raise ValueError(f"model family {family!r} does not exist: must be one of {', '.join(FAMILIES)}")
-    spec: ModelSpec = import_module(f"rl.models.{family}").model_registry(flavor)
+    spec: ModelSpec = import_module(family_adapter(family).__module__).model_registry(flavor)
     return spec
 
 
-def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_hf(config: Mapping[str, Any], *, flavor: str | None = None) -> ModelSpec:
     """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type == "gemma3":
         raise ValueError(
             "config.json: model_type='gemma3' is a model of texts and images, which is not supported: must be "
             "'gemma3_text', a folder of the text model alone, such as google/gemma-3-1b-it"
         )
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"config.json: model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}"
-        )
-    adapter = getattr(import_module(f"rl.models.{model_type}"), FAMILIES[model_type])
-    return ModelSpec(flavor=model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter)
+    adapter = family_adapter(model_type)
+    return ModelSpec(flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter)
 
 
 def spec_of_flavor(

@@ -23,9 +23,8 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.models.assets import resolve_assets
 from rl.models.generate import PromptLogprobs
-from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
-from rl.models.spec import ModelSpec, model_spec, spec_from_hf
+from rl.models.spec import ModelSpec, model_spec
 from rl.rollouts.samples import demonstration_sample
 from rl.starting_point import given_folder, random_model
 from rl.tinker.types import (
@@ -97,11 +96,9 @@ class Base(Configurable):
             start = random_model(cache, spec=spec, seed=config.seed)
         else:
             folder = resolve_assets(config.folder, cache=cache, revision=config.hf_revision)
-            spec = spec_from_hf(HFFolder(folder).config)
-            if spec.model.has_experts:
+            start = given_folder(folder, spec=None, batch_invariant=config.batch_invariant)
+            if start.spec.model.has_experts:
                 raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")
-            spec = replace(spec, batch_invariant=config.batch_invariant)
-            start = given_folder(folder, spec=spec, any_size=True)
         start.make()
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = start.spec

@@ -36,7 +36,7 @@ from rl.models.converter import ModelConverter
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.parallelize import check_decoder_layout
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
 from rl.training.failures import unwritten
@@ -109,7 +109,7 @@ class TrainingEngine(Configurable):
         self,
         *,
         config: Config,
-        model_spec: ModelSpec,
+        model_spec: ModelSpec | None,
         hf_assets_path: str | None,
         device: torch.device | str | None = None,
         world: World | None = None,
@@ -118,6 +118,7 @@ class TrainingEngine(Configurable):
     ) -> None:
         """
         Args:
+            model_spec: model; a folder's sizes replace its own. None takes the family from the folder too.
             hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random weights.
             device: None takes this process's GPU, or the CPU if there is none.
             world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
@@ -130,10 +131,9 @@ class TrainingEngine(Configurable):
         """
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
-        folder, model_spec = _open_assets(hf_assets_path, model_spec)
-        degrees = config.check(model_spec, world_size=world.size, device=self.device)
-        self.config = config
-        self.hf_assets_path, self.failure_folder = hf_assets_path, failure_folder
+        folder, spec = _open_assets(hf_assets_path, model_spec)
+        degrees = config.check(spec, world_size=world.size, device=self.device)
+        self.config, self.hf_assets_path, self.failure_folder = config, hf_assets_path, failure_folder
         self._owns_rank = rank is None
         self._rank = rank or RankInfo.join(
             degrees,
@@ -143,7 +143,7 @@ class TrainingEngine(Configurable):
             always=config.training.cpu_offload,  # FSDP copies, so that one process needs a mesh too.
             record_in=failure_folder,
         )
-        make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
+        make_policy = partial(Policy, config, spec=spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
         self.experts = _expert_balance(config.experts, self.policy)
         if folder is None:
@@ -152,7 +152,7 @@ class TrainingEngine(Configurable):
             self.policy.load_hf(folder)
         self.reference = ReferencePolicy(self.policy, build=make_policy) if config.reference.enable else None
         self.optimizer = config.optimizer.build(
-            parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
+            parameters=self.policy.trained_parameters, adapter=spec.adapter(spec.model)
         )
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
@@ -374,11 +374,15 @@ def _stop_collections(training: TrainingConfig) -> bool:
     return stops
 
 
-def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:
+def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | None, ModelSpec]:
     """Return the Hugging Face folder and the spec with the folder's sizes."""
     if path is None:
+        if spec is None:
+            raise ValueError("hf_assets_path=None: must be a Hugging Face folder if model_spec is None")
         return None, spec
     folder = HFFolder(path, tokenizer=True)
+    if spec is None:
+        return folder, spec_from_hf(folder.config)
     return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
 
 

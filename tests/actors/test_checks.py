@@ -67,7 +67,7 @@ def test_config_without_contradictions_has_no_faults(edits):
         ({"trainer__num_procs": 3, "trainer__parallelism__data_parallel_shard_degree": 1},
          "does not multiply to the world size of 3"),
         ({"generator__tensor_parallel_degree": 3},
-         "generator.tensor_parallel_degree=3 does not divide num_kv_heads=4"),
+         "degree=3 does not divide num_kv_heads=4 and vocab_size=320: must be one of 1, 2, 4"),
         ({"trainer__parallelism__expert_tensor_parallel_degree": 2}, "must be 1: a dense model has no experts"),
         ({"trainer__training__max_sequence_length": 127},
          "trainer.training.max_sequence_length=127 is less than generator.max_model_len=128"),
@@ -101,6 +101,7 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
     config = tiny()
     config.generator.num_replicas = 3
     machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=num_cores, memory_bytes=gib * 2**30)
+    assert config.model is not None
     found = list(machine_faults(config, spec=config.model, machine=machine))
     assert [says in fault for fault in found] == [True] * (says is not None)
 
@@ -116,6 +117,7 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values: 131 GB.
     (fault,) = memory_faults(config, memory_bytes=130 * 10**9)
     assert re.search(r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*has 130 GB and no GPU", fault)
+    assert config.model is not None
     need = config.trainer.estimate_memory(
         config.model, degrees=config.trainer.parallelism.degrees(4), on_gpu=False
     )

@@ -131,11 +131,13 @@ def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
 
 def test_generator_without_room_for_its_longest_request_does_not_fit():
     config = qwen3_32b()
+    spec = config.model
+    assert spec is not None
     config.generator.gpu_memory_utilization = 1.0
 
     def generator(gpu_gb):
         machine = Machine(num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12)
-        return memory(config, spec=config.model, machine=machine, on_gpu=True)["generator_rank"]
+        return memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
 
     # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
     small, large = generator(16.42), generator(16.6)

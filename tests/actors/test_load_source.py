@@ -10,6 +10,7 @@ from actors.checks import check_source
 from configs.sum_digits import tiny, tiny_moe
 from rl.models.hf import write_random_model
 from rl.models.lora import LoRA
+from rl.models.qwen3 import model_registry
 from rl.starting_point import given_folder, random_model
 from rl.training.checkpoint_config import LoadSource
 from rl.training.engine import TrainingEngine
@@ -19,7 +20,7 @@ ADAPTERS = LoRA.Config(rank=4, target_modules=("q_proj", "v_proj"))
 
 def make_engine(*, vocab_size=None, optimizer="AdamW", converters=()):
     config = tiny()
-    spec = config.model
+    spec = model_registry("tiny")
     if vocab_size is not None:
         model = copy.copy(spec.model)
         model.vocab_size = vocab_size
@@ -58,7 +59,7 @@ def test_matching_checkpoint_is_accepted(saved, tmp_path):
         check(saved / "plain", model_only=model_only)
         check(saved / "lora", converters=(ADAPTERS,), model_only=model_only)
     check(saved / "muon", model_only=True)
-    folder = write_random_model(tmp_path / "model", spec=tiny().model, seed=0)
+    folder = write_random_model(tmp_path / "model", spec=model_registry("tiny"), seed=0)
     check(folder, model_only=True)
     check(folder, model_only=True, converters=(ADAPTERS,))
 
@@ -91,7 +92,7 @@ def test_excluded_tensors_may_have_another_shape(saved):
 
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
     config = tiny()
-    spec = config.model
+    spec = model_registry("tiny")
     start = random_model(tmp_path / "cache", spec=spec, seed=0)
     start.make()
     engine = TrainingEngine(
@@ -109,7 +110,7 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
     for fitting in (start, random_model(tmp_path / "cache-2", spec=spec, seed=1)):
         for source in (None, *sources):
             check_source(source, start=fitting, config=config, num_gpus=0)
-    changed = given_folder(other, spec=spec, any_size=False)
+    changed = given_folder(other, spec=spec)
     made = rf"{tmp_path}/step-0 was made with the tokenizer of {start.folder}"
     says = rf"{made}, this run has {other} \(tokenizer\.json differs\)"
     for source in sources:

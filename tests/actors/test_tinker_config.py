@@ -55,7 +55,7 @@ def generator(**fields):
         ),
         (
             {"trainer": trainer(num_procs=4, parallelism=ParallelismConfig(tensor_parallel_degree=4))},
-            "tensor_parallel_degree=4 does not divide num_kv_heads=2",
+            "tensor_parallel_degree=4 does not divide num_kv_heads=2: must be one of 1, 2",
         ),
         ({"generator": generator(max_model_len=65)}, r"generator\.max_model_len=65 is more than the model's"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from rl.distributed.process_group import World
 from rl.models.generate import generate as generate_plainly
+from rl.models.rope import LinearScaling
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams, TrainingSample
@@ -18,8 +19,11 @@ from tests.support.served_engine import served_engine
 
 pytestmark = pytest.mark.medium
 
-WINDOWS = {"window": 37, "global_layers": (1,)}
-SPEC = replace(small_spec(family="gemma3_text", windows=WINDOWS), batch_invariant=True)
+SWITCHES = {"window": 37, "global_layers": (1,), "scaling": LinearScaling(factor=3.0)}
+SPEC = replace(
+    small_spec(family="gemma3_text", switches=SWITCHES, qkv_bias=True, o_bias=True, ffn_bias=True),
+    batch_invariant=True,
+)
 MODEL = random_model(SPEC, seed=0)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 

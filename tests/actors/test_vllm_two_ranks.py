@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from actors.vllm.engine import GeneratorEngine
+from examples.custom_model import MULTIPLIERS
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
@@ -31,8 +32,11 @@ from tests.support.served_engine import make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
-WINDOWS = {"window": 37, "global_layers": (1,)}
-SPEC = small_spec(family="gemma3_text", tie=False, head_dim=32, windows=WINDOWS)
+SWITCHES = {"window": 37, "global_layers": (1,), "multipliers": MULTIPLIERS}
+# A family that is not relay's own.
+SPEC = small_spec(
+    family="granite", tie=False, head_dim=32, switches=SWITCHES, qkv_bias=True, o_bias=True, ffn_bias=True
+)
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
 SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)

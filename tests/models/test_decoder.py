@@ -16,7 +16,12 @@ def batch(lengths):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"num_kv_heads": 2}, {"num_kv_heads": 4}, {"qkv_bias": True, "qk_norm": False}, {"experts": True}],
+    [
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 4},
+        {"qkv_bias": True, "o_bias": True, "ffn_bias": True, "qk_norm": False},
+        {"experts": True},
+    ],
     ids=str,
 )
 def test_packed_equals_unpacked_in_logits_and_gradients(sizes):

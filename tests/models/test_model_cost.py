@@ -5,8 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from examples import custom_model
 from rl.distributed.mesh import Degrees
-from rl.models import qwen3, qwen3_moe
+from rl.models import qwen2, qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.converter import ModelConverters
 from rl.models.decoder import linear_head
@@ -37,7 +38,7 @@ def pytorchs_counts(spec, *, backward):
     return sum(counts.values()) - attention, attention
 
 
-@pytest.mark.parametrize("family", [qwen3, qwen3_moe])
+@pytest.mark.parametrize("family", [qwen3, qwen3_moe, qwen2, custom_model])
 def test_operations_equal_those_that_pytorch_counts(family):
     spec = family.model_registry("tiny")
     work = model_work(spec.model)

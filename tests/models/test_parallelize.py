@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from examples.custom_model import MULTIPLIERS
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
 from rl.distributed.sharding import ShardingOptions, local_tensor, whole_tensor
@@ -22,9 +23,17 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tie": True},
     "untied": {"tie": False},
     "biases": {"qkv_bias": True},
-    "biases without norms": {"qkv_bias": True, "qk_norm": False, "tie": False},
+    "biases everywhere without norms": {
+        "qkv_bias": True, "o_bias": True, "ffn_bias": True, "qk_norm": False, "tie": False,
+    },
+    "width that heads do not divide": {"num_kv_heads": 4, "hidden_dim": 54},
     "experts": {"experts": True, "tie": False},
-}
+    "a family from outside": {
+        "family": "granite", "tie": False, "switches": {"multipliers": MULTIPLIERS | {"logits_scaling": 0.5}},
+    },
+}  # fmt: skip
+WHOLE = ("norm.weight", "router.weight", "load_balance_bias", "o_proj.bias", "down_proj.bias")
+"""Endings of tensors that each rank of the generator holds whole."""
 
 
 LENGTHS = [5, 1, 4]
@@ -96,7 +105,7 @@ def test_generator_plan_on_two_ranks_computes_the_unsharded_logits(ranks, name):
         assert np.abs(rank[name]["whole"]).max() > 3
         assert rank[name]["same_names"]
         assert rank[name]["same_values"]
-        assert all("norm" in tensor or "router" in tensor for tensor in rank[name]["unsplit"])
+        assert all(tensor.endswith(WHOLE) for tensor in rank[name]["unsplit"])
     # Ranks sample from these logits, so the bits must be equal.
     assert np.array_equal(ranks[0][name]["sharded"], ranks[1][name]["sharded"])
 
@@ -109,5 +118,5 @@ def test_trainer_plan_on_two_ranks_computes_the_unsharded_logprobs_and_gradients
         assert rank[name]["gradients"]
         for parameter, (expected, actual) in rank[name]["gradients"].items():
             np.testing.assert_allclose(actual, expected, atol=2e-4, rtol=1e-4, err_msg=parameter)
-        if CASES[name].get("qkv_bias"):
-            assert np.abs(rank[name]["gradients"]["layers.0.attention.qkv_proj.bias"][0]).max() > 0.01
+        for parameter, (expected, _) in rank[name]["gradients"].items():
+            assert not parameter.endswith(".bias") or np.abs(expected).max() > 0.01

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from examples import custom_model
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder, write_random_model
 from rl.models.lora import LoRA
+from rl.models.rope import Llama3Scaling, YarnScaling
 from rl.models.spec import ModelSpec, model_spec, spec_from_hf
 from rl.training.engine import TrainingEngine
 from tests.support.policies import sequence_logprobs
@@ -78,6 +80,10 @@ def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
     spec.model.tie_embeddings = tie
     model = spec.model.build()
     model.init_weights(seed=1, std=0.1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
     write_hf_folder(
         folder,
         model.named_parameters(),
@@ -106,21 +112,37 @@ def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
     return torch.from_numpy(engine.compute_logprobs([sample])[0][1:])
 
 
+def with_all_switches(family: str) -> ModelSpec:
+    spec = model_spec(family, "tiny")
+    block: Any = spec.model.block
+    if family == "llama":
+        spec.model.rope.scaling = Llama3Scaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+        )
+        block.attention.qkv_bias = block.attention.o_bias = block.feed_forward.bias = True
+    if family == "qwen2":
+        spec.model.rope.scaling = YarnScaling(factor=8.0, original_max_position_embeddings=128)
+    return spec
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
     classes = {
         "gemma3_text": "gemma3.Gemma3ForCausalLM",
         "mistral": "mistral.MistralForCausalLM",
+        "llama": "llama.LlamaForCausalLM",
+        "qwen2": "qwen2.Qwen2ForCausalLM",
+        custom_model.GraniteAdapter.model_type: "granite.GraniteForCausalLM",
         "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
         "adapters-merged": "qwen3.Qwen3ForCausalLM",
     }
     tokenizer = write_random_model(tmp_path / "tokenizer", spec=model_spec("qwen3", "tiny"), seed=0)
     base, *folders = (tmp_path / name for name in ("qwen3", *classes))
-    for folder in (base, *folders[:3]):
+    for folder in (base, *folders[:-1]):
         # Untied models are written in shards.
-        tie = folder.name in ("qwen3", "gemma3_text")
-        write(folder, spec=model_spec(folder.name, "tiny"), tie=tie, tokenizer=tokenizer)
+        tie = folder.name not in ("mistral", "granite", "qwen3_moe")
+        write(folder, spec=with_all_switches(folder.name), tie=tie, tokenizer=tokenizer)
     engine = adapted_engine(base)
     engine.export_hf(str(folders[-1]))
     for folder, name, theirs in zip(folders, classes.values(), ask_vllm(*folders), strict=True):

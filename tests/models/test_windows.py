@@ -17,9 +17,9 @@ from tests.support.policies import full_logits, random_model, recomputed_logprob
 
 TOKENS = torch.randint(0, 64, (29,), generator=torch.Generator().manual_seed(5))
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"windows": {"window": 6, "global_layers": (0,)}},
-    "mistral": {"windows": {"window": 5}, "tie": False, "head_dim": 16},
-    "gemma3_text": {"windows": {"window": 7, "global_layers": (1,)}, "num_kv_heads": 1},
+    "qwen3": {"switches": {"window": 6, "global_layers": (0,)}},
+    "mistral": {"switches": {"window": 5}, "tie": False, "head_dim": 16},
+    "gemma3_text": {"switches": {"window": 7, "global_layers": (1,)}, "num_kv_heads": 1},
 }
 NUM_PARAMETERS = {
     ("mistral", "7B-v0.1"): 7_241_732_096,

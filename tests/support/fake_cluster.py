@@ -13,6 +13,7 @@ from actors.plan import Plan
 from actors.pool import GeneratorPool
 from actors.recovery import Role, Supervisor
 from actors.run import Run, make_router
+from rl.models.qwen3 import model_registry
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
 from rl.rollouts.environment import Environments
@@ -119,7 +120,7 @@ def fake_run(
     task = config.task.build()
     rubric = task.rubric(seed=0)
     plan = Plan(
-        start=StartingPoint(folder=folder.path, spec=config.model),
+        start=StartingPoint(folder=folder.path, spec=model_registry("tiny")),
         source=None,
         resumed=None,
         task=task,

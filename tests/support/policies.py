@@ -1,4 +1,4 @@
-"""Small Qwen3 models whose weights expose mistakes, and the logprobs that they should sample with."""
+"""Small models whose weights expose mistakes, and the logprobs that they should sample with."""
 
 from __future__ import annotations
 
@@ -36,21 +36,26 @@ def small_spec(
     normalize_weights: bool = True,
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 256,
-    windows: dict[str, Any] | None = None,
+    hidden_dim: int = 48,
+    ffn_bias: bool = False,
+    switches: dict[str, Any] | None = None,
     **attention: bool,
 ) -> ModelSpec:
-    """Return a model of 2 layers of width 32 with 6 experts or none.
+    """Return a model of 2 layers of width 32 of a family; with `experts`, Qwen3 MoE with 6 of them.
 
-    `attention` is qk_norm or qkv_bias, `windows` is window and global_layers.
+    Args:
+        switches: further arguments of the adapter's `sized`, such as window and global_layers.
+        attention: qk_norm, qkv_bias or o_bias.
     """
     spec = model_spec("qwen3_moe" if experts else family, "tiny")
     mixture = MoE.Config(
         num_experts=6, num_experts_per_token=2, hidden_dim=24, normalize_weights=normalize_weights
     )
+    dense = FeedForward.Config(hidden_dim=hidden_dim, bias=ffn_bias)
     model = spec.adapter.sized(
         vocab_size=vocab_size, dim=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        head_dim=head_dim, feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48),
-        tie_embeddings=tie, theta=1e4, max_positions=max_positions, **(windows or {}),
+        head_dim=head_dim, feed_forward=mixture if spec.name == "qwen3_moe" else dense,
+        tie_embeddings=tie, theta=1e4, max_positions=max_positions, **switches or {},
     )  # fmt: skip
     model.block.attention = replace(model.block.attention, **attention)
     return replace(spec, flavor="small", model=model)

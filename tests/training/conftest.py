@@ -4,9 +4,9 @@ import pytest
 
 from tests.training.parts import (
     even_spec,
+    granite_spec,
     moe_spec,
     random_factors,
-    small_spec,
     windowed_spec,
     write_adapter,
     write_assets,
@@ -32,14 +32,14 @@ def windowed_assets(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def all_assets(windowed_assets, moe_assets, tmp_path_factory):
+def all_assets(moe_assets, tmp_path_factory):
     """Return the folders of weights by kind of model, and the adapters that LoRA starts with."""
     folder = tmp_path_factory.mktemp("assets")
-    untied = small_spec(tie=False)
+    granite = granite_spec()
     return {
-        "dense": windowed_assets,
+        "dense": write_assets(folder / "biased", spec=windowed_spec(bias=True)),
         "moe": moe_assets,
-        "lora": write_assets(folder / "untied", spec=untied),
-        "adapter": write_adapter(folder / "adapter", random_factors(untied, scale=0.2)),
+        "lora": write_assets(folder / "granite", spec=granite),
+        "adapter": write_adapter(folder / "adapter", random_factors(granite, scale=0.2)),
         "even adapter": write_adapter(folder / "even", random_factors(even_spec(), scale=0.02)),
     }

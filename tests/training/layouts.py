@@ -37,10 +37,10 @@ from tests.training.parts import (
     built,
     engine_config,
     even_spec,
+    granite_spec,
     make_sample,
     make_samples,
     moe_spec,
-    small_spec,
     windowed_spec,
     with_targets,
 )
@@ -74,9 +74,9 @@ def spec_of(kind: str) -> ModelSpec:
     if kind == "moe":
         return moe_spec()
     if kind == "dense":
-        return windowed_spec()
+        return windowed_spec(bias=True)
     # Float8 multiplies only sizes that 16 divides.
-    return even_spec() if "float8" in kind else small_spec(tie=kind != "lora")
+    return even_spec() if "float8" in kind else granite_spec()
 
 
 def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from examples import custom_model
 from rl.models import gemma3_text, qwen3, qwen3_moe
 from rl.models.decoder import FeedForward
 from rl.models.hf import write_hf_folder
@@ -34,13 +35,13 @@ BIAS_RATE = 0.01
 
 
 def spec_like(
-    family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: bool = True, **windows: Any
+    family: Any, *, dim: int, head_dim: int, feed_forward: Any, tie: bool = True, **switches: Any
 ) -> ModelSpec:
-    """Return a model of two layers."""
+    """Return a model of two layers; `switches` are further arguments of the adapter's `sized`."""
     spec = family.model_registry("tiny")
     model = spec.adapter.sized(
         vocab_size=VOCAB, dim=dim, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
-        feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=64, **windows,
+        feed_forward=feed_forward, tie_embeddings=tie, theta=1e4, max_positions=64, **switches,
     )  # fmt: skip
     return replace(spec, model=model)
 
@@ -50,10 +51,18 @@ def small_spec(*, tie: bool = True) -> ModelSpec:
     return spec_like(qwen3, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=tie)
 
 
-def windowed_spec(*, tie: bool = True) -> ModelSpec:
-    """Return `small_spec` as a Gemma 3 whose first layer sees five tokens."""
-    ffn = FeedForward.Config(hidden_dim=20)
-    return spec_like(gemma3_text, dim=36, head_dim=6, feed_forward=ffn, tie=tie, window=5, global_layers=(1,))
+def windowed_spec(*, tie: bool = True, bias: bool = False) -> ModelSpec:
+    """Return `small_spec` as a Gemma 3 whose first layer sees five tokens, or one with a bias in each layer."""
+    ffn = FeedForward.Config(hidden_dim=20, bias=bias)
+    switches = {"window": 5, "global_layers": (1,), "attention_bias": bias}
+    return spec_like(gemma3_text, dim=36, head_dim=6, feed_forward=ffn, tie=tie, **switches)
+
+
+def granite_spec() -> ModelSpec:
+    """Return a model of a family that is not relay's own, with an output head."""
+    feed_forward = FeedForward.Config(hidden_dim=20)
+    switches = {"attention_bias": True, "multipliers": custom_model.MULTIPLIERS}
+    return spec_like(custom_model, dim=36, head_dim=6, feed_forward=feed_forward, tie=False, **switches)
 
 
 def even_spec(*, tie: bool = True) -> ModelSpec:
@@ -76,8 +85,8 @@ def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = Non
     tensors = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name.endswith(("norm.weight", "load_balance_bias")):
-                size = 0.3 if name.endswith("norm.weight") else 0.05
+            if name.endswith(("norm.weight", "bias")):
+                size = 0.05 if name.endswith("load_balance_bias") else 0.3
                 tensor += size * torch.randn(tensor.shape, generator=generator)
     with tempfile.TemporaryDirectory() as tokenizer:
         build_byte_tokenizer(tokenizer)

@@ -246,6 +246,7 @@ def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
 
 def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
     root = qwen3_8b()
+    assert root.model is not None
     config, degrees = root.trainer, ParallelismConfig().degrees(1)
     config.activation_checkpoint.mode = "full"
     every = config.estimate_memory(root.model, degrees=degrees, on_gpu=True)
