@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
 from rl.distributed.sharding import local_tensor
 from rl.models.batch_invariant.probe import check_machine
-from rl.models.hf import read_json_object
+from rl.models.hf import read_hf_config
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 from rl.utils.processes import use_threads
@@ -47,9 +46,7 @@ class VLLMCore:
         use_threads(config.num_threads)
         if model_spec.batch_invariant and current_platform.is_cpu():
             # Before vLLM starts, which fixes the number of threads of its process.
-            model_config: Any = model_spec.adapter.config_from_hf(
-                read_json_object(Path(hf_assets_path) / "config.json")
-            )
+            model_config: Any = model_spec.adapter.config_from_hf(read_hf_config(hf_assets_path))
             check_machine(
                 model_config,
                 dtype=getattr(torch, config.dtype),
@@ -228,7 +225,8 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         }
     return EngineArgs(
         model=hf_assets_path,
-        hf_overrides={"architectures": [architecture]},
+        # The trainer's weights are not quantized, also if those in the folder are.
+        hf_overrides={"architectures": [architecture], "quantization_config": None},
         load_format="relay_store",
         use_tqdm_on_load=False,
         # The request gives all sampling settings, and text is not made here.

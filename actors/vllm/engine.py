@@ -47,7 +47,7 @@ from actors.vllm.requests import (
 )
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.models.hf import read_json_object
+from rl.models.hf import read_hf_config
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
@@ -118,8 +118,7 @@ class GeneratorEngine(Configurable):
         A process can have one engine, as vllm keeps much of its state in globals. Raises ValueError if
         the settings do not fit the model or the memory.
         """
-        config_file = Path(self._hf_assets_path) / "config.json"
-        self.config.check_model(self._model_spec.adapter.config_from_hf(read_json_object(config_file)))
+        self.config.check_model(self._model_spec.adapter.config_from_hf(read_hf_config(self._hf_assets_path)))
         self._thread = WorkerThread("vllm-engine")
         try:
             self._core, self._lockstep = await self._thread.run(self._build)

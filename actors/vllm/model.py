@@ -29,7 +29,7 @@ from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import persistent_buffers, reset_buffers
-from rl.models.hf import read_json_object
+from rl.models.hf import read_hf_config
 from rl.models.parallelize import generator_head, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
@@ -49,7 +49,7 @@ class VLLMPolicy(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         folder = Path(vllm_config.model_config.model)
-        config: Any = self.spec.adapter.config_from_hf(read_json_object(folder / "config.json"))
+        config: Any = self.spec.adapter.config_from_hf(read_hf_config(folder))
         tp_size = get_tensor_model_parallel_world_size()
         device = torch.get_default_device()
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl.models.adapter import DecoderAdapter
+from rl.models.block_fp8 import check_scales, dequantized, fp8_block, is_scale, scale_of
 from rl.models.decoder import persistent_buffers
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files, write_json
@@ -43,16 +44,19 @@ class HFFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"Hugging Face folder {self.path} does not exist")
-        self.config: dict[str, Any] = read_json_object(self.path / "config.json")
+        self.config: dict[str, Any] = read_hf_config(self.path)
+        self.fp8_block = fp8_block(read_json_object(self.path / "config.json"))
+        """Rows and columns that share a scale in a block-scaled FP8 checkpoint, or None."""
         if tokenizer:
             check_tokenizer_files(self.path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shape of every tensor in the folder."""
         self.files: dict[str, Path] = {}
-        """File of every tensor."""
+        """File of every tensor, and of the scales of FP8 weights."""
         self._read_headers()
 
     def _read_headers(self) -> None:
+        dtypes: dict[str, str] = {}
         weight_map: dict[str, str] = {}
         if (self.path / INDEX_FILE).exists():
             weight_map = _read_weight_map(self.path / INDEX_FILE)
@@ -61,14 +65,21 @@ class HFFolder:
             if not file.exists():
                 listed = f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
                 raise ValueError(f"weights file {file} is missing{listed}")
-            shapes = _read_header(file)
-            self.shapes |= shapes
-            self.files |= dict.fromkeys(shapes, file)
+            header = _read_header(file)
+            self.shapes |= {name: shape for name, (shape, _) in header.items()}
+            dtypes |= {name: dtype for name, (_, dtype) in header.items()}
+            self.files |= dict.fromkeys(header, file)
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:
                 raise ValueError(
                     f"tensor {tensor} is missing from {self.path / name}, where {INDEX_FILE} has it"
                 )
+        try:
+            check_scales(self.shapes, dtypes, block=self.fp8_block)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        if self.fp8_block is not None:
+            self.shapes = {name: shape for name, shape in self.shapes.items() if not is_scale(name)}
 
     def check(
         self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None
@@ -109,19 +120,26 @@ class HFFolder:
 def read_parameters(
     folder: HFFolder, adapter: DecoderAdapter, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters on the CPU in the file's dtype, one at a time in the order of `names`."""
+    """Yield whole parameters on the CPU, one at a time in the order of `names`.
+
+    They are in the file's dtype, or in float32 if that is FP8.
+    """
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
+
+        def read(name: str) -> Tensor:
+            if name not in folder.files:
+                raise ValueError(f"{folder.path}: tensor {name} is missing")
+            file = folder.files[name]
+            if file not in handles:
+                handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            tensor: Tensor = handles[file].get_tensor(name)
+            if folder.fp8_block is None or scale_of(name) not in folder.files:
+                return tensor
+            return dequantized(tensor, read(scale_of(name)), block=folder.fp8_block)
+
         for name in names:
-            tensors = []
-            for hf_name in adapter.hf_names(name):
-                if hf_name not in folder.files:
-                    raise ValueError(f"{folder.path}: tensor {hf_name} is missing")
-                file = folder.files[hf_name]
-                if file not in handles:
-                    handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                tensors.append(handles[file].get_tensor(hf_name))
-            yield name, adapter.from_hf(name, tensors)
+            yield name, adapter.from_hf(name, [read(hf_name) for hf_name in adapter.hf_names(name)])
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -135,6 +153,13 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
     return content
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """Return config.json without its quantization; raise ValueError for one that is not supported."""
+    config = read_json_object(Path(folder) / "config.json")
+    fp8_block(config)
+    return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
 def hf_buffers(model: nn.Module, adapter: DecoderAdapter) -> dict[str, Tensor]:
@@ -247,11 +272,12 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     return ids
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a safetensors file."""
+def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each tensor in a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error
 

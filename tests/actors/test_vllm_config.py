@@ -8,14 +8,17 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from actors.generator import VLLMGenerator
-from actors.vllm import model
+from actors.vllm import core, model
 from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import check_call, check_sequences
 from rl.distributed.process_group import World
+from rl.models.hf import write_hf_folder
 from rl.types import Completion, SamplingParams
-from tests.support.policies import VOCAB_SIZE, small_spec
+from tests.support.fp8_folders import quantize_folder
+from tests.support.policies import VOCAB_SIZE, random_model, small_spec
 
 MODEL = small_spec().model
 
@@ -101,3 +104,16 @@ def test_reading_the_config_does_not_import_vllm():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert run.stdout == "False\n", run.stderr
+
+
+def test_quantization_of_the_starting_weights_is_not_that_of_the_generator(tmp_path):
+    spec = small_spec()
+    params = random_model(spec, seed=0).named_parameters()
+    write_hf_folder(tmp_path / "hf", params, spec.adapter(spec.model), dtype=torch.bfloat16)
+    quantize_folder(tmp_path / "hf", block=(16, 16))
+    arguments = core.engine_args(
+        VLLMGenerator.Config(dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.01),
+        architecture=model.register_policy(spec),
+        hf_assets_path=str(tmp_path / "hf"),
+    )
+    assert arguments.create_engine_config().quant_config is None
