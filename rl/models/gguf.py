@@ -19,9 +19,11 @@ from torch import Tensor
 
 from rl.models.adapter import DecoderAdapter
 from rl.models.hf import write_hf_folder
-from rl.models.spec import FAMILIES, spec_from_hf
+from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import write_json
 
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+"""Names in GGUF of the families that transformers translates without loss; Mistral's is "llama"."""
 RECIPE = 1
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
@@ -77,10 +79,10 @@ def _settings(file: Path) -> dict[str, Any]:
     reader = GGUFReader(file)
     settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
     architecture = settings["general.architecture"]
-    known = [family.replace("_", "") for family in FAMILIES]
-    if architecture not in known:
+    if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{file}: general.architecture={architecture!r} is not supported: must be one of {', '.join(known)}"
+            f"{file}: general.architecture={architecture!r} is not supported: must be one of "
+            f"{', '.join(ARCHITECTURES)}; give the model's Hugging Face folder"
         )
     if settings.get("split.count", 1) > 1:
         raise ValueError(f"{file}: is one of several parts: join them with `llama-gguf-split --merge`")
