@@ -25,7 +25,7 @@ from tests.support.served_engine import served_engine
 
 pytestmark = pytest.mark.medium
 
-SPEC = small_spec(family="mistral", switches={"window": 37})
+SPEC = small_spec(family="gemma3_text", switches={"window": 37, "global_layers": (1,)})
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 """Prompts: the fourth is longer than a step takes, and some fill whole cache blocks."""

@@ -20,6 +20,7 @@ def batch(lengths):
         {"num_kv_heads": 2},
         {"num_kv_heads": 4},
         {"qkv_bias": True, "o_bias": True, "ffn_bias": True, "qk_norm": False},
+        {"family": "gemma3_text", "num_kv_heads": 1, "switches": {"window": 4, "global_layers": (1,)}},
         {"experts": True},
     ],
     ids=str,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples import custom_model
-from rl.models import llama, qwen2, qwen3, qwen3_moe
+from rl.models import gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.spec import FAMILIES, model_spec, spec_from_hf
 from tests.support.policies import full_logits, small_spec
@@ -33,10 +33,12 @@ NUM_PARAMETERS: list[tuple[Any, dict[str, int | None]]] = [
             "3.2-1B": 1_235_814_400, "3.2-3B": 3_212_749_824, "3.1-8B": 8_030_261_248,
         },
     ),
+    (mistral, {"tiny": None, "7B-v0.1": 7_241_732_096, "7B-v0.3": 7_248_023_552}),
+    (gemma3_text, {"tiny": None, "270M": 268_098_176, "1B": 999_885_952}),
     (custom_model, {"tiny": None}),
 ]  # fmt: skip
 MOE_NUM_PARAMETERS = {"tiny": 2_109_504, "30B-A3B": 30_532_122_624}
-TOKENS = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(0, 64, (13,), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,19 @@ GRANITE = {
 }  # fmt: skip
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
 def rope(kind, **fields):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 5e3} | fields}
+
+
+LOCAL = {"rope_type": "default", "rope_theta": 700.0}
+GEMMA = {
+    "query_pre_attn_scalar": 8, "sliding_window": 4,
+    "rope_parameters": {"full_attention": rope("default")["rope_parameters"], "sliding_attention": LOCAL},
+}  # fmt: skip
+LINEAR = rope("linear", factor=4.0)["rope_parameters"]
 
 
 FOLDERS: list[tuple[str, dict[str, Any]]] = [
@@ -139,7 +152,20 @@ FOLDERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": False, "tie_word_embeddings": False}),
     ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}),
     ("qwen2", {"tie_word_embeddings": False, "head_dim": 9 * 2} | rope("yarn", **YARN)),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen2", WINDOW),
+    ("qwen3", WINDOW),
+    ("qwen3_moe", EXPERTS | WINDOW | {"num_key_value_heads": 1}),
+    ("mistral", {"sliding_window": 4, "tie_word_embeddings": False}),
+    ("mistral", {"sliding_window": None, "head_dim": None, "hidden_size": 40}),
+    ("gemma3_text", GEMMA | {"sliding_window_pattern": 2}),
+    (
+        "gemma3_text",
+        {
+            "query_pre_attn_scalar": 5, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False, "head_dim": 16, "num_key_value_heads": 1, "attention_bias": True,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+        },
+    ),
     ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} | rope("llama3", **LLAMA3)),
     ("llama", {"head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 54} | rope("linear", factor=4.0)),
@@ -203,6 +229,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
     ("qwen3", {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported: must be 1"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0: must be a positive integer"),
+    ("mistral", {"layer_types": ["full_attention"]}, "layer_types=.*must be a list of 2 of"),
+    ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "full_attention and sliding_attention"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*must be 'gelu_pytorch_tanh'"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0.*must be None"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*must be None"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*must be False"),
+    ("gemma3_text", {"rope_parameters": 5}, "rope_parameters=5: must be an object"),
+    ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*texts and images.*must be 'gemma3_text'"),
     ("qwen3_moe", {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
@@ -215,11 +250,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
 def test_unsupported_or_malformed_config_field_is_rejected(family, change, message):
-    spec = small_spec(family=family)
+    spec = small_spec(family=family, switches={"window": 6} if family == "mistral" else {})
     hf = spec.adapter(spec.model).hf_config()
-    spec.adapter.config_from_hf(hf)
+    assert spec.adapter.config_from_hf(hf) == spec.model
+    read = spec_from_hf if change.get("model_type") == "gemma3" else spec.adapter.config_from_hf
     with pytest.raises(ValueError, match=message):
-        spec.adapter.config_from_hf(hf | change)
+        read(hf | change)
+
+
+def test_fields_of_transformers_4_give_the_same_gemma():
+    new = {"full_attention": LINEAR, "sliding_attention": LOCAL}
+    old = {
+        "rope_theta": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 700.0,
+    }  # fmt: skip
+    common = SMALL | {"model_type": "gemma3_text", "sliding_window": 8, "num_hidden_layers": 7}
+    del common["tie_word_embeddings"], common["rope_parameters"]
+    model = spec_from_hf(common | {"rope_parameters": new}).model
+    assert spec_from_hf(common | old).model == model
+    assert (model.window, model.global_layers, model.tie_embeddings) == (8, (5,), True)
 
 
 def test_llama_2_has_the_defaults_of_transformers():

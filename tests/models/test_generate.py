@@ -35,6 +35,19 @@ def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temper
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [0, 10**6])
+def test_sampling_past_a_window_equals_a_forward_over_the_whole_sequence(limit, monkeypatch):
+    monkeypatch.setattr("rl.models.attention.MAX_PADDED_KEYS", limit)
+    model = random_model(
+        small_spec(family="gemma3_text", switches={"window": 7, "global_layers": (1,)}), seed=0
+    )
+    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=0)
+    for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+        for completion in completions:
+            expected = recomputed_logprobs(model, prompt, completion, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_stop_token_ends_a_completion_and_is_part_of_it(model):
     free = SamplingParams(max_tokens=20, num_samples=4, seed=0)
     stops = tuple(range(0, 64, 8))

@@ -26,6 +26,10 @@ TEXTS = ["4+7=11+8=19 [ANSWER] 19", "<|im_start|>user\nWas ist größer, 3 oder 
 ENGINE = """
 import gc, json, sys
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
+
+# Otherwise another process imports vllm to look at each class.
+registry._run_in_subprocess = lambda look: look()
 
 def ask(folder, texts):
     llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8)
