@@ -140,6 +140,8 @@ def process_env(at: Placement) -> dict[str, str]:
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(at.threads),
         "PYTHONPATH": import_path(),
+        # glibc keeps freed memory for all threads together (`rl.utils.malloc`).
+        "MALLOC_ARENA_MAX": "1",
     }
     # `rl.weights` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}

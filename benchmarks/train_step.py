@@ -1,14 +1,17 @@
 """Tokens per second of whole training steps: relay's engine against transformers with padding.
 
     python -m benchmarks.train_step [--quick]
+    python -m benchmarks.train_step --flavor SmolLM2-135M --lengths 32 256 --dtype mixed
     python -m benchmarks.train_step --flavor 1.7B --compile
 
-All sides train Qwen3 on the same batch of sequences of different lengths: forward, cross-entropy of every target
+All sides train one model on the same batch of sequences of different lengths: forward, cross-entropy of every target
 token, backward, clipping and a step of fused AdamW, from the same seeded weights, in the same dtype, on the same
-number of threads, with the same token limit of a micro-batch. Three sides alternate, each in its own process:
+number of threads, with the same token limit of a micro-batch. In dtype `bfloat16` everything is bfloat16; in `mixed`
+weights and optimizer are float32, forward and backward bfloat16: `param_dtype` in relay, autocast in transformers.
+Three sides alternate, each in its own process:
 
     relay                sequences packed on one axis, no padding
-    transformers         Qwen3ForCausalLM (sdpa), padded to the longest sequence of each micro-batch, in the given
+    transformers         its own implementation (sdpa), padded to the longest sequence of each micro-batch, in the given
                          order: the side that `ratio` compares with
     transformers_sorted  the same, longest sequences first, so that there is little padding: `ratio_sorted`
 
@@ -34,8 +37,8 @@ from typing import Any
 
 from benchmarks.processes import Worker
 
-FLAVORS = {"tiny": 1024, "small": 40_960, "0.6B": 40_960, "1.7B": 40_960}
-"""Longest sequence by flavor."""
+FLAVORS = {"tiny": 1024, "small": 40_960, "0.6B": 40_960, "1.7B": 40_960, "SmolLM2-135M": 8192}
+"""Longest sequence by flavor, of Llama where it is SmolLM2's, else of Qwen3."""
 NAMES = ("relay", "transformers", "transformers_sorted")
 NUM_WARMUP_STEPS = 2
 """Steps at the start that are not measured: they allocate and compile."""
@@ -124,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--flavor", choices=tuple(FLAVORS), help="small on a CPU, 0.6B on a GPU")
     options.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
     options.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 on a GPU"
+        "--dtype", choices=("float32", "bfloat16", "mixed"), help="float32 on a CPU, bfloat16 on a GPU"
     )
     lengths = options.add_mutually_exclusive_group()
     lengths.add_argument("--sequence-length", type=int, metavar="N", help="of each; 4096 on a GPU")

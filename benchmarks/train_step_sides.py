@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,15 @@ import transformers
 from torch import Tensor, nn
 
 # Whole, on both sides, so that the memory of imports is the same and none of it is counted.
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.train_step import Workload, padded_micro_batches
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
 from rl.models.batch_invariant.probe import processor
 from rl.models.decoder import Decoder, FeedForward
-from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
+from rl.models.spec import model_spec as spec_of
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
@@ -46,8 +47,8 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 9
 def model_spec(flavor: str) -> ModelSpec:
     """Return a flavor of the registry, or `small` with 29M parameters for a CPU."""
     if flavor != "small":
-        return model_registry(flavor)
-    spec = model_registry("0.6B")
+        return spec_of("llama" if flavor.startswith("SmolLM2") else "qwen3", flavor)
+    spec = spec_of("qwen3", "0.6B")
     model = spec.model
     model.vocab_size, model.dim, model.num_layers = 8192, 512, 8
     attention = model.block.attention
@@ -56,6 +57,11 @@ def model_spec(flavor: str) -> ModelSpec:
     assert isinstance(feed_forward, FeedForward.Config)
     feed_forward.hidden_dim = 1536
     return spec
+
+
+def dtypes(workload: Workload) -> tuple[Any, Any]:
+    """Return the names of the dtypes of the stored weights and of forward and backward."""
+    return ("float32", "bfloat16") if workload.dtype == "mixed" else (workload.dtype, workload.dtype)
 
 
 def draw_sequences(workload: Workload, *, vocab_size: int) -> list[np.ndarray]:
@@ -78,7 +84,7 @@ class EngineSide:
 
     def __init__(self, workload: Workload) -> None:
         spec = model_spec(workload.flavor)
-        dtype: Any = workload.dtype
+        stored, computed = dtypes(workload)
         config = TrainingEngine.Config(
             loss=CrossEntropyLoss(),
             compile=CompileConfig(enable=workload.compile),
@@ -87,8 +93,8 @@ class EngineSide:
                 max_tokens_per_microbatch=workload.microbatch_tokens,
                 logits_chunk_tokens=workload.logits_chunk_tokens,
                 max_norm=MAX_NORM,
-                dtype=dtype,
-                param_dtype=dtype,
+                dtype=stored,
+                param_dtype=computed,
                 seed=workload.seed,
             ),
         )
@@ -119,7 +125,7 @@ def _sample(token_ids: np.ndarray) -> TrainingSample:
 
 
 class TransformersSide:
-    """transformers' `Qwen3ForCausalLM` on micro-batches padded to their longest sequence."""
+    """transformers' model on micro-batches padded to their longest sequence."""
 
     def __init__(self, workload: Workload, *, by_length: bool) -> None:
         self.device = torch.device(workload.device)
@@ -135,12 +141,15 @@ class TransformersSide:
             workload.lengths(), max_tokens=workload.microbatch_tokens, by_length=by_length
         )
         self.num_tokens = sum(workload.lengths())
+        mixed = workload.dtype == "mixed"
+        self.autocast = partial(torch.autocast, workload.device, dtype=torch.bfloat16, enabled=mixed)
 
     def step(self) -> float:
         total = torch.zeros((), device=self.device)
         for indices in self.plan:
             inputs_BL, targets_BL, mask_BL = self._padded([self.sequences[i] for i in indices])
-            logits_BLV = self.model(input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False).logits
+            with self.autocast():
+                logits_BLV = self.model(input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False).logits
             loss = self.loss_sum(logits_BLV, targets_BL) / self.num_tokens
             loss.backward()
             total += loss.detach()
@@ -164,13 +173,12 @@ class TransformersSide:
 def _transformers_model(workload: Workload, *, device: torch.device) -> Any:
     """Return transformers' model with the weights that the engine draws for the same seed."""
     spec = model_spec(workload.flavor)
-    dtype = getattr(torch, workload.dtype)
+    dtype = getattr(torch, dtypes(workload)[0])
     adapter = spec.adapter(spec.model)
     values = adapter.hf_config()
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    assert isinstance(model, Qwen3ForCausalLM)
     ours = spec.model.build().to(dtype)
     ours.init_weights(seed=workload.seed)
     theirs = dict(model.named_parameters())
@@ -203,7 +211,7 @@ def describe(workload: Workload) -> dict[str, Any]:
     if workload.device == "cuda":
         hardware = torch.cuda.get_device_name()
         known = (flops for name, flops in PEAK_FLOPS.items() if name in hardware)
-        peak_flops = next(known, None) if workload.dtype == "bfloat16" else None
+        peak_flops = next(known, None) if workload.dtype != "float32" else None
     return {
         "hardware": hardware,
         "torch": torch.__version__,

@@ -14,7 +14,8 @@ class LossInputs:
     """One packed micro-batch. Entry t of each tensor belongs to target token t."""
 
     logprobs: Tensor
-    """[T] float32, nats: logprobs under the policy being trained; carries the gradient."""
+    """[T] float32, nats: logprobs under the policy being trained; carries the gradient. Meaningless where neither
+    `mask` nor `ratio_mask` is True."""
     generator_logprobs: Tensor
     """[T] float32, nats: logprobs recorded when the tokens were sampled; NaN for tokens that no generator
     sampled."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
+from rl.models.attention_grid import attend, grids_of
 
 MAX_PADDED_KEYS = 20_000
 """Numbers in the keys of the longest segment up to which one call with padding is faster than a call for each
@@ -136,7 +137,7 @@ def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tup
 
 
 class PackedAttention(nn.Module):
-    """The trainer's attention: flash varlen kernels on a GPU in half precision, one segment at a time elsewhere."""
+    """The trainer's attention: flash varlen kernels on a GPU in half precision, grids of segments elsewhere."""
 
     def __init__(self, *, window: int | None = None, num_splits: int | None = None) -> None:
         """Let each token see the latest `window` tokens, its own included, or all; of a segment's keys the last ones.
@@ -169,7 +170,7 @@ class PackedAttention(nn.Module):
 
 
 class AttentionBySegment(nn.Module):
-    """Attention to the result of `keys_and_values`, one segment after another, or to padded keys while decoding."""
+    """Attention to the result of `keys_and_values` in grids of segments, or to padded keys while decoding."""
 
     never_compiled = True
     """Every batch, with other lengths, would be compiled anew."""
@@ -184,22 +185,15 @@ class AttentionBySegment(nn.Module):
         keys_fit = window * k_NKD[0].numel() <= MAX_PADDED_KEYS
         if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries) and keys_fit:
             return self._of_single_queries(q_tHD, k_NKD, v_NKD, layout, window)
-        queries = q_tHD.split(layout.num_queries)
-        keys, values = k_NKD.split(layout.num_keys), v_NKD.split(layout.num_keys)
-        outs = []
-        for q, k, v in zip(queries, keys, values, strict=True):
-            unseen = max(0, len(k) - len(q) + 1 - window)
-            k, v, mask = k[unseen:], v[unseen:], None
-            is_square, hidden = len(q) == len(k) <= window, len(k) - len(q)
-            if not is_square and len(q) > 1:
-                mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
-                mask = mask.tril(hidden).triu(hidden + 1 - window)
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=is_square, enable_gqa=q.size(1) != k.size(1)
-            )
-            outs.append(out.squeeze(0).transpose(0, 1))
-        return torch.cat(outs)
+        grids, places_t = grids_of(
+            layout.num_queries,
+            layout.num_keys,
+            window=self.window,
+            group_size=q_tHD.size(1) // k_NKD.size(1),
+            dtype=q_tHD.dtype,
+            device=q_tHD.device,
+        )
+        return attend(q_tHD, k_NKD, v_NKD, grids, places_t)
 
     def _of_single_queries(
         self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout, window: int

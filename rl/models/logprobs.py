@@ -6,14 +6,15 @@
 Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum, sum of exponentials
 and the target's logit are reduced over the ranks, [C] numbers each; no rank holds the whole vocabulary.
 
-Shape legend: T packed tokens, C tokens of one chunk, K targets of each token, E model width, V vocabulary, W part
-of the vocabulary on this rank.
+Shape legend: T packed tokens, R of them whose values are needed, C tokens of one chunk, K targets of each token, E
+model width, V vocabulary, W part of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from rl.distributed.collectives import all_reduce
+
+PART_NUMBERS = 1 << 19
+"""Logits that a CPU works on at once, so that every pass but the first finds them in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,7 @@ def token_logprobs(
     *,
     targets_T: Tensor,
     temperatures_T: Tensor,
+    rows_R: Tensor | None = None,
     chunk_tokens: int | None = None,
     loss_parallel: bool = True,
     chunk_logprobs: Callable[..., tuple[Tensor, Tensor]] | None = None,
@@ -54,6 +59,7 @@ def token_logprobs(
     Args:
         targets_T: int64; or [T, K] for several targets of each distribution.
         temperatures_T: float32, above 0.
+        rows_R: int64, the tokens whose values are needed; those of all others are 0. None for all tokens.
         chunk_tokens: largest number of tokens whose logits exist at once; the backward recomputes them.
         loss_parallel: keep each rank's part of the vocabulary; False gathers the head's weight.
         chunk_logprobs: a compiled form of `logprobs_of_chunk`.
@@ -62,19 +68,28 @@ def token_logprobs(
     Returns:
         Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
-    compute = chunk_logprobs or logprobs_of_chunk
     hidden_TE, weight, shard = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
-    num_tokens = targets_T.size(0)
-    if chunk_tokens is None or num_tokens <= chunk_tokens:
-        return compute(hidden_TE, weight, targets_T, temperatures_T, shard, entropy_gradient)
-    chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TE, targets_T, temperatures_T)), strict=True)
-    parts = [
-        checkpoint(
-            compute, hidden, weight, targets, temperatures, shard, entropy_gradient,
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for hidden, targets, temperatures in chunks
-    ]  # fmt: skip
+    compute = partial(
+        chunk_logprobs or logprobs_of_chunk, weight=weight, shard=shard, entropy_gradient=entropy_gradient
+    )
+    if rows_R is None:
+        return _in_chunks(compute, chunk_tokens, hidden_TE, targets_T, temperatures_T)
+    needed = (x.index_select(0, rows_R) for x in (hidden_TE, targets_T, temperatures_T))
+    logprobs, entropy = (
+        x.new_zeros(targets_T.size(0), *x.shape[1:]).index_copy(0, rows_R, x)
+        for x in _in_chunks(compute, chunk_tokens, *needed)
+    )
+    return logprobs, entropy
+
+
+def _in_chunks(
+    compute: Callable[..., tuple[Tensor, Tensor]], chunk_tokens: int | None, *inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs and entropies of the tokens, of which the backward recomputes one chunk after another."""
+    if chunk_tokens is None or inputs[0].size(0) <= chunk_tokens:
+        return compute(*inputs)
+    chunks = zip(*(x.split(chunk_tokens) for x in inputs), strict=True)
+    parts = [checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -105,18 +120,21 @@ def _local_inputs(
 
 def logprobs_of_chunk(
     hidden_CE: Tensor,
-    weight: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,
+    *,
+    weight: Tensor,
     shard: VocabularyShard | None,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs` from plain tensors in one chunk."""
     logits_CV = F.linear(hidden_CE, weight)
-    if shard is not None:
+    if shard is not None or not (entropy_gradient or torch.compiler.is_compiling()):
         targets_CK = targets_C.view(targets_C.size(0), -1)
-        logprobs_CK, entropy_C = _ShardedLogprobs.apply(
-            logits_CV, targets_CK, temperatures_C, shard, entropy_gradient
+        logprobs_CK, entropy_C = (
+            _Logprobs.apply(logits_CV, targets_CK, temperatures_C)
+            if shard is None
+            else _ShardedLogprobs.apply(logits_CV, targets_CK, temperatures_C, shard, entropy_gradient)
         )
         return logprobs_CK.view_as(targets_C), entropy_C
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
@@ -133,6 +151,50 @@ def logprobs_of_chunk(
 
 def _entropy(logprobs_CV: Tensor) -> Tensor:
     return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+
+
+class _Logprobs(torch.autograd.Function):
+    """Logprobs [C, K] with gradient, and entropy [C], of whole logits [C, V].
+
+    The logits' memory holds the probabilities until the backward, and then the gradient. Everything else of this
+    size exists for a part of the rows at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_CV: Tensor, targets_CK: Tensor, temperatures_C: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        parts = []
+        for logits, targets, temperatures in _parts(logits_CV, targets_CK, temperatures_C):
+            logprobs = torch.log_softmax(logits.float() / temperatures.unsqueeze(1), dim=-1)
+            probabilities = logprobs.exp()
+            logits.copy_(probabilities)
+            of_targets = logprobs.gather(1, targets), probabilities.gather(1, targets)
+            parts.append((*of_targets, -probabilities.mul_(logprobs).sum(-1)))
+        logprobs_CK, of_targets_CK, entropy_C = map(torch.cat, zip(*parts, strict=True))
+        ctx.save_for_backward(logits_CV, targets_CK, temperatures_C, of_targets_CK)
+        ctx.mark_non_differentiable(entropy_C)
+        return logprobs_CK, entropy_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities_CV, targets_CK, temperatures_C, of_targets_CK = ctx.saved_tensors
+        # d logprob / d logit = (1 if target else 0) - probability, over the temperature; the targets' in float32,
+        # because in bfloat16 a probability near 1 has lost 1 - p.
+        slopes_C1 = -grads[0].sum(1, keepdim=True)
+        is_same_CKK = targets_CK.unsqueeze(2) == targets_CK.unsqueeze(1)
+        pulls_CK = torch.where(is_same_CKK, grads[0].unsqueeze(1), 0.0).sum(2)
+        of_targets_CK = (pulls_CK + of_targets_CK * slopes_C1) / temperatures_C.unsqueeze(1)
+        slopes_C1 = slopes_C1 / temperatures_C.unsqueeze(1)
+        for grad, slopes, targets, values in _parts(probabilities_CV, slopes_C1, targets_CK, of_targets_CK):
+            grad.mul_(slopes).scatter_(1, targets, values.to(grad.dtype))
+        return probabilities_CV, None, None
+
+
+def _parts(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the rows of all tensors in parts that fit a CPU's caches; on a GPU in one part."""
+    num_rows = len(logits_CV) if logits_CV.is_cuda else max(1, PART_NUMBERS // logits_CV.size(1))
+    return zip(*(x.split(max(1, num_rows)) for x in (logits_CV, *others)), strict=True)
 
 
 class _Entropy(torch.autograd.Function):

@@ -81,6 +81,8 @@ class PackedBatch:
     """[T] float32, nats; None if the samples have none."""
     ratio_mask: Tensor | None = None
     """[T] bool; None if the samples have none."""
+    loss_rows: Tensor
+    """[R] int64, the tokens that `mask` or `ratio_mask` selects; the first token if they select none."""
     num_sequences: int
     """Samples in this micro-batch; 0 for padding alone."""
     sample_indices: tuple[int, ...]
@@ -276,6 +278,9 @@ def _pack_one(
     def joined_if_there(name: str, dtype: type = np.float32) -> Tensor | None:
         return None if getattr(samples[0], name) is None else joined(name, dtype, 0)
 
+    mask, ratio_mask = joined("mask", np.bool_, False), joined_if_there("ratio_mask", np.bool_)
+    in_loss_T = mask.view(len(mask), -1).any(1)
+    loss_rows = (in_loss_T if ratio_mask is None else in_loss_T | ratio_mask).nonzero().squeeze(1)
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
         input_ids=joined("token_ids", np.int64, 0, shift=0),
@@ -286,12 +291,13 @@ def _pack_one(
             if shares
             else SequenceLayout.from_lengths(lengths_P)
         ),
-        mask=joined("mask", np.bool_, False),
+        mask=mask,
         advantages=joined("advantages", np.float32, 0.0),
         generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
         reference_logprobs=joined_if_there("reference_logprobs"),
         proximal_logprobs=joined_if_there("proximal_logprobs"),
-        ratio_mask=joined_if_there("ratio_mask", np.bool_),
+        ratio_mask=ratio_mask,
+        loss_rows=loss_rows if len(loss_rows) else loss_rows.new_zeros(1),
         temperatures=torch.from_numpy(temperatures_S[sequence_ids]),
         sequence_ids=torch.from_numpy(sequence_ids),
         num_sequences=len(chosen),

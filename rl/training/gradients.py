@@ -152,7 +152,9 @@ class GradientAccumulator:
         if self._reference is not None and getattr(loss, "uses_reference", False):
             batches = self._reference.attach(batches)
         for batch in (batch.to(policy.device) for batch in batches):
-            logprobs_T, entropy_T = policy.forward(batch, entropy_gradient=backward and uses_entropy(loss))
+            logprobs_T, entropy_T = policy.forward(
+                batch, entropy_gradient=backward and uses_entropy(loss), of_loss=not call.returns_logprobs
+            )
             inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
             output = loss(inputs)
             if backward:
@@ -185,6 +187,7 @@ class CallSums:
             raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples)
         self.has_denominator = False
+        self.returns_logprobs = bool(wanted)
         self._samples = samples
         self._policy = policy
         self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from losses.types import uses_entropy
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees
 from rl.models.converter import ModelConverters
@@ -116,7 +117,7 @@ def estimate(
         gathered=_gathered(on_rank, named, config=config),
         activations=int(num_tokens * kept),
         recomputed=int(num_tokens * recomputed),
-        logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config),
+        logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu),
         copies=kept_on_device * num_copied * stored,
     )
 
@@ -253,12 +254,20 @@ def _activations_of_token(
 
 
 def _logits(
-    model: Decoder.Config, *, num_tokens: int, degrees: Degrees, config: TrainingEngine.Config
+    model: Decoder.Config,
+    *,
+    num_tokens: int,
+    degrees: Degrees,
+    config: TrainingEngine.Config,
+    on_gpu: bool,
 ) -> int:
-    """Return the bytes of logits and, in float32, their log-softmax, its exponential and the entropy's product."""
+    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once."""
     num_tokens = min(num_tokens, config.training.logits_chunk_tokens or num_tokens)
     parts = degrees.tp if config.parallelism.loss_parallel else 1
-    return num_tokens * model.vocab_size // parts * (_size(config.training.param_dtype) + 3 * FLOAT32)
+    # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes few rows at once.
+    num_copies = 3 if parts > 1 or uses_entropy(config.loss) else 2 * on_gpu
+    size = _size(config.training.param_dtype) + num_copies * FLOAT32
+    return num_tokens * model.vocab_size // parts * size
 
 
 def _size(dtype: str) -> int:

@@ -48,6 +48,7 @@ from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
+from rl.utils.malloc import keep_freed_memory
 from rl.utils.processes import seed_everything
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Policy:
         for name, parameter in model.named_parameters():
             # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
             parameter.requires_grad_(trained[name])
+        if self.device.type == "cpu":
+            keep_freed_memory()
         materialize(model, device=self.device, cpu_offload=self._options.cpu_offload)
         reset_buffers(model)
         return model
@@ -252,13 +255,21 @@ class Policy:
                 num_ranks=self.data_rank.count,
             )
 
-    def forward(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: PackedBatch, *, entropy_gradient: bool = False, of_loss: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the logprobs of the targets, [T] or [T, K], and the entropies, [T], as float32 in nats.
 
-        Logprobs have a gradient; entropies have one if `entropy_gradient` is set.
+        Logprobs have a gradient; entropies have one if `entropy_gradient` is set. With `of_loss` the values of
+        tokens that the loss does not read may be 0.
         """
         if self.context is None:
-            head = self._head(batch.targets, batch.temperatures, entropy_gradient)
+            # Batch-invariant products need whole tiles of rows.
+            is_part = (
+                of_loss and row_multiple(self.spec) == 1 and len(batch.loss_rows) < batch.input_ids.numel()
+            )
+            rows = batch.loss_rows if is_part else None
+            head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
             return self._forward(batch.input_ids, batch.positions, batch.sequences, head)
         num_tokens = batch.input_ids.numel()
         mine_t = self.context.token_indices(num_tokens).to(self.device)
@@ -290,12 +301,20 @@ class Policy:
         self.release()
         return values.collect()
 
-    def _head(self, targets_T: Tensor, temperatures_T: Tensor, entropy_gradient: bool) -> TokenHead:
+    def _head(
+        self,
+        targets_T: Tensor,
+        temperatures_T: Tensor,
+        entropy_gradient: bool,
+        *,
+        rows_R: Tensor | None = None,
+    ) -> TokenHead:
         """Return the function of hidden states and the head's weight that gives logprobs and entropies."""
         return partial(
             token_logprobs,
             targets_T=targets_T,
             temperatures_T=temperatures_T,
+            rows_R=rows_R,
             chunk_tokens=self.training.logits_chunk_tokens,
             loss_parallel=self._options.parallelism.loss_parallel,
             chunk_logprobs=self._chunk_logprobs,

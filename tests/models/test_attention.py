@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl.distributed.compile import CompileConfig, compile_blocks
 from rl.distributed.context_parallel import ContextParallel
 from rl.models.attention import AttentionBySegment, PackedAttention, SequenceLayout
 from rl.models.batch_invariant.model import InvariantAttention
@@ -97,6 +98,7 @@ def test_attention_after_a_shared_prefix_equals_the_textbook_over_whole_sequence
 
 def test_compiled_attention_equals_eager_attention():
     inputs = random_qkv(46, dtype=torch.float32)
-    attention, layout = PackedAttention(), SequenceLayout.from_lengths([20, 19, 4, 3])
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    attention, compiled = PackedAttention(), PackedAttention()
+    layout = SequenceLayout.from_lengths([20, 19, 4, 3])
+    compile_blocks([compiled], CompileConfig(enable=True, backend="aot_eager"))
     assert_same_values_and_gradients(compiled(*inputs, layout), attention(*inputs, layout), inputs)

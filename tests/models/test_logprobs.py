@@ -93,6 +93,28 @@ def test_values_and_gradients_equal_autograd_on_whole_logits(chunk_tokens, entro
     assert_equals_autograd(values, gradients, given=given, entropy_gradient=entropy_gradient)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 2])
+def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk_tokens):
+    hidden, weight, given = fresh_inputs()
+    rows = torch.tensor([1, 4, 5, 9])
+    values = token_logprobs(hidden, weight, **given, rows_R=rows, chunk_tokens=chunk_tokens)
+    is_needed = torch.zeros(T).index_fill(0, rows, 1.0)
+    expected = [value * is_needed for value in by_autograd(hidden, weight, given)]
+    gradients = gradients_of(values, (hidden, weight))
+    expected_gradients = gradients_of((expected[0], expected[1].detach()), (hidden, weight))
+    for a, b in zip((*values, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradient_of_a_nearly_certain_target_in_bfloat16_is_not_rounded_with_its_probability():
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1))
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    other = 1 / (1 + math.exp(8))
+    torch.testing.assert_close(gradient.float(), torch.tensor([[other], [-other]]), rtol=0.01, atol=0)
+
+
 def test_entropy_of_a_nearly_certain_distribution_has_a_finite_gradient():
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])

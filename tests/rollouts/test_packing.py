@@ -28,6 +28,7 @@ def test_inputs_and_targets_are_shifted_and_positions_restart():
     assert batch.targets.tolist() == [5, 6, 8, 2, 3]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1]
     assert batch.mask.tolist() == [False, True, True, True, False]
+    assert batch.loss_rows.tolist() == [1, 2, 3]
     assert batch.advantages.tolist() == [50, 60, 80, 20, 30]
     assert batch.generator_logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.8, -0.2, -0.3])
     assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
@@ -58,6 +59,7 @@ def test_own_targets_are_packed_with_their_fields():
     assert batch.input_ids.tolist() == [4, 5, 1, 0]
     assert batch.targets.tolist() == [[50, 51], [60, 61], [20, 21], [0, 0]]
     assert batch.mask.tolist() == [[False, False], [True, False], [True, False], [False, False]]
+    assert batch.loss_rows.tolist() == [1, 2]
     assert batch.advantages.tolist() == [[25.0, 25.5], [30.0, 30.5], [10.0, 10.5], [0.0, 0.0]]
     assert torch.isnan(batch.generator_logprobs[3]).all()
     assert batch.sequence_ids.tolist() == [0, 0, 1, 2]
@@ -67,6 +69,7 @@ def test_own_targets_are_packed_with_their_fields():
     (empty,) = pack([sample([1, 2])], max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
     assert empty.targets.tolist() == [[0, 0], [0, 0]]
     assert not empty.mask.any()
+    assert empty.loss_rows.tolist() == [0]
 
 
 def test_ratio_mask_is_packed_without_the_padding():
