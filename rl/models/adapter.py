@@ -173,7 +173,7 @@ class DecoderAdapter:
     @classmethod
     def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
         """Return True if a layer has no window in a `config.json` without `layer_types`."""
-        return False
+        return not cls.always_windowed and layer < hf.get("max_window_layers", 28)
 
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:

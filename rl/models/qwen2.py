@@ -19,10 +19,6 @@ class Qwen2Adapter(DecoderAdapter):
     def switches_from_hf(cls, hf: dict[str, Any]) -> dict[str, Any]:
         return {}  # Its config.json has no attention_bias.
 
-    @classmethod
-    def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
-        return layer < hf.get("max_window_layers", 28)
-
 
 def model_registry(flavor: str) -> ModelSpec:
     """Return a fresh spec of one size, free to edit; raise ValueError for an unknown flavor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import FeedForward
@@ -15,10 +14,6 @@ class Qwen3Adapter(DecoderAdapter):
     architecture = "Qwen3ForCausalLM"
     qk_norm = True
     default_head_dim = 128
-
-    @classmethod
-    def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
-        return layer < hf.get("max_window_layers", 28)
 
 
 def model_registry(flavor: str) -> ModelSpec:

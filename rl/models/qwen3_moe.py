@@ -29,6 +29,10 @@ class Qwen3MoeAdapter(DecoderAdapter):
     qk_norm = True
     default_head_dim = 128
 
+    @classmethod
+    def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
+        return False  # `max_window_layers` does not count.
+
     def __init__(self, config: Decoder.Config) -> None:
         super().__init__(config)
         mixture = config.block.feed_forward
