@@ -93,7 +93,7 @@ def values(config: Any) -> dict[str, Any]:
 
 def model_registry(flavor: str) -> ModelSpec:
     tiny = GraniteAdapter.sized(
-        dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=320, max_positions=1024,
+        dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320, max_positions=1024,
         theta=10_000.0, init_std=0.06, feed_forward=FeedForward.Config(hidden_dim=384), multipliers=MULTIPLIERS,
     )  # fmt: skip
     return spec_of_flavor(flavor, {"tiny": tiny}, adapter=GraniteAdapter)

@@ -28,9 +28,10 @@ def model_registry(flavor: str) -> ModelSpec:
         vocab_size=151_936, num_kv_heads=2, head_dim=128, max_positions=32_768, theta=1_000_000.0,
     )  # fmt: skip
     flavors = {
+        # vLLM's Qwen2 has no other head size than width / heads.
         "tiny": sized(
-            dim=128, num_layers=3, num_heads=8, feed_forward=ffn(hidden_dim=384), tie_embeddings=True,
-            num_kv_heads=4, head_dim=32, vocab_size=320, max_positions=1024, theta=10_000.0, init_std=0.06,
+            dim=128, num_layers=3, num_heads=4, feed_forward=ffn(hidden_dim=384), tie_embeddings=True,
+            num_kv_heads=2, head_dim=32, vocab_size=320, max_positions=1024, theta=10_000.0, init_std=0.06,
         ),
         "0.5B": sized(
             dim=896, num_layers=24, num_heads=14, head_dim=64, feed_forward=ffn(hidden_dim=4864), tie_embeddings=True
