@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -105,6 +106,10 @@ def model_runner(client: InprocClient) -> Any:
     return worker.model_runner
 
 
+MOST_TILED_ROWS = 512
+"""Rows up to which vLLM's own kernel is taken; with more of them oneDNN's is faster."""
+
+
 def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return `F.linear` with a copy of a weight on the CPU, in the order in which a kernel of vLLM reads it.
 
@@ -115,12 +120,18 @@ def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
 
     num_rows, num_columns = weight.shape
     fits_tiles = num_rows % 16 == 0 and num_columns % 32 == 0
-    if weight.dtype == torch.bfloat16 and fits_tiles and torch.cpu._is_amx_tile_supported():
-        packed = torch.ops._C.convert_weight_packed(weight)
-        bias = None if bias is None else bias.float()
-        return lambda x: ops.weight_packed_linear_cpu(x, packed, num_rows, bias)
-    handler = ops.create_onednn_mm(weight.t(), 32)
-    return lambda x: ops.onednn_mm(handler, x, bias)
+    if weight.dtype != torch.bfloat16 or not fits_tiles or not torch.cpu._is_amx_tile_supported():
+        handler = ops.create_onednn_mm(weight.t(), 32)
+        return lambda x: ops.onednn_mm(handler, x, bias)
+    packed = torch.ops._C.convert_weight_packed(weight)
+    wide_bias = None if bias is None else bias.float()
+
+    def product(x: Tensor) -> Tensor:
+        if x.size(0) > MOST_TILED_ROWS:
+            return F.linear(x, weight, bias)
+        return ops.weight_packed_linear_cpu(x, packed, num_rows, wide_bias)
+
+    return product
 
 
 def use_vllms_kernels() -> None:

@@ -18,9 +18,6 @@ from vllm import _custom_ops as ops
 from actors.vllm.compat import packed_product
 from rl.models.decoder import Attention
 
-MOST_PACKED_ROWS = 512
-"""Rows up to which a packed weight is faster than PyTorch's product (2 cores of an Intel Xeon with AMX)."""
-
 
 def use_kernels(model: nn.Module) -> None:
     """Replace layers of a model by vLLM's kernels, in place; parameters keep their names."""
@@ -54,9 +51,7 @@ class PackedLinear(nn.Module):
         self._product = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._product is None or x.size(0) > MOST_PACKED_ROWS:
-            return F.linear(x, self.weight, self.bias)
-        return self._product(x)
+        return F.linear(x, self.weight, self.bias) if self._product is None else self._product(x)
 
 
 class Norm(nn.Module):
