@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ ACTIVATIONS = Case(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_siz
 LOGITS = Case(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
 MIXED = Case(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
 EXPERTS = replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
-CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=3072)
+CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=6144)
 FSDP2 = {"data_parallel_shard": 2}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
@@ -109,7 +110,7 @@ LORA = (LoRA.Config(rank=16),)
 
 CASES = {
     "parameters": PARAMETERS,
-    "logits bf16": replace(LOGITS, training=BF16),
+    "logits bf16": replace(LOGITS, num_tokens=5120, training=BF16),
     "logits, TP2": replace(LOGITS, num_tokens=2048, degrees=TP2),
     "activations bf16": replace(ACTIVATIONS, training=BF16),
     "4 layers, every second": replace(ACTIVATIONS, num_layers=4, num_tokens=4608, checkpoint=EVERY_SECOND),
@@ -120,7 +121,7 @@ CASES = {
     "experts, FSDP2 x EP2": replace(EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
     "LoRA, FSDP2": replace(PARAMETERS, num_tokens=512, converters=LORA, degrees=FSDP2),
     "LoRA, full, chunked logits": replace(
-        CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 1536}
+        CHUNKED, converters=LORA, checkpoint=FULL, training={"logits_chunk_tokens": 3072}
     ),
     "LoRA, op": replace(ACTIVATIONS, converters=LORA, checkpoint=BY_OP),
 }
@@ -178,7 +179,8 @@ def measure(case):
             config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
         )
         num_samples = 2 * case.num_tokens // LENGTH * engine.policy.data_rank.count
-        samples = [make_sample(length=LENGTH + 1, seed=i) for i in range(num_samples)]
+        trained = np.arange(LENGTH + 1) > 0  # Logits are made of trained tokens alone.
+        samples = [replace(make_sample(length=LENGTH + 1, seed=i), mask=trained) for i in range(num_samples)]
         assert len(engine.policy.pack(samples)) == 2
         for step in (samples[: engine.policy.data_rank.count], samples):
             tracked.peak = 0
