@@ -7,6 +7,7 @@ most models are published and whose rounding, 2^-9, is below that of a file of 4
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from rl.models.tokenizer import write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 """Names in GGUF of the families that transformers translates without loss; Mistral's is "llama"."""
-RECIPE = 1
+RECIPE = 2
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
@@ -49,10 +50,18 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
             names = [name for name, _ in spec.model.build().named_parameters()]
         with tempfile.TemporaryDirectory() as saved, suppress(FileExistsError):  # another process was faster
             tokenizer.save_pretrained(saved)
+            _name_class(Path(saved) / "tokenizer_config.json")
             write_json(Path(saved) / "generation_config.json", _token_ids(settings))
             params = _params(file, names, adapter=adapter, tensors=tensors)
             write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
     return folder
+
+
+def _name_class(file: Path) -> None:
+    """Name the tokenizer's class so that transformers 4 opens it too, which other programs than relay use."""
+    described = json.loads(file.read_text(encoding="utf-8"))
+    if described["tokenizer_class"] == "TokenizersBackend":
+        write_json(file, described | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 @contextmanager
