@@ -102,6 +102,7 @@ class GeneratorEngine(Configurable):
         self._rng = random.Random(config.seed)
         self._ids = itertools.count()
         self._tokenizer: Any = None
+        self._opening = asyncio.Lock()
         self._thread: WorkerThread | None = None
         self._core: VLLMCore
         self._lockstep: Lockstep
@@ -265,8 +266,9 @@ class GeneratorEngine(Configurable):
         """Return the check for completions that spell a stop text; open the tokenizer at first use."""
         if not texts:
             return None
-        if self._tokenizer is None:
-            self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
+        async with self._opening:  # calls that begin together would open one each
+            if self._tokenizer is None:
+                self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
     @asynccontextmanager
