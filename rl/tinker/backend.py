@@ -59,8 +59,9 @@ PROBED_TOKENS = 16
 class Base(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        name: str
-        """Name that clients ask for, such as "tiny", "Qwen/Qwen3-0.6B" or the path of the tokenizer."""
+        name: str | None = None
+        """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the path of its folder,
+        which needs no hub."""
         folder: str | None = None
         """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as `hf_assets_path` of a run;
         None draws a model of `flavor` from `seed`, with a byte tokenizer."""
@@ -104,9 +105,10 @@ class Base(Configurable):
         self.spec: ModelSpec = start.spec
         _, stop_token_ids = start.tokenizer()
         context = self.spec.model.rope.max_positions if context is None else context
-        _check_room(config.name, context, training)
+        name = config.name or str(self.folder)
+        _check_room(name, context, training)
         self.model = BaseModel(
-            name=config.name,
+            name=name,
             architecture=self.spec.name,
             max_context_length=context,
             vocab_size=self.spec.model.vocab_size,

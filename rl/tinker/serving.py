@@ -85,21 +85,23 @@ class TinkerServer(Configurable):
         config = self._config
         folder = Path(config.storage_folder).expanduser()
         with locked_storage(folder), listening(config.host, config.port) as listener:
-            service = Service(
-                backend=config.backend.build(), storage_folder=folder, limits=config.limits, http=config.http
-            )
+            backend = config.backend.build()
+            service = Service(backend=backend, storage_folder=folder, limits=config.limits, http=config.http)
             if not is_loopback(config.host):
                 print(f"warning: {config.host} speaks plain HTTP: put TLS in front of it", file=sys.stderr)
-            asyncio.run(self._serve(service, listener))
+            asyncio.run(self._serve(service, listener, backend))
 
-    async def _serve(self, service: Service, listener: socket.socket) -> None:
+    async def _serve(self, service: Service, listener: socket.socket, backend: TinkerBackend) -> None:
+        def print_ready(url: str) -> None:
+            print(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}", flush=True)
+
         await serve(
             service,
             listener,
             keys=self._keys,
             hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
             stop=_stop_signal(),
-            ready=lambda url: print(f"serving the Tinker API at {url}", flush=True),
+            ready=print_ready,
         )
 
 

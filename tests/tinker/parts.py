@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tinker import AdamParams, LoraConfig
 
+from rl.models.spec import ModelSpec
 from rl.tinker.backend import Base, TinkerBackend, lora_config
 from rl.tinker.codec import checked_request
 from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
@@ -30,10 +31,17 @@ class Output(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False) -> Base.Config:
+def base_config(
+    folder: Path,
+    *,
+    name: str | None = NAME,
+    tie: bool = True,
+    spec: ModelSpec | None = None,
+    batch_invariant: bool = False,
+) -> Base.Config:
     if not folder.exists():
-        write_assets(folder, tie=tie)
-    return Base.Config(name=NAME, folder=str(folder), batch_invariant=batch_invariant)
+        write_assets(folder, tie=tie, spec=spec)
+    return Base.Config(name=name, folder=str(folder), batch_invariant=batch_invariant)
 
 
 def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:

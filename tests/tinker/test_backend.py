@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.models import llama
+from rl.models.decoder import FeedForward
 from rl.models.lora import LoRA
 from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
@@ -21,6 +23,7 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.models import check_config
 from tests.tinker.parts import (
+    NAME,
     PPO,
     add_gradient,
     assert_same_outputs,
@@ -40,6 +43,7 @@ from tests.tinker.parts import (
     tokens_of,
     train,
 )
+from tests.training.parts import spec_like
 
 pytestmark = pytest.mark.anyio
 DATA = random_data(5, seed=1)
@@ -215,14 +219,19 @@ async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend,
     assert len(backend._workers._pushed) == 1  # the base stays
 
 
+LLAMA = spec_like(llama, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20))
+
+
 @pytest.mark.parametrize(
-    ("rank", "tie"),
-    [(4, False), (0, True)],
-    ids=["lora of the head too", "all parameters"],
+    ("rank", "base"),
+    [(4, {"tie": False}), (0, {"spec": LLAMA, "name": None})],
+    ids=["lora of the head too", "all parameters, Llama, named by its folder"],
 )
-async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path, rank, tie):
-    backend = local_backend(tmp_path / "base", tie=tie, batch_invariant=True)
+async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path, rank, base):
+    backend = local_backend(tmp_path / "base", **base, batch_invariant=True)
     await backend.start()
+    named = (backend.base_model.architecture, backend.base_model.name)
+    assert named == (("llama", str(tmp_path / "base")) if "spec" in base else ("qwen3", NAME))
     await created(backend, "m", rank=rank)
     version = await backend.publish("m")
     base = backend.base_model

@@ -16,7 +16,7 @@ from tools.tinker_cookbook import recipes
 from tools.tinker_cookbook.main import TIMED_OUT, Runner
 from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, Row, all_recipes, chosen
 
-SETTINGS: dict[str, Any] = {"python": Path(sys.executable), "model": Path("/m"), "server": {}}
+SETTINGS: dict[str, Any] = {"python": Path(sys.executable), "model": "/m", "server": {}}
 SCRIPT = """
 import pathlib, sys, time
 run = pathlib.Path("run")
@@ -100,7 +100,7 @@ RESUMED = evidence(
             ],
         ),
         (
-            recipes.kl_stays_low,
+            recipes.kl_stays_below(1e-3),
             evidence(*LOW_KL),
             "at most 9.0e-04",
             [

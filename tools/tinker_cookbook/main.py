@@ -1,8 +1,8 @@
 """The cookbook's recipes, unmodified, against this project's server: `make tinker-cookbook`.
 
-Installs the cookbook into an environment of its own, makes a tiny base model, starts a server, runs the recipes one
-after another, and prints which promises each kept. Exit status: 0 all promises kept, 1 one broken, 2 the
-environment, the model or the server is unavailable, 130 interrupted.
+Installs the cookbook into an environment of its own, makes a tiny base model or opens SmolLM2, starts a server, runs
+the recipes one after another, and prints which promises each kept. Exit status: 0 all promises kept, 1 one broken,
+2 the environment, the model or the server is unavailable, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rl.tinker.backend import Base
-from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.local import LocalTinkerBackend, make_backend
 from rl.tinker.serving import ServerThread
 from rl.utils.compat import exit_process
 from tools.setup_env import Environment, InstallError, Refusal
 from tools.tinker_cookbook.model import make_base_model
-from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, all_recipes, chosen, read_rows
+from tools.tinker_cookbook.recipes import (
+    Evidence,
+    Finding,
+    Recipe,
+    all_recipes,
+    chosen,
+    read_rows,
+    smollm2_recipes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "outputs" / "tinker_cookbook"
@@ -69,8 +77,8 @@ class Runner:
 
     python: Path
     """Interpreter of the cookbook's environment."""
-    model: Path
-    """Folder of the base model, and its name."""
+    model: str
+    """Name of the base model: the folder of its tokenizer."""
     server: Mapping[str, str]
     """Environment variables that name the server and the key."""
     folder: Path
@@ -162,20 +170,28 @@ def set_up(root: Path) -> Environment:
     return environment
 
 
-def run_all(names: Sequence[str], *, deadline_s: float) -> int:
+def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
     python = set_up(ROOT).python
-    (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
-    recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
-    model = make_base_model(CACHE)
+    if model == "smollm2":
+        recipes = chosen(smollm2_recipes(), names)
+        backend = make_backend(model)
+    else:
+        (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
+        recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
+        backend = LocalTinkerBackend.Config(base=Base.Config(folder=str(make_base_model(CACHE)))).build()
     folder = CACHE / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    # The base's name is its folder, from which the recipes open the tokenizer.
-    backend = LocalTinkerBackend.Config(base=Base.Config(name=str(model), folder=str(model))).build()
     server = ServerThread(backend, storage_folder=folder / "storage")
     try:
         address = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.api_key}
-        runner = Runner(python=python, model=model, server=address, folder=folder, deadline_s=deadline_s)
+        runner = Runner(
+            python=python,
+            model=backend.base_model.name,
+            server=address,
+            folder=folder,
+            deadline_s=deadline_s,
+        )
         findings = {recipe.name: runner.run(recipe) for recipe in recipes}
     finally:
         server.close()
@@ -187,12 +203,13 @@ def run_all(names: Sequence[str], *, deadline_s: float) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make tinker-cookbook", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="RECIPE", help="names of recipes to run")
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="base model")
     parser.add_argument("--deadline_s", type=float, default=600.0, help="longest run of one recipe")
     args = parser.parse_args(argv)
     # An exception, so that running processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return run_all(args.only, deadline_s=args.deadline_s)
+        return run_all(args.only, model=args.model, deadline_s=args.deadline_s)
     except (InstallError, Refusal, ValueError) as error:
         print(f"tinker-cookbook: {error}", file=sys.stderr)
         return 2
