@@ -152,7 +152,7 @@ def smollm2_recipes() -> tuple[Recipe, ...]:
     recipe = _math_rl(
         "math_rl",
         num_steps=20,
-        rise=0.2,
+        rise=0.1,
         max_kl=MAX_KL_BFLOAT16,
         renderer_name="role_colon",
         groups_per_batch=16,
