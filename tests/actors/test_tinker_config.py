@@ -95,7 +95,7 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(co
     async def main():
         servers = [await backend._start_workers(base) for _ in range(2)]
         assert num_folders() == 2
-        for server in servers:
+        for server in reversed(servers):  # each restores the TMPDIR that it found
             await server.aclose()
 
     asyncio.run(main())
