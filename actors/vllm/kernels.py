@@ -18,13 +18,16 @@ from vllm import _custom_ops as ops
 from actors.vllm.compat import packed_product
 from rl.models.decoder import Attention
 
+NORM_MULTIPLE = 16
+"""Divisor of the widths that vLLM's norm can do."""
+
 
 def use_kernels(model: nn.Module) -> None:
     """Replace layers of a model by vLLM's kernels, in place; parameters keep their names."""
     rotation = Rotation()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.RMSNorm:
+            if type(layer) is nn.RMSNorm and layer.normalized_shape[0] % NORM_MULTIPLE == 0:
                 setattr(parent, name, Norm(layer))
             elif type(layer) is nn.Linear:
                 setattr(parent, name, PackedLinear(layer.weight, layer.bias))
