@@ -46,7 +46,7 @@ MODELS = ("tiny", "smollm2")
 RELAY_SIDES = ("relay", "relay_async", "relay_invariant")
 TRL_SIDES = ("trl", "trl_autocast", "trl_vllm")
 TRL_MICRO_BATCH = {"tiny": 128, "smollm2": 8}
-"""Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16, 32 and 128."""
+"""Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16 and 32 for smollm2; all for tiny."""
 REAL_WARMUP_STEPS = 1
 """A step of the real model takes so long that what happens once does not count after the first."""
 MAX_MODEL_LEN = 256

@@ -9,8 +9,7 @@ from __future__ import annotations
 from actors.controller import Controller
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
-from losses.correction import ImportanceCorrection
-from losses.policy import GRPOLoss
+from configs import sum_digits
 from rl.loop.loop import Loop
 from rl.models.lora import LoRA
 from rl.models.spec import model_spec
@@ -69,18 +68,9 @@ def lora() -> Controller.Config:
 
 def full_async() -> Controller.Config:
     """Generation one step ahead of training, each on its own core."""
-    config = full()
-    config.description = f"{config.description}, generation ahead of training"
-    config.loop.max_off_policy_steps = 1
-    config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
-    config.trainer.num_threads = config.generator.num_threads = 1
-    config.generator.on_update = "keep"
-    return config
+    return sum_digits.ahead(full())
 
 
 def noise() -> Controller.Config:
     """The control experiment: random rewards, from which nothing can be learned."""
-    config = full()
-    config.description = f"control: {config.description}, with a reward of noise"
-    config.task.reward = "noise"  # type: ignore[attr-defined]
-    return config
+    return sum_digits.noise(full())

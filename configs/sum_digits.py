@@ -52,13 +52,7 @@ def tiny() -> Controller.Config:
 
 def tiny_async() -> Controller.Config:
     """Generation one step ahead of training, each on its own core."""
-    config = tiny()
-    config.description = "Qwen3 of 0.8M parameters on sum-digits, generation ahead of training, on a CPU"
-    config.loop.max_off_policy_steps = 1
-    config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
-    config.trainer.num_threads = config.generator.num_threads = 1
-    config.generator.on_update = "keep"
-    return config
+    return ahead(tiny())
 
 
 def tiny_fsdp2() -> Controller.Config:
@@ -144,9 +138,19 @@ def qwen3_30b_a3b() -> Controller.Config:
     return config
 
 
+def ahead(config: Controller.Config) -> Controller.Config:
+    """Generate one step ahead of training, each on one CPU core."""
+    config.description = f"{config.description}, generation ahead of training"
+    config.loop.max_off_policy_steps = 1
+    config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
+    config.trainer.num_threads = config.generator.num_threads = 1
+    config.generator.on_update = "keep"
+    return config
+
+
 def noise(config: Controller.Config) -> Controller.Config:
     """Give random rewards, from which nothing can be learned."""
-    config.description = "control: tiny with a reward of noise"
+    config.description = f"control: {config.description}, with a reward of noise"
     config.task.reward = "noise"  # type: ignore[attr-defined]
     return config
 

@@ -24,7 +24,7 @@ from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-"""Names in GGUF of the families that transformers translates without loss; Mistral's is "llama"."""
+"""Names in GGUF of the families that can be converted; Mistral's is "llama"."""
 RECIPE = 2
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 

@@ -65,10 +65,21 @@ def test_packed_product_is_of_the_weights_at_the_last_pack(kernels, dtype, shape
     assert not (layer(x) - (linear.bias if bias else 0)).any()
 
 
-def test_every_layer_is_replaced_and_keeps_its_parameters(kernels):
+def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kernels):
     model: Decoder = small_spec().model.build()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     kernels.use_kernels(model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    assert not [module for module in model.modules() if type(module) in (nn.Linear, nn.RMSNorm)]
+    kept = [module for module in model.modules() if type(module) in (nn.Linear, nn.RMSNorm)]
+    assert {layer.normalized_shape for layer in kept} == {(8,)}  # norms of narrow heads
     assert all(module.rotate is not rotate for module in model.modules() if isinstance(module, Attention))
+
+
+def test_norm_of_a_width_that_vllms_cannot_do_stays_pytorchs(kernels):
+    model = nn.ModuleDict(
+        {"narrow": nn.RMSNorm(36, eps=1e-6), "wide": nn.RMSNorm(48, eps=1e-6)}
+    ).requires_grad_(False)
+    kernels.use_kernels(model)
+    assert [type(layer) for layer in model.values()] == [nn.RMSNorm, kernels.Norm]
+    for width, layer in ((36, model["narrow"]), (48, model["wide"])):
+        assert layer(torch.ones(1, width)).isfinite().all()

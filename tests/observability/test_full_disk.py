@@ -163,7 +163,7 @@ def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_lo
             undo()
         return refused, unwritten, capsys.readouterr().err
 
-    with tempfile.TemporaryDirectory(prefix="relay-test-", dir="/tmp") as name:  # others may be private
+    with tempfile.TemporaryDirectory(prefix="relay-test-") as name:  # pytest's own folders are private
         folder = Path(name)
         folder.chmod(0o777)
         refused, unwritten, console = answer_in_fork(lambda: go_on(folder))
