@@ -40,7 +40,7 @@ def full() -> Controller.Config:
             num_threads=2,
             optimizer=Optimizer.Config(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0),
             lr_scheduler=LRSchedule.Config(warmup_steps=5),
-            training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),
+            training=TrainingConfig(max_tokens_per_microbatch=8192, param_dtype="bfloat16"),
         ),
         generator=VLLMGenerator.Config(dtype="bfloat16", max_model_len=128, num_threads=2),
         loop=Loop.Config(
