@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
 from actors.vllm.compat import packed_product
-from rl.models.decoder import Attention
+from rl.models.decoder import Attention, RMSNorm
 
 NORM_MULTIPLE = 16
 """Divisor of the widths that vLLM's norm can do."""
@@ -27,7 +27,7 @@ def use_kernels(model: nn.Module) -> None:
     rotation = Rotation()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.RMSNorm and layer.normalized_shape[0] % NORM_MULTIPLE == 0:
+            if type(layer) is RMSNorm and layer.normalized_shape[0] % NORM_MULTIPLE == 0:
                 setattr(parent, name, Norm(layer))
             elif type(layer) is nn.Linear:
                 setattr(parent, name, PackedLinear(layer.weight, layer.bias))
@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
 class Norm(nn.Module):
     """RMS norm in one kernel."""
 
-    def __init__(self, norm: nn.RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
         self.weight, self.eps = norm.weight, norm.eps
 

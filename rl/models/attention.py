@@ -121,18 +121,26 @@ class SequenceLayout:
         return replace(self, **moved)
 
 
+def keys_of_all_ranks(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that `layout.key_rows` counts."""
+    if (context := layout.context) is None:
+        return k_tKD, v_tKD
+    kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), context.num_ranks, context.group)
+    k, v = kv.chunk(2, dim=1)
+    return k, v
+
+
 def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return the keys and values that this rank's tokens see, segment by segment, [N, K, D] each."""
-    rows = layout.key_rows
+    rows, keys = layout.key_rows, keys_of_all_ranks(k_tKD, v_tKD, layout)
     if rows is None:
-        return k_tKD, v_tKD
-    if (context := layout.context) is not None:
-        kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), context.num_ranks, context.group)
-        k_tKD, v_tKD = kv.chunk(2, dim=1)
-        return k_tKD.index_select(0, rows), v_tKD.index_select(0, rows)
+        return keys
+    if layout.context is not None or not k_tKD.requires_grad:
+        return keys[0].index_select(0, rows), keys[1].index_select(0, rows)
     # In float32, because a shared key's gradient is a sum over the sequences that share it.
-    wide = torch.promote_types(k_tKD.dtype, torch.float32) if k_tKD.requires_grad else k_tKD.dtype
-    k_NKD, v_NKD = (x.to(wide).index_select(0, rows).to(x.dtype) for x in (k_tKD, v_tKD))
+    k_NKD, v_NKD = (
+        x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, rows).to(x.dtype) for x in keys
+    )
     return k_NKD, v_NKD
 
 
@@ -152,10 +160,11 @@ class PackedAttention(nn.Module):
 
     def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
-        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
         if not q_tHD.is_cuda or q_tHD.dtype not in (torch.bfloat16, torch.float16):
-            out_tHD: Tensor = self.by_segment(q_tHD, k_NKD, v_NKD, layout)
+            k_nKD, v_nKD = keys_of_all_ranks(k_tKD, v_tKD, layout)
+            out_tHD: Tensor = self.by_segment(q_tHD, k_nKD, v_nKD, layout)
             return out_tHD
+        k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
         from torch.nn.attention.varlen import varlen_attn
 
         repeat = q_tHD.size(1) // k_NKD.size(1)
@@ -170,7 +179,7 @@ class PackedAttention(nn.Module):
 
 
 class AttentionBySegment(nn.Module):
-    """Attention to the result of `keys_and_values` in grids of segments, or to padded keys while decoding."""
+    """Attention in grids of segments, or to padded keys while decoding."""
 
     never_compiled = True
     """Every batch, with other lengths, would be compiled anew."""
@@ -179,32 +188,36 @@ class AttentionBySegment(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, q_tHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return [t, H, D]."""
+    def forward(self, q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return [t, H, D]; keys and values are those of all ranks."""
+        num_kv_heads = k_nKD.size(1)
         window = layout.max_keys if self.window is None else min(self.window, layout.max_keys)
-        keys_fit = window * k_NKD[0].numel() <= MAX_PADDED_KEYS
+        keys_fit = window * k_nKD[0].numel() <= MAX_PADDED_KEYS
         if layout.max_queries == 1 and len(q_tHD) == len(layout.num_queries) and keys_fit:
-            return self._of_single_queries(q_tHD, k_NKD, v_NKD, layout, window)
-        grids, places_t = grids_of(
+            return self._of_single_queries(q_tHD, k_nKD, v_nKD, layout, window)
+        grids = grids_of(
             layout.num_queries,
             layout.num_keys,
+            layout.key_rows,
             window=self.window,
-            group_size=q_tHD.size(1) // k_NKD.size(1),
+            num_kv_heads=num_kv_heads,
+            group_size=q_tHD.size(1) // num_kv_heads,
             dtype=q_tHD.dtype,
             device=q_tHD.device,
         )
-        return attend(q_tHD, k_NKD, v_NKD, grids, places_t)
+        return attend(q_tHD, k_nKD, v_nKD, grids)
 
     def _of_single_queries(
-        self, q_SHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: SequenceLayout, window: int
+        self, q_SHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout, window: int
     ) -> Tensor:
         """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one length."""
-        num_kv_heads = k_NKD.size(1)
+        num_kv_heads = k_nKD.size(1)
         begins, ends = layout.key_offsets[:-1], layout.key_offsets[1:]
         rows = begins.maximum(ends - window)[:, None] + torch.arange(window, device=q_SHD.device)
         mask = (rows < ends[:, None])[:, None, None]
-        rows = rows.clamp(max=len(k_NKD) - 1).flatten()
-        k, v = (x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2) for x in (k_NKD, v_NKD))
+        rows = rows.clamp(max=sum(layout.num_keys) - 1).flatten()
+        rows = rows if layout.key_rows is None else layout.key_rows[rows]
+        k, v = (x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2) for x in (k_nKD, v_nKD))
         # The heads that share keys are the queries of one head, so that keys are not repeated.
         q = q_SHD.unflatten(1, (num_kv_heads, -1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)

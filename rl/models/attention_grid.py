@@ -30,28 +30,46 @@ kernel in bfloat16 up to 256 keys, slower from 1,024 (2 cores with AMX)."""
 class Grid:
     """Segments of similar size. Padding repeats rows that the segment has."""
 
-    query_rows: Tensor
-    """[B * L] int64, row of each query."""
-    key_rows: Tensor
-    """[B * N] int64, row of each key."""
     num_segments: int
+    num_queries: int
+    """Queries of each segment, L."""
+    num_keys: int
+    """Keys of each segment, N."""
     bias: Tensor | None
     """[B or 1, 1, M, N], 0 where the query sees the key, else -inf; None for the lower triangle."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grids:
+    """Grids of all segments of a layout, whose rows are joined. A row is one head of one token."""
+
+    members: tuple[Grid, ...]
+    query_rows: Tensor
+    """[B K M of all grids] int64, row of each query."""
+    fillers: Tensor | None
+    """Places of the padding in `query_rows`; None if there is none."""
+    key_rows: Tensor
+    """[B K N of all grids] int64, row of each key."""
+    places: Tensor
+    """[t * H] int64, place of each query in `query_rows`."""
 
 
 @lru_cache(maxsize=8)
 def grids_of(
     num_queries: tuple[int, ...],
     num_keys: tuple[int, ...],
+    shared_rows: Tensor | None,
     *,
     window: int | None,
+    num_kv_heads: int,
     group_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[tuple[Grid, ...], Tensor]:
-    """Return the grids of a layout's segments, and each token's row in their joined results, [t] int64.
+) -> Grids:
+    """Return the grids of a layout's segments. All layers of a batch ask for the same.
 
-    All layers of a batch ask for the same grids.
+    Args:
+        shared_rows: `SequenceLayout.key_rows`.
     """
     grids: list[Grid] = []
     # Only the last keys of a segment are within the window of one of its queries.
@@ -59,28 +77,34 @@ def grids_of(
         n if window is None else min(n, m + window - 1) for m, n in zip(num_queries, num_keys, strict=True)
     ]
     queries, keys = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (num_queries, num_keys))
-    places_t = torch.empty(int(queries[-1]), dtype=torch.int64)
-    num_rows = 0
+    heads_KG1 = torch.arange(num_kv_heads * group_size).view(num_kv_heads, group_size, 1)
+    all_query_rows, all_key_rows, is_real = [], [], []
     for members in _similar(num_queries, widths):
         lengths_B1, widths_B1 = (
             torch.tensor([sizes[s] for s in members])[:, None] for sizes in (num_queries, widths)
         )
         rows_L, rows_N = (torch.arange(int(sizes.max())) for sizes in (lengths_B1, widths_B1))
-        query_rows = queries[members][:, None] + rows_L.minimum(lengths_B1 - 1)
-        key_rows = keys[1:][members][:, None] - widths_B1 + rows_N.minimum(widths_B1 - 1)
-        is_real_BL = rows_L < lengths_B1
-        places_t[query_rows[is_real_BL]] = num_rows + is_real_BL.flatten().nonzero().squeeze(1)
-        num_rows += query_rows.numel()
+        query_rows_BL = queries[members][:, None] + rows_L.minimum(lengths_B1 - 1)
+        key_rows_BN = keys[1:][members][:, None] - widths_B1 + rows_N.minimum(widths_B1 - 1)
+        if shared_rows is not None:
+            key_rows_BN = shared_rows.cpu()[key_rows_BN]
+        query_rows = query_rows_BL[:, None, None] * heads_KG1.numel() + heads_KG1
+        all_query_rows.append(query_rows.flatten())
+        all_key_rows.append((key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size).flatten())
+        is_real.append((rows_L < lengths_B1)[:, None, None].expand_as(query_rows).flatten())
         bias = _bias(lengths_B1, widths_B1, window=window, group_size=group_size)
-        grids.append(
-            Grid(
-                query_rows=query_rows.flatten().to(device),
-                key_rows=key_rows.flatten().to(device),
-                num_segments=len(members),
-                bias=None if bias is None else bias.to(device, dtype),
-            )
-        )
-    return tuple(grids), places_t.to(device)
+        bias = None if bias is None else bias.to(device, dtype)
+        grids.append(Grid(len(members), len(rows_L), len(rows_N), bias))
+    query_rows, is_real_Q = torch.cat(all_query_rows), torch.cat(is_real)
+    places = torch.empty(int(queries[-1]) * heads_KG1.numel(), dtype=torch.int64)
+    places[query_rows[is_real_Q]] = is_real_Q.nonzero().squeeze(1)
+    return Grids(
+        members=tuple(grids),
+        query_rows=query_rows.to(device),
+        fillers=None if is_real_Q.all() else (~is_real_Q).nonzero().squeeze(1).to(device),
+        key_rows=torch.cat(all_key_rows).to(device),
+        places=places.to(device),
+    )
 
 
 def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[int]]:
@@ -116,28 +140,62 @@ def _bias(lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_si
     return bias_BLN.repeat(1, group_size, 1).unsqueeze(1)
 
 
-def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Sequence[Grid], places_t: Tensor) -> Tensor:
+def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
     """Return the attention of each query to the keys of its segment, [t, H, D]."""
-    num_kv_heads, group_size = k_nKD.size(1), q_tHD.size(1) // k_nKD.size(1)
+    num_heads, num_kv_heads, head_dim = q_tHD.size(1), k_nKD.size(1), q_tHD.size(2)
+    # One row for each head of a token, so that a single copy brings the heads into the order of the products.
+    q_QD = _Rearranged.apply(q_tHD.reshape(-1, head_dim), grids.query_rows, grids.places, None)
+    k_RD, v_RD = (_Repeated.apply(x.reshape(-1, head_dim), grids.key_rows) for x in (k_nKD, v_nKD))
+    num_queries = [num_heads * grid.num_segments * grid.num_queries for grid in grids.members]
+    num_keys = [num_kv_heads * grid.num_segments * grid.num_keys for grid in grids.members]
+    parts = zip(
+        grids.members, q_QD.split(num_queries), k_RD.split(num_keys), v_RD.split(num_keys), strict=True
+    )
     outs = []
-    for grid in grids:
-        q = q_tHD.index_select(0, grid.query_rows).unflatten(1, (num_kv_heads, group_size))
-        q = q.unflatten(0, (grid.num_segments, -1)).permute(0, 2, 3, 1, 4)
-        k, v = (
-            x.index_select(0, grid.key_rows).unflatten(0, (grid.num_segments, -1)).transpose(1, 2)
-            for x in (k_nKD, v_nKD)
-        )
+    for grid, *rows in parts:
+        q, k, v = (x.view(grid.num_segments, num_kv_heads, -1, head_dim) for x in rows)
         if grid.bias is None:
-            q = q.flatten(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
-            out = out.unflatten(1, (num_kv_heads, group_size))
+            q = q.unflatten(2, (-1, grid.num_queries)).flatten(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads > num_kv_heads)
         else:
             # The heads that share keys are the queries of one head, so that keys are not repeated.
             by_products = not q.is_cuda and k.size(2) <= MAX_KEYS_OF_PRODUCTS
             function = _Attention.apply if by_products else F.scaled_dot_product_attention
-            out = function(q.flatten(2, 3), k, v, grid.bias).unflatten(2, (group_size, -1))
-        outs.append(out.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2))
-    return torch.cat(outs).index_select(0, places_t)
+            out = function(q, k, v, grid.bias)
+        outs.append(out.reshape(-1, head_dim))
+    out_QD = torch.cat(outs)
+    return _Rearranged.apply(out_QD, grids.places, grids.query_rows, grids.fillers).view_as(q_tHD)
+
+
+class _Rearranged(torch.autograd.Function):
+    """Rows in another order; the gradient of a row is the one in row `back` of the result, 0 for a filler."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, fillers: Tensor | None) -> Tensor:
+        ctx.back, ctx.fillers = back, fillers
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].index_select(0, ctx.back)
+        return grad if ctx.fillers is None else grad.index_fill_(0, ctx.fillers, 0.0), None, None, None
+
+
+class _Repeated(torch.autograd.Function):
+    """Rows, some of them several times, whose gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.rows, ctx.num_rows = rows, len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.num_rows, grad.size(1), dtype=wide)
+        total.scatter_add_(0, ctx.rows[:, None].expand_as(grad), grad.to(wide))
+        return total.to(grad.dtype), None
 
 
 class _Attention(torch.autograd.Function):

@@ -224,9 +224,10 @@ def _activations_of_token(
         routed = copies * width
     else:
         hidden, routed = feed_forward.hidden_dim / tp, 0.0
-    # A norm keeps its input; on a CPU in float32 and, for a trained weight, divided by its root mean square.
-    on_gpu_norm = FLOAT32 if model.norm_offset else itemsize
-    norm = on_gpu_norm if on_gpu else FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
+    # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by its root mean square.
+    norm = FLOAT32 if model.norm_offset else itemsize
+    if not on_gpu and (tp > 1 or model.norm_offset):
+        norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
     norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (queries + keys) * attention.qk_norm
     # Results of products, of rotation and attention (a GPU also repeats keys and values for each query head), and
     # of the feed-forward: gate and up, silu(gate), and their product.

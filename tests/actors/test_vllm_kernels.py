@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl.models.decoder import Attention, Decoder
+from rl.models.decoder import Attention, Decoder, RMSNorm
 from rl.models.rope import rotate
 from tests.support.policies import small_spec
 
@@ -30,7 +30,7 @@ def assert_as_exact(ours, theirs, exact):
 def test_norm_and_rotation_are_as_exact_as_pytorchs(kernels, dtype):
     generator = torch.Generator().manual_seed(0)
     x_THD = torch.randn(7, 6, 64, generator=generator).to(dtype)
-    norm = nn.RMSNorm(64, eps=1e-3, dtype=dtype).requires_grad_(False)
+    norm = RMSNorm(64, eps=1e-3, dtype=dtype).requires_grad_(False)
     norm.weight.normal_(generator=generator)
     heads = x_THD[:, ::2]  # as the key heads of a fused projection lie
     exact = F.rms_norm(heads.float(), (64,), norm.weight.float(), 1e-3)
@@ -70,16 +70,16 @@ def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kerne
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     kernels.use_kernels(model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    kept = [module for module in model.modules() if type(module) in (nn.Linear, nn.RMSNorm)]
+    kept = [module for module in model.modules() if type(module) in (nn.Linear, RMSNorm)]
     assert {layer.normalized_shape for layer in kept} == {(8,)}  # norms of narrow heads
     assert all(module.rotate is not rotate for module in model.modules() if isinstance(module, Attention))
 
 
 def test_norm_of_a_width_that_vllms_cannot_do_stays_pytorchs(kernels):
-    model = nn.ModuleDict(
-        {"narrow": nn.RMSNorm(36, eps=1e-6), "wide": nn.RMSNorm(48, eps=1e-6)}
-    ).requires_grad_(False)
+    model = nn.ModuleDict({"narrow": RMSNorm(36, eps=1e-6), "wide": RMSNorm(48, eps=1e-6)}).requires_grad_(
+        False
+    )
     kernels.use_kernels(model)
-    assert [type(layer) for layer in model.values()] == [nn.RMSNorm, kernels.Norm]
+    assert [type(layer) for layer in model.values()] == [RMSNorm, kernels.Norm]
     for width, layer in ((36, model["narrow"]), (48, model["wide"])):
         assert layer(torch.ones(1, width)).isfinite().all()

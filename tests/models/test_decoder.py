@@ -1,8 +1,9 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rl.models.attention import SequenceLayout
-from rl.models.decoder import linear_head, persistent_buffers, reset_buffers
+from rl.models.decoder import RMSNorm, linear_head, persistent_buffers, reset_buffers
 from tests.support.policies import full_logits, random_model, small_spec
 
 LENGTHS = [5, 1, 9, 3]
@@ -56,3 +57,21 @@ def test_persistent_buffers_are_read_without_the_hooks_of_state_dict():
     model = random_model(small_spec(experts=True), seed=0)
     model.register_state_dict_pre_hook(lambda *_: pytest.fail("FSDP's hook would shard the model again"))
     assert len(persistent_buffers(model)) == 2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 6e-3)], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_norm_has_pytorchs_values_and_its_exact_gradients(dtype, bound, frozen):
+    norm = RMSNorm(48, eps=1e-2, dtype=dtype)
+    norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    norm.weight.requires_grad_(not frozen)
+    x, pull = (torch.randn(7, 5, 48, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2))
+    inputs = [x.requires_grad_()] if frozen else [x.requires_grad_(), norm.weight]
+    exact = [value.detach().double().requires_grad_() for value in (x, norm.weight)]
+
+    out = norm(x)
+    assert torch.equal(out, F.rms_norm(x, (48,), norm.weight, 1e-2))
+    gradients = torch.autograd.grad(F.rms_norm(exact[0], (48,), exact[1], 1e-2), exact, pull.double())
+    for ours, theirs in zip(torch.autograd.grad(out, inputs, pull), gradients, strict=False):
+        assert ours.dtype == dtype
+        assert (ours - theirs).norm() <= bound * theirs.norm()
