@@ -44,6 +44,9 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         with _errors_of(file):
             settings = _settings(file)
             config, tensors, tokenizer = _read(file)
+            # transformers takes Qwen3's default.
+            if head_dim := settings.get(f"{settings['general.architecture']}.attention.key_length"):
+                config["head_dim"] = head_dim
             spec = spec_from_hf(config)
         adapter = spec.adapter(spec.model)
         with torch.device("meta"):

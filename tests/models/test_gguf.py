@@ -38,10 +38,10 @@ def hf_tensors(folder):
 
 @pytest.mark.parametrize(
     ("architecture", "quantized"),
-    [("llama", None), ("llama", gguf.GGMLQuantizationType.Q8_0), ("qwen2", None)],
+    [("llama", None), ("llama", gguf.GGMLQuantizationType.Q8_0), ("qwen2", None), ("qwen3", None)],
 )
 def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, architecture, quantized):
-    tensors = random_tensors(biases=architecture == "qwen2")
+    tensors = random_tensors(architecture)
     file = write_gguf(tmp_path / "a.gguf", tensors, architecture=architecture, quantized=quantized)
     folder = resolve_assets(file, cache=tmp_path / "cache")
     opened, read = hf_tensors(folder)

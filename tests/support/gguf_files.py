@@ -25,8 +25,11 @@ BLOCK = {
 }  # fmt: skip
 
 
-def random_tensors(*, biases: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a tied model by their Hugging Face names; `biases` are those of Qwen2."""
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+def random_tensors(architecture: str = "llama") -> dict[str, Tensor]:
+    """Return the tensors of a tied model by their Hugging Face names."""
     generator = torch.Generator().manual_seed(0)
     dim, hidden = 64, 96
     shapes = {"self_attn.k_proj": (32, dim), "self_attn.v_proj": (32, dim), "mlp.gate_proj": (hidden, dim)}
@@ -36,8 +39,10 @@ def random_tensors(*, biases: bool = False) -> dict[str, Tensor]:
         for name in BLOCK.values():
             default = (dim,) if "norm" in name else (dim, dim)
             shape = found[f"model.layers.{layer}.{name}.weight"] = shapes.get(name, default)
-            if biases and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+            if architecture == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
                 found[f"model.layers.{layer}.{name}.bias"] = shape[:1]
+        if architecture == "qwen3":
+            found |= {f"model.layers.{layer}.{name}.weight": (16,) for name in HEAD_NORMS.values()}
     return {name: torch.randn(shape, generator=generator) for name, shape in found.items()}
 
 
@@ -45,7 +50,7 @@ def gguf_name(hf_name: str) -> str:
     if hf_name.startswith("model.layers."):
         module, _, leaf = hf_name.rpartition(".")
         _, _, layer, module = module.split(".", 3)
-        return f"blk.{layer}.{next(k for k, v in BLOCK.items() if v == module)}.{leaf}"
+        return f"blk.{layer}.{next(k for k, v in (BLOCK | HEAD_NORMS).items() if v == module)}.{leaf}"
     return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[
         hf_name
     ]
@@ -70,6 +75,9 @@ def write_gguf(
     for name, value in SETTINGS.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{architecture}.{name}", value)
+    if architecture == "qwen3":  # its heads need not divide the width
+        writer.add_key_length(16)
+        writer.add_value_length(16)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*byte_characters(), "Ġa", "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
