@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from rl.models.adapter import DecoderAdapter
+from rl.models.decoder import Decoder
 from rl.models.hf import write_hf_folder
 from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import write_json
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
-RECIPE = 2
+RECIPE = 3
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
@@ -42,7 +43,7 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         if not writes:
             return None
         with _errors_of(file):
-            settings = _settings(file)
+            settings, stored = _settings(file)
             config, tensors, tokenizer = _read(file)
             # transformers takes Qwen3's default.
             if head_dim := settings.get(f"{settings['general.architecture']}.attention.key_length"):
@@ -51,6 +52,7 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         adapter = spec.adapter(spec.model)
         with torch.device("meta"):
             names = [name for name, _ in spec.model.build().named_parameters()]
+        _check_fit(file, settings, stored, model=spec.model, adapter=adapter, names=names)
         with tempfile.TemporaryDirectory() as saved, suppress(FileExistsError):  # another process was faster
             tokenizer.save_pretrained(saved)
             _name_class(Path(saved) / "tokenizer_config.json")
@@ -84,8 +86,11 @@ def _errors_of(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: the GGUF file is damaged or not supported: {error}") from error
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    """Return the settings that fit into one value; raise ValueError for a model that would be misread."""
+def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that fit into one value, and the names of the tensors.
+
+    Raises ValueError for a model that would be misread.
+    """
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -103,7 +108,14 @@ def _settings(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"{file}: scaled rope frequencies are not read from GGUF: give the model's Hugging Face folder"
         )
-    return settings
+    if window := settings.get(f"{architecture}.attention.sliding_window"):
+        raise ValueError(
+            f"{file}: attention.sliding_window={window} is not read from GGUF: give the model's Hugging Face folder"
+        )
+    # transformers takes this name for an architecture, which the package `gguf` does not have.
+    if settings.get("general.name") == "mistral":
+        raise ValueError(f"{file}: general.name='mistral' is not read: give the model's Hugging Face folder")
+    return settings, [tensor.name for tensor in reader.tensors]
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
@@ -134,6 +146,31 @@ def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
     ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
     found = {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
     return {field: value for field, value in found.items() if value is not None}
+
+
+def _check_fit(
+    file: Path,
+    settings: dict[str, Any],
+    stored: list[str],
+    *,
+    model: Decoder.Config,
+    adapter: DecoderAdapter,
+    names: list[str],
+) -> None:
+    """Raise ValueError for a head that is rotated in part, or a stored tensor that no parameter is made of."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    architecture, head_dim = settings["general.architecture"], model.block.attention.head_dim
+    if (rotated := settings.get(f"{architecture}.rope.dimension_count", head_dim)) != head_dim:
+        raise ValueError(
+            f"{file}: rope.dimension_count={rotated} is not supported: must be the size of a head, {head_dim}"
+        )
+    table = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.num_layers)
+    known = {table.get_name(x, (".weight", ".bias")) for name in names for x in adapter.hf_names(name)}
+    if unknown := [name for name in stored if name not in known]:
+        raise ValueError(
+            f"{file}: tensor {unknown[0]} has no place in the model: give the model's Hugging Face folder"
+        )
 
 
 def _params(

@@ -29,6 +29,7 @@ from rl.utils.files import atomic_folder
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Endings of buffers that old versions of transformers saved."""
 
@@ -86,8 +87,8 @@ class HFFolder:
     ) -> None:
         """Raise ValueError, naming the first difference, unless the tensors are those of the model's parameters.
 
-        The model may be on the meta device or sharded. A folder of a tied model may contain an output head, and
-        any folder may contain the model's persistent buffers. `names` restricts the check to some parameters.
+        The model may be on the meta device or sharded. A folder of a tied model may contain an output head equal to
+        its embedding, and any folder the model's persistent buffers. `names` restricts the check to some parameters.
         """
         needed = {
             hf_name: tuple(tensor.shape)
@@ -109,8 +110,19 @@ class HFFolder:
                     f"{self.path}: tensor {hf_name} has shape {list(shape)}, the model needs "
                     f"{list(needed[hf_name])}: {other}"
                 )
-            if hf_name != "lm_head.weight":
+            if hf_name != _HEAD:
                 raise ValueError(f"{self.path}: tensor {hf_name} has no place in the model: {other}")
+            if not torch.equal(self._stored(_HEAD), self._stored(_EMBEDDING)):
+                raise ValueError(
+                    f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}: "
+                    "set tie_word_embeddings to false to use both, or remove the tensor that is not meant"
+                )
+
+    def _stored(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
+        with safe_open(self.files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
     def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""

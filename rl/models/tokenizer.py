@@ -120,7 +120,8 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     """Return the transformers tokenizer and the tokens that end a reply.
 
     Those are the tokenizer's end of turn and the ones of generation_config.json. Raises ValueError if a file is missing
-    or malformed, or a token id is beyond the model's vocabulary.
+    or malformed, or a token id is beyond the model's vocabulary. Special tokens beyond it that only a text naming them
+    can bring in are let through (Gemma 3's `<image_soft_token>`); trainer and generator refuse their ids.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -138,7 +139,14 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
         if str(folder) in str(error):
             raise
         raise ValueError(f"the tokenizer of {folder} cannot be used: {error}") from error
-    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    used = {*stop_ids, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    unused = {
+        token_id
+        for token_id, added in tokenizer.added_tokens_decoder.items()
+        if added.special and token_id not in used and added.content not in str(tokenizer.chat_template)
+    }
+    vocabulary = tokenizer.get_vocab().items()
+    token, token_id = max((item for item in vocabulary if item[1] not in unused), key=lambda item: item[1])
     if vocab_size is not None and max(token_id, *stop_ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies with "

@@ -238,7 +238,7 @@ class Policy:
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample that does not fit."""
-        _check_targets(samples, vocab_size=self.spec.model.vocab_size)
+        _check_ids(samples, vocab_size=self.spec.model.vocab_size)
         tp = 1 if self.mesh is None else self.mesh[TP].size()
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
         if self.context is not None:
@@ -397,13 +397,14 @@ class ReferencePolicy:
         return attached
 
 
-def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
+def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
     for index, sample in enumerate(samples):
-        if sample.targets is None or sample.targets.size == 0:
-            continue
-        targets = sample.targets[1:]
-        outside = targets[(targets < 0) | (targets >= vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"sample {index}: targets has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
-            )
+        given = {"token_ids": sample.token_ids}
+        if sample.targets is not None:
+            given["targets"] = sample.targets[1:]
+        for name, ids in given.items():
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            if outside.size:
+                raise ValueError(
+                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
+                )

@@ -76,17 +76,31 @@ def test_conversion_is_deterministic_and_done_once(tmp_path, tensors):
         resolve_assets(tmp_path, cache=tmp_path / "cache")
 
 
+O_BIAS = "model.layers.1.self_attn.o_proj.bias"
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [
+        ({"architecture": "qwen3moe"}, "general.architecture='qwen3moe' is not supported"),
         ({"architecture": "phi3"}, "general.architecture='phi3' is not supported: must be one of llama, "),
         ({"more": {"split.count": 2}}, "one of several parts: join them"),
         ({"more": {"llama.rope.scaling.type": "yarn"}}, "scaled rope frequencies are not read from GGUF"),
+        (
+            {"more": {"llama.attention.sliding_window": 64}},
+            "attention.sliding_window=64 is not read from GGUF",
+        ),
+        ({"more": {"general.name": "mistral"}}, "general.name='mistral' is not read: give the model's"),
+        ({"more": {"llama.attention.key_length": 32}}, "rope.dimension_count=16 .* size of a head, 32"),
         ({"without": ["model.norm.weight"]}, "has no tensor for model.norm.weight"),
+        (
+            {"tensors": random_tensors() | {O_BIAS: torch.zeros(64)}},
+            "tensor blk.1.attn_output.bias has no place in the model",
+        ),
     ],
 )
 def test_unsupported_file_is_refused_and_nothing_is_written(tmp_path, tensors, written, message):
-    file = write_gguf(tmp_path / "a.gguf", tensors, **written)
+    file = write_gguf(tmp_path / "a.gguf", **{"tensors": tensors, **written})
     with pytest.raises(ValueError, match=message) as caught:
         resolve_assets(file, cache=tmp_path / "cache")
     assert str(caught.value).startswith(f"{file}: ")

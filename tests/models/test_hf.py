@@ -126,6 +126,20 @@ def test_weights_of_another_architecture_are_rejected(tmp_path, model, adapter, 
         HFFolder(path).check(model, adapter)
 
 
+def test_output_head_of_a_tied_model_must_equal_its_embedding(tmp_path):
+    model = random_model(small_spec(tie=True), seed=0)
+    adapter, path = Qwen3Adapter(model.config), tmp_path / "hf"
+    write_hf_folder(path, model.named_parameters(), adapter, dtype=torch.bfloat16)
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    HFFolder(path).check(model, adapter)
+    head[-1, -1] += 1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from .*: set tie_word_embeddings to false"):
+        HFFolder(path).check(model, adapter)
+
+
 @pytest.fixture
 def spec():
     return small_spec(vocab_size=320)

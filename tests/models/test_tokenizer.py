@@ -144,3 +144,13 @@ def test_token_ids_beyond_the_vocabulary_are_refused(folder, vocab_size, end_id)
     open_tokenizer(folder, vocab_size=vocab_size + 1)
     with pytest.raises(ValueError, match=f"vocab_size={vocab_size}, so .* from 0 to {vocab_size - 1}"):
         open_tokenizer(folder, vocab_size=vocab_size)
+
+
+def test_special_token_beyond_the_vocabulary_is_refused_only_where_it_is_used(folder):
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    image = tokens[0] | {"id": 262, "content": "<image>"}  # as Gemma 3's text models have
+    change(folder / "tokenizer.json", added_tokens=[*tokens, image])
+    open_tokenizer(folder, vocab_size=262)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<image>")
+    with pytest.raises(ValueError, match=r"'<image>' with id 262 .* vocab_size=262"):
+        open_tokenizer(folder, vocab_size=262)

@@ -108,6 +108,10 @@ ZEROS = np.zeros((6, 4), dtype=np.int64)
         ({"targets": ZEROS[:, 0]}, r"sample 1: targets has shape \[6\]: must be \[6, 2\]"),
         ({"targets": np.full((6, 2), VOCAB)}, "sample 1: targets has 320: must be token ids of 0 to 319"),
         ({"targets": np.full((6, 2), -1)}, "sample 1: targets has -1: must be token ids of 0 to 319"),
+        (
+            {"token_ids": np.full(6, VOCAB, np.int32)},
+            "sample 1: token_ids has 320: must be token ids of 0 to 319",
+        ),
         ({"mask": np.ones(6, dtype=bool)}, r"sample 1: mask has shape \[6\]: must be \[6, 2\]"),
         ({"ratio_mask": np.ones(6, dtype=bool)}, "ratio_mask must be "),
     ],
