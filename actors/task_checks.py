@@ -51,8 +51,8 @@ def check_task(
     """
     held_out = _held_out_problems(task, needed=loop.eval_every > 0)
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
-    openings, has_one_turn = run_now(_open_all(probed, environments))
-    if loop.episode.max_turns != 1 and not has_one_turn:
+    openings, have_one_turn = run_now(_open_all(probed, environments))
+    if loop.episode.max_turns != 1 and not all(have_one_turn):
         renderer.check_multi_turn()
     room = min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
     for place, (problem, messages) in enumerate(zip(probed, openings, strict=True)):
@@ -65,7 +65,7 @@ def check_task(
     _check_rubric(
         task.rubric(seed=seed),
         example or _one_turn(prompt, openings[0]),
-        is_complete=example is not None or has_one_turn,
+        is_complete=example is not None or have_one_turn[0],
         loop=loop,
         time_limit_s=time_limit_s,
     )
@@ -90,23 +90,23 @@ def check_task(
 
 async def _open_all(
     problems: Iterable[Problem], environments: Environments
-) -> tuple[list[tuple[Message, ...]], bool]:
+) -> tuple[list[tuple[Message, ...]], list[bool]]:
     """Open and close an environment of each problem; a ValueError names the problem.
 
     Returns:
-        The opening messages of each, and True if the first one declares that it ends after one reply.
+        The opening messages of each, and True for those that declare that they end after one reply.
     """
     openings: list[tuple[Message, ...]] = []
-    has_one_turn = False
+    have_one_turn: list[bool] = []
     for problem in problems:
         async with environments.opened([problem]) as ((calls,),):
-            has_one_turn = has_one_turn if openings else getattr(calls.environment, "single_turn", False)
+            have_one_turn.append(getattr(calls.environment, "single_turn", False))
             openings.append(calls.messages)
             try:
                 await calls.close()
             except (EnvironmentFailedError, RunError) as error:
                 raise ValueError(f"closing problem {problem.id!r}: {error}") from error
-    return openings, has_one_turn
+    return openings, have_one_turn
 
 
 def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:

@@ -178,6 +178,14 @@ def test_several_turns_are_expected_unless_environment_or_limit_exclude_them():
     check(renderer=OneTurnRenderer(), episode__max_turns=1)
     sets = {"held_out": [replace(PROBLEM, demonstration="first")]}
     check(kind=Quiz, sets=sets, renderer=OneTurnRenderer(), episode__max_turns=2)
+    with pytest.raises(ValueError, match="no second turn"):  # Some problems have several turns.
+        check(
+            kind=mixed, sets=sets, training=[LONG], room=18, renderer=OneTurnRenderer(), episode__max_turns=2
+        )
+
+
+def mixed(problem: Problem) -> Counting:
+    return Counting(problem=problem) if problem is LONG else Quiz(problem=problem)
 
 
 def _second_question(rollout: Rollout) -> float:
