@@ -114,7 +114,12 @@ class _Found:
 def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     """Look for everything that the config names; `resumes` is the folder of a resumed run."""
     if config.model is None:
-        found = _Found(spec=untrained_start(config).spec)
+        try:
+            found = _Found(spec=untrained_start(config, prepares=False).spec)
+        except UnpreparedError as unprepared:
+            raise ValueError(
+                f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` does it too"
+            ) from None
     else:
         found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):

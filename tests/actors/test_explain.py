@@ -17,6 +17,7 @@ from rl.loop.config import LoopConfig
 from tests.support.checkpoints import save, truncate
 from tests.support.explained import LAPTOP, explained
 from tests.support.fakes import SimulatedPolicy
+from tests.support.gguf_files import random_tensors, write_gguf
 from tests.support.loops import run, some_right
 
 
@@ -75,6 +76,15 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     assert found["options"]["refused_here"] == []
     assert "Qwen/Qwen3-32B, which a run would download" in found["not_checked"]
     assert found["step"]["trained_tokens_most"] == 256 * 1023
+
+
+def test_model_that_only_a_folder_describes_is_not_prepared(tmp_path, capsys):
+    file = write_gguf(tmp_path / "a.gguf", random_tensors())
+    options = ("--module", "examples.custom_model", "--config", "granite", "--dump_folder", str(tmp_path))
+    assert start("--explain", *options, "--hf_assets_path", str(file)) == 2
+    says = f"error: --explain: the model's sizes are those of {file}, which a run would convert: "
+    assert capsys.readouterr().err.startswith(says)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
