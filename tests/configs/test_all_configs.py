@@ -1,6 +1,5 @@
 """Checks of every shipped config, without a GPU."""
 
-import importlib
 import json
 import pkgutil
 import re
@@ -14,9 +13,10 @@ import torch
 import configs
 from actors.checks import config_faults
 from actors.task_checks import check_demonstrations
+from examples.custom_model import model_registry
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
-from rl.config.registry import ResolvedRun, registry_functions
+from rl.config.registry import ResolvedRun, load_module, registry_functions
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
@@ -26,19 +26,19 @@ from rl.tinker.backend import TinkerBackend
 from tests.support import chat_templates
 
 GPU_MEMORY_BYTES = 80e9
-MODULES = sorted(m.name for m in pkgutil.iter_modules(configs.__path__))
+MODULES = [*sorted(m.name for m in pkgutil.iter_modules(configs.__path__)), "examples.custom_model"]
 CONFIGS = [
     f"{module}.{function}"
     for module in MODULES
-    for function in sorted(registry_functions(importlib.import_module(f"configs.{module}")))
+    for function in sorted(registry_functions(load_module(module)))
 ]
 RUNS = [name for name in CONFIGS if not name.startswith("tinker.")]
 GPU_CONFIGS = [name for name in RUNS if ".qwen3_" in name or ".math_" in name]
 
 
 def config_of(name):
-    module, function = name.split(".")
-    return registry_functions(importlib.import_module(f"configs.{module}"))[function]()
+    module, _, function = name.rpartition(".")
+    return registry_functions(load_module(module))[function]()
 
 
 def test_every_task_and_size_has_a_config():
@@ -55,13 +55,13 @@ def test_every_task_and_size_has_a_config():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
     first, second = config_of(name), config_of(name)
-    module, function = name.split(".")
+    module, _, function = name.rpartition(".")
     path = tmp_path / "config.json"
     write_json(ResolvedRun(module=module, function=function, config=first), path)
     assert read_json(path).config == first == second
     if name in RUNS:
         values = json.loads(path.read_text())["values"]
-        assert values["model"] == f"{first.model.name}/{first.model.flavor}"
+        assert values["model"] == (first.model and f"{first.model.name}/{first.model.flavor}")
         assert (first.loop is second.loop, first.task is second.task) == (False, False)
         first.loop.num_steps += 1
     else:
@@ -72,7 +72,7 @@ def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_has_a_valid_layout(name):
     config = config_of(name)
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    spec = replace(config.model or model_registry("tiny"), batch_invariant=config.batch_invariant)
     assert list(config_faults(config, spec=spec, num_gpus=0)) == []
 
 
