@@ -260,7 +260,9 @@ def check_source(
     adapter = start.spec.adapter(start.spec.model)
     model, converters = converted_model(config, model_spec=start.spec, num_gpus=num_gpus)
     if not is_checkpoint(path):  # a Hugging Face folder, which does not record its tokenizer
-        HFFolder(path).check(model, adapter, names=set(converters.plain_names))
+        folder = HFFolder(path)
+        folder.spec(expected=start.spec)
+        folder.check(model, adapter, names=set(converters.plain_names))
         return
     saved = read_state(path)
     exclude = config.trainer.checkpoint.exclude_from_loading

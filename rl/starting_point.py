@@ -21,7 +21,7 @@ import torch
 from rl.config.configurable import Configurable
 from rl.config.json import to_dict
 from rl.models.hf import HFFolder, write_random_model
-from rl.models.spec import ModelSpec, spec_from_hf
+from rl.models.spec import ModelSpec
 from rl.models.tokenizer import (
     TokenizerFingerprint,
     build_byte_tokenizer,
@@ -79,21 +79,20 @@ def given_folder(path: Path, *, spec: ModelSpec | None, batch_invariant: bool = 
     """Open a user's Hugging Face folder.
 
     Args:
-        spec: expected model; None takes family and sizes from the folder.
+        spec: expected model (`HFFolder.spec`); None takes family and sizes from the folder.
         batch_invariant: value for a spec that is taken from the folder.
 
     Raises:
-        ValueError: names a missing file or tensor, another family, or the first tensor with another shape.
+        ValueError: names a missing file or tensor, an unsupported field, all fields that differ from the expected
+            model's, or the first tensor with another shape.
     """
     folder = HFFolder(path, tokenizer=True)
-    if spec is None:
-        spec = spec_from_hf(folder.config, flavor=folder.path.name)
-        spec = replace(spec, batch_invariant=batch_invariant)
-    elif spec.name != (model_type := folder.config.get("model_type")):
-        raise ValueError(
-            f"{folder.path}: config.json has model_type={model_type!r}, the config's model is {spec.name!r}: set "
-            "any_model_size=True to take the model from the folder, or choose a folder of that family"
-        )
+    take = "set any_model_size=True to take the model from the folder, or choose a folder of that model"
+    spec = (
+        replace(folder.spec(), batch_invariant=batch_invariant)
+        if spec is None
+        else folder.spec(expected=spec, otherwise=take)
+    )
     with torch.device("meta"):
         model = spec.model.build()
     folder.check(model, spec.adapter(spec.model))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.plan import untrained_start
 from configs import sum_digits
@@ -106,9 +107,7 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     start = given_folder(folder, spec=None, batch_invariant=True)
     assert start.spec == replace(llama, flavor="some-llama", batch_invariant=True)
     assert given_folder(folder, spec=llama).spec == llama
-    with pytest.raises(
-        ValueError, match="model_type='llama', the config's model is 'qwen3': set any_model_size"
-    ):
+    with pytest.raises(ValueError, match="model_type='llama', not 'qwen3': set any_model_size=True"):
         given_folder(folder, spec=SPEC)
     config = sum_digits.tiny()
     config.hf_assets_path = str(folder)
@@ -119,4 +118,12 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     with pytest.raises(ValueError, match="hf_assets_path=None: must name a model"):
         untrained_start(config)
     engine = TrainingEngine.Config().build(model_spec=None, hf_assets_path=str(folder), device="cpu")
-    assert engine.policy.spec == replace(llama, flavor="llama")
+    assert engine.policy.spec == replace(llama, flavor="some-llama")
+
+
+def test_fields_that_change_no_result_of_the_weights_are_the_folders(tmp_path):
+    changes = {"rope.max_positions": 2048, "init_std": 0.5, "norm_eps": torch.tensor(1e-6).item()}
+    like = replace(SPEC, model=rebuild(SPEC.model, changes))
+    assert like.model.norm_eps != SPEC.model.norm_eps
+    folder = write_random_model(tmp_path / "like", spec=like, seed=0)
+    assert given_folder(folder, spec=SPEC).spec == like

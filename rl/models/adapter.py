@@ -173,7 +173,9 @@ class DecoderAdapter:
     @classmethod
     def is_global(cls, hf: dict[str, Any], layer: int) -> bool:
         """Return True if a layer has no window in a `config.json` without `layer_types`."""
-        return not cls.always_windowed and layer < hf.get("max_window_layers", 28)
+        if cls.always_windowed or hf.get("max_window_layers") == 0:
+            return False
+        return layer < read_field(hf, "max_window_layers", int, 28)
 
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:
@@ -274,9 +276,17 @@ def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
     """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4).
 
     Raises:
-        ValueError: for a malformed field, or a kind of scaling that is not one of `SCALINGS`.
+        ValueError: for a malformed field, a kind of scaling that is not one of `SCALINGS`, or two that differ.
     """
-    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or ["rope_parameters"]
+    found = [_rope_at(hf, name) for name in names]
+    if found[0] != found[-1]:  # Versions of transformers do not agree which of the two counts.
+        values = " and ".join(f"{name}={hf[name]!r}" for name in names)
+        raise ValueError(f"config.json: {values} differ: must be the same, or one of them null")
+    return found[0]
+
+
+def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
     given = hf.get(name) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: {name}={given!r}: must be an object")
@@ -287,10 +297,12 @@ def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
         "original_max_position_embeddings": hf.get("original_max_position_embeddings") or max_positions,
     }
     rope = outside | {field: value for field, value in given.items() if value is not None}
-    if rope.pop("partial_rotary_factor") != 1.0:
-        raise ValueError("config.json: partial_rotary_factor is not supported: must be 1.0, or not given")
+    if (rotated := rope.pop("partial_rotary_factor")) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor={rotated!r} is not supported: must be 1.0, or not given"
+        )
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if kind != "default" and kind not in SCALINGS:
+    if kind not in ("default", *SCALINGS):
         raise ValueError(
             f"config.json: {name} has rope_type {kind!r}, which is not supported: must be one of "
             f"{', '.join(('default', *SCALINGS))}"

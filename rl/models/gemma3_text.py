@@ -55,13 +55,13 @@ class Gemma3TextAdapter(DecoderAdapter):
     def config_from_hf(cls, hf: dict[str, Any]) -> Decoder.Config:
         hf = _DEFAULTS | hf
         ropes: Any = hf.get("rope_parameters")
-        nested = isinstance(ropes, dict) and GLOBAL in ropes
+        nested = isinstance(ropes, dict) and (GLOBAL in ropes or LOCAL in ropes)
         near = {
             "rope_scaling": None,
             "rope_theta": hf["rope_local_base_freq"],
-            "rope_parameters": ropes[LOCAL] if nested else None,
+            "rope_parameters": ropes.get(LOCAL) if nested else None,
         }
-        hf["rope_parameters"] = ropes[GLOBAL] if nested else ropes
+        hf["rope_parameters"] = ropes.get(GLOBAL) if nested else ropes
         config = super().config_from_hf(hf)
         config.local_rope = rope_from_hf(hf | near)
         attention, scale_dim = config.block.attention, read_field(hf, "query_pre_attn_scalar", int)

@@ -7,10 +7,12 @@ A folder's headers are read and checked when it is opened; tensors are read one 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.config.json import differences, to_dict
 from rl.models.adapter import DecoderAdapter
 from rl.models.block_fp8 import check_scales, dequantized, fp8_block, is_scale, scale_of
 from rl.models.decoder import persistent_buffers
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, spec_from_hf
 from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files, write_json
 from rl.utils.files import atomic_folder
 
@@ -32,6 +35,8 @@ _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Endings of buffers that old versions of transformers saved."""
+_FREE_FIELDS = ("init_std", "rope.max_positions", "local_rope.max_positions")
+"""Fields of a model's config that change no result of given weights; the folder's count."""
 
 
 class HFFolder:
@@ -81,6 +86,42 @@ class HFFolder:
             raise ValueError(f"{self.path}: {error}") from error
         if self.fp8_block is not None:
             self.shapes = {name: shape for name, shape in self.shapes.items() if not is_scale(name)}
+
+    def spec(
+        self, *, expected: ModelSpec | None = None, otherwise: str = "choose a folder of that model"
+    ) -> ModelSpec:
+        """Return the spec that config.json describes, which must be `expected` but for `_FREE_FIELDS`.
+
+        Numbers may differ by their rounding to float32, which GGUF files have.
+
+        Raises:
+            ValueError: names the folder and the unsupported field, or all fields that differ; ends with `otherwise`.
+        """
+        same_family = expected is not None and expected.name == self.config.get("model_type")
+        adapter = expected.adapter if expected is not None and same_family else None
+        try:
+            found = spec_from_hf(self.config, flavor=self.path.name, adapter=adapter)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        if expected is None:
+            return found
+        fields: dict[str, tuple[Any, Any]] = {"model_type": (expected.name, found.name)}
+        if same_family:
+            fields = differences(to_dict(found.model), to_dict(expected.model))
+        other = [
+            f"{name}={new!r}, not {old!r}"
+            for name, (old, new) in fields.items()
+            if name not in _FREE_FIELDS
+            and not (
+                isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-6)
+            )
+        ]
+        if other:
+            raise ValueError(
+                f"{self.path}: a checkpoint of another architecture or size than {expected.name} "
+                f"{expected.flavor}: config.json has {'; '.join(other)}: {otherwise}"
+            )
+        return replace(expected, model=found.model)
 
     def check(
         self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None

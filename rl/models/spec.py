@@ -77,15 +77,20 @@ def model_spec(family: str, flavor: str) -> ModelSpec:
     return spec
 
 
-def spec_from_hf(config: Mapping[str, Any], *, flavor: str | None = None) -> ModelSpec:
-    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported."""
+def spec_from_hf(
+    config: Mapping[str, Any], *, flavor: str | None = None, adapter: type[DecoderAdapter] | None = None
+) -> ModelSpec:
+    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported.
+
+    `adapter` reads it; None takes the adapter of its `model_type`.
+    """
     model_type = str(config.get("model_type"))
     if model_type == "gemma3":
         raise ValueError(
             "config.json: model_type='gemma3' is a model of texts and images, which is not supported: must be "
             "'gemma3_text', a folder of the text model alone, such as google/gemma-3-1b-it"
         )
-    adapter = family_adapter(model_type)
+    adapter = adapter or family_adapter(model_type)
     return ModelSpec(flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter)
 
 

@@ -36,7 +36,7 @@ from rl.models.converter import ModelConverter
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.parallelize import check_decoder_layout
-from rl.models.spec import ModelSpec, spec_from_hf
+from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
 from rl.training.failures import unwritten
@@ -382,7 +382,7 @@ def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | N
         return None, spec
     folder = HFFolder(path, tokenizer=True)
     if spec is None:
-        return folder, spec_from_hf(folder.config)
+        return folder, folder.spec()
     return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
 
 

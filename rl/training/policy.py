@@ -163,14 +163,8 @@ class Policy:
 
         Raises ValueError if a tensor is missing or unknown, or the checkpoint is of another architecture or size.
         """
-        spec = self.spec
-        config = spec.adapter.config_from_hf(folder.config)
-        if config != spec.model:
-            raise ValueError(
-                f"{folder.path}: a checkpoint of another architecture or size: its config is {config}, the "
-                f"model's {spec.model}"
-            )
-        adapter = spec.adapter(spec.model)
+        folder.spec(expected=self.spec)
+        adapter = self.spec.adapter(self.spec.model)
         names = self.converters.plain_names
         folder.check(self.model, adapter, names=set(names))
         for name, whole in read_parameters(folder, adapter, names):

@@ -220,7 +220,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor=None: must be a positive"),
     ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "rope_parameters has mrope_section: 'default' has no such"),
     ("qwen3", {"rope_parameters": 5}, "rope_parameters=5: must be an object"),
-    ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ("qwen3", {"rope_parameters": {"rope_type": []}}, r"rope_type \[\], which is not supported"),
+    ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.* differ: must be the same, or one"),
+    ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be a positive integer"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
@@ -268,6 +271,15 @@ def test_fields_of_transformers_4_give_the_same_gemma():
     model = spec_from_hf(common | {"rope_parameters": new}).model
     assert spec_from_hf(common | old).model == model
     assert (model.window, model.global_layers, model.tie_embeddings) == (8, (5,), True)
+    for kind in new:  # One that is not there has the fields of transformers 4.
+        assert spec_from_hf(common | old | {"rope_parameters": {kind: new[kind]}}).model == model
+
+
+@pytest.mark.parametrize(("given", "global_layers"), [(None, (0, 1)), (0, ()), (1, (0,))])
+def test_number_of_layers_before_the_windows_may_be_zero_or_missing(given, global_layers):
+    hf = SMALL | WINDOW | {"model_type": "qwen2", "max_window_layers": given}
+    model = spec_from_hf(hf).model
+    assert (model.global_layers if model.window else (0, 1)) == global_layers
 
 
 def test_llama_2_has_the_defaults_of_transformers():

@@ -1,5 +1,6 @@
 """User errors that are refused before anything starts, without leaving anything behind."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_incomplete_assets_folder_is_refused_by_the_missing_file(refused, assets
         assert "tokenizer.json" in refused("--hf_assets_path", str(assets))
     finally:
         (assets / "hidden").rename(assets / "tokenizer.json")
+
+
+GIVEN = "--hf_assets_path {}"
+LOADED = "--trainer.checkpoint.initial_load_in_hf True --trainer.checkpoint.initial_load_path {}"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        ({"model_type": "phi3"}, GIVEN, "model_type='phi3' is not supported: must be one of gemma3_text, llama, "),
+        ({"model_type": "phi3"}, f"{GIVEN} --any_model_size", "docs/models.md says how to add a family"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, GIVEN, "rope_type 'dynamic', which is not supported: must be"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, LOADED, "has rope.theta=500000.0, not 10000.0: choose a folder of"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rms_norm_eps": 1e-5}, GIVEN,
+            "than qwen3 tiny: config.json has norm_eps=1e-05, not 1e-06; rope.theta=500000.0, not 10000.0: set "
+            "any_model_size=True",
+        ),
+    ],
+)  # fmt: skip
+def test_folder_of_another_model_is_refused_by_its_fields(refused, assets, change, options, says):
+    file = assets / "config.json"
+    text = file.read_text()
+    file.write_text(json.dumps(json.loads(text) | change))
+    try:
+        told = refused(*f"--any_model_size False {options.format(assets)}".split())
+    finally:
+        file.write_text(text)
+    assert told.startswith(f"error: {assets}: ")
+    assert says in told
 
 
 def test_tokenizer_with_more_tokens_than_the_model_is_refused(refused, tmp_path):
