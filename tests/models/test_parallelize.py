@@ -22,7 +22,10 @@ from tests.support.policies import random_model, small_spec
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"tie": True},
     "untied": {"tie": False},
-    "biases": {"qkv_bias": True},
+    "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2", "tie": False},
+    "mistral": {"family": "mistral", "tie": False, "switches": {"window": 3}},
+    "gemma3_text": {"family": "gemma3_text", "switches": {"window": 3, "global_layers": (1,)}},
     "biases everywhere without norms": {
         "qkv_bias": True, "o_bias": True, "ffn_bias": True, "qk_norm": False, "tie": False,
     },
