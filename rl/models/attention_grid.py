@@ -54,7 +54,7 @@ class Grids:
     """[t * H] int64, place of each query in `query_rows`."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def grids_of(
     num_queries: tuple[int, ...],
     num_keys: tuple[int, ...],
