@@ -69,7 +69,10 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
         ({"rope_type": "yarn", "factor": 2.0, "truncate": "no"}, "truncate='no': must be true or false"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1}, "has beta_fast: 'linear' has no such field"),
         (SCALED["llama3"] | {"high_freq_factor": 1.0}, "high_freq_factor=1.0: must be above low_freq_factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
     ],
 )
 def test_unsupported_scaling_is_rejected(change, message):
