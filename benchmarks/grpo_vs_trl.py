@@ -51,7 +51,7 @@ REAL_WARMUP_STEPS = 1
 """A step of the real model takes so long that what happens once does not count after the first."""
 MAX_MODEL_LEN, KV_CACHE_GIB = 256, 2.0
 MAX_TOKENS = 8192
-"""Tokens of a micro-batch of relay for smollm2, shared prompts counted each time: the faster of this and 4096."""
+"""Tokens of a micro-batch of relay for smollm2, shared prompts counted each time: a quarter faster than 4096."""
 PHASES = {"generate": "generate", "reward": "score", "train": "train", "sync": "publish"}
 """Name of each phase in relay's metrics."""
 

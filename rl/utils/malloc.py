@@ -7,8 +7,6 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """glibc's numbers of two options of `mallopt`."""
-
-
 NUM_KERNELS = "128"
 """Compiled products that oneDNN keeps, of about 1 MB each: several times those of a forward and backward. Its default
 is 1024, and each number of rows needs its own."""
