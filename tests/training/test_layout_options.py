@@ -179,10 +179,14 @@ def gathered_float8(layout: str, folder: str) -> dict[str, Any]:
 def test_gathered_float8_equals_one_device_after_steps_and_a_loaded_checkpoint(tmp_path):
     expected = gathered_float8("one", str(tmp_path / "one"))
     assert expected["norms"][2] == expected["norms"][3]
+    # After steps, one weight may be rounded to the next float8 number: weights that differ by 3e-8 at the start gave
+    # gradients that differ by 4e-5 in the third step, and weights by 2e-4.
+    after_steps = 1e-3
     for rank in run_ranks(gathered_float8, 2, "fsdp2", str(tmp_path / "fsdp2"), timeout_s=250):
         assert_same_result(rank["whole"], expected["whole"])
         assert_near(rank["gradients"], expected["gradients"])
-        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        assert_near(rank["parameters"], expected["parameters"])
+        assert rank["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5)
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=after_steps)
+        assert_near(rank["parameters"], expected["parameters"], relative=after_steps)
         with_scales, with_other_scales = rank["losses"]
         assert abs(with_other_scales - with_scales) > 0.1  # The next forward uses the precomputed scales.
