@@ -41,10 +41,10 @@ def full() -> Controller.Config:
             num_threads=2,
             optimizer=Optimizer.Config(lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0),
             lr_scheduler=LRSchedule.Config(warmup_steps=5),
-            training=TrainingConfig(max_tokens_per_microbatch=4096, param_dtype="bfloat16"),
+            training=TrainingConfig(max_tokens_per_microbatch=3072, param_dtype="bfloat16"),
         ),
         generator=VLLMGenerator.Config(
-            dtype="bfloat16", max_model_len=128, num_threads=2, cpu_kv_cache_gib=0.75
+            dtype="bfloat16", max_model_len=128, num_threads=2, cpu_kv_cache_gib=0.4
         ),
         loop=Loop.Config(
             num_steps=80,
