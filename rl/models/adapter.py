@@ -107,7 +107,8 @@ class DecoderAdapter:
                 (quantized weights).
         """
         architectures = hf.get("architectures") or [cls.architecture]
-        if hf.get("model_type") != cls.model_type or cls.architecture not in architectures:
+        is_list = isinstance(architectures, list)
+        if hf.get("model_type") != cls.model_type or not is_list or cls.architecture not in architectures:
             raise ValueError(
                 f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint "
                 f"of another architecture; must be {cls.model_type!r} and [{cls.architecture!r}]"

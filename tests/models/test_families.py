@@ -216,6 +216,7 @@ def test_folders_of_transformers_and_ours_have_equal_logits(tmp_path, model_type
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
     ("qwen3", {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),
+    ("qwen3", {"architectures": 5}, "architectures=5.*must be"),
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'.*must be one of default, linear, llama3, yarn"),
     ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor=None: must be a positive"),
     ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "rope_parameters has mrope_section: 'default' has no such"),
