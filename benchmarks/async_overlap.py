@@ -42,7 +42,8 @@ def run_side(age: int, num_threads: int, **how: Any) -> dict[str, float]:
     config = tiny_async() if age else tiny()
     loop = config.loop
     loop.max_off_policy_steps = age
-    records = loop_steps(config, threads=[max(1, num_threads // 2) if age else num_threads] * 2, **how)
+    threads = [max(1, num_threads // 2) if age else num_threads] * 2
+    records = loop_steps(config, threads=threads, num_cooldown=age, **how)
     total_s = sum(record["time/step_s"] for record in records)
     idle = {f"{role}_idle": sum(r[f"time/{role}_idle_s"] for r in records) / total_s for role in ROLES}
     samples_per_s = len(records) * loop.groups_per_batch * loop.group_size / total_s

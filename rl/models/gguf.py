@@ -26,7 +26,9 @@ from rl.models.tokenizer import write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
-RECIPE = 3
+SMOLLM = "smollm"
+"""Name in GGUF of a rule of splitting texts that transformers lacks: each digit on its own, then GPT-2's rule."""
+RECIPE = 4
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
@@ -45,6 +47,8 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         with _errors_of(file):
             settings, stored = _settings(file)
             config, tensors, tokenizer = _read(file)
+            if settings.get("tokenizer.ggml.pre") == SMOLLM:
+                _split_digits(tokenizer)
             # transformers takes Qwen3's default.
             if head_dim := settings.get(f"{settings['general.architecture']}.attention.key_length"):
                 config["head_dim"] = head_dim
@@ -60,6 +64,14 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
             params = _params(file, names, adapter=adapter, tensors=tensors)
             write_hf_folder(folder, params, adapter, dtype=torch.bfloat16, tokenizer_from=saved)
     return folder
+
+
+def _split_digits(tokenizer: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
 
 
 def _name_class(file: Path) -> None:
@@ -92,6 +104,7 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     Raises ValueError for a model that would be misread.
     """
     from gguf import GGUFReader
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     reader = GGUFReader(file)
     settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
@@ -111,6 +124,16 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     if window := settings.get(f"{architecture}.attention.sliding_window"):
         raise ValueError(
             f"{file}: attention.sliding_window={window} is not read from GGUF: give the model's Hugging Face folder"
+        )
+    rule = settings.get("tokenizer.ggml.pre")
+    if settings.get("tokenizer.ggml.model") == "gpt2" and rule not in {
+        "gpt-2",
+        SMOLLM,
+        *GGUF_PRE_TOKENIZER_SPLITS,
+    }:
+        raise ValueError(
+            f"{file}: tokenizer.ggml.pre={rule!r}: how texts are split into tokens is not known: give the model's "
+            "Hugging Face folder"
         )
     # transformers takes this name for an architecture, which the package `gguf` does not have.
     if settings.get("general.name") == "mistral":

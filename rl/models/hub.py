@@ -6,11 +6,16 @@ alone is asked. HF_HUB_OFFLINE, HF_ENDPOINT and the login of `hf auth login` are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+
+from rl.models.hf import read_hf_config
+from rl.models.spec import spec_from_hf
 
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
-WANTED = ("*.json", "*.jinja", "*.safetensors", "merges.txt")
+SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
 """Files of a model that are downloaded; those in subfolders are other formats."""
 UNWANTED = ("*/*", "consolidated*")
 
@@ -24,24 +29,51 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     from huggingface_hub import HfApi, snapshot_download
 
     problem: Exception | None = None
+    files: list[str] = []
     try:
         if downloads:
-            HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S)
+            info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_S)
+            files = [file.rfilename for file in info.siblings or ()]
     except Exception as error:  # noqa: BLE001 - a network request
         problem = error
+
+    def fetch(*patterns: str) -> Path:
+        try:
+            folder = snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(UNWANTED),
+                local_files_only=problem is not None or not downloads,
+            )
+        except Exception as error:  # noqa: BLE001 - a network request
+            raise ValueError(_advice(name, revision, problem or error)) from (problem or error)
+        return Path(folder)
+
+    if downloads and problem is None:
+        _check_files(name, files)
+        spec_from_hf(read_hf_config(fetch(*SETTINGS)))  # before gigabytes of a model that is refused
+        return fetch(*SETTINGS, WEIGHTS)
     try:
-        folder = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
-            local_files_only=problem is not None or not downloads,
-        )
-    except Exception as error:  # noqa: BLE001 - a network request
-        if not downloads:
-            return None
-        raise ValueError(_advice(name, revision, problem or error)) from (problem or error)
-    return Path(folder)
+        folder = fetch(*SETTINGS, WEIGHTS)
+    except ValueError:
+        if downloads:
+            raise
+        return None
+    if any(folder.glob(WEIGHTS)):  # other programs may have fetched the tokenizer alone
+        return folder
+    if problem is None:
+        return None
+    raise ValueError(_advice(name, revision, problem)) from problem
+
+
+def _check_files(name: str, files: Sequence[str]) -> None:
+    """Raise ValueError for a model whose weights are in another format, if the hub lists its files."""
+    usable = [file for file in files if not any(fnmatch(file, pattern) for pattern in UNWANTED)]
+    if files and not any(fnmatch(file, WEIGHTS) for file in usable):
+        others = [file for file in files if file.endswith(".gguf")]
+        advice = f": download one, `hf download {name} {others[0]}`, and give its path" if others else ""
+        raise ValueError(f"{name} has no safetensors but {'GGUF' if others else 'other'} files{advice}")
 
 
 def _advice(name: str, revision: str | None, error: Exception) -> str:
@@ -61,7 +93,7 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
-        reason = f"it cannot be downloaded from {hub} ({type(error).__name__}: {str(error).splitlines()[0]})"
+        reason = f"it cannot be downloaded from {hub} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
     download = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     return (
         f"{name} is no folder here, and {reason}: run `{download}` where there is a network, and give its folder or "

@@ -96,12 +96,16 @@ def check_tokenizer_files(folder: str | Path) -> None:
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if it is not whole."""
     check_tokenizer_files(folder)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind: Any = AutoTokenizer
     if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
         read_tokenizer_json(file)
-    from transformers import AutoTokenizer
-
+        # Classes of one model (GPT2Tokenizer, which SmolLM2's folders name, LlamaTokenizer) split texts by rules of
+        # their own instead of those in tokenizer.json, so the model would see other tokens than in its training.
+        kind = PreTrainedTokenizerFast
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True)
     except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
 

@@ -153,7 +153,9 @@ class GradientAccumulator:
             batches = self._reference.attach(batches)
         for batch in (batch.to(policy.device) for batch in batches):
             logprobs_T, entropy_T = policy.forward(
-                batch, entropy_gradient=backward and uses_entropy(loss), of_loss=not call.returns_logprobs
+                batch,
+                entropy_gradient=backward and uses_entropy(loss),
+                of_loss=not call.returns_logprobs(batch),
             )
             inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
             output = loss(inputs)
@@ -187,13 +189,16 @@ class CallSums:
             raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples)
         self.has_denominator = False
-        self.returns_logprobs = bool(wanted)
         self._samples = samples
         self._policy = policy
         self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
         self._sums: list[dict[str, Tensor]] = []
         """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with METRIC."""
         self._largest: list[Tensor] = []
+
+    def returns_logprobs(self, batch: PackedBatch) -> bool:
+        """Return whether a sample of the micro-batch is wanted."""
+        return self._values is not None and self._values.wants(batch)
 
     @torch.no_grad()
     def add(

@@ -343,9 +343,13 @@ class TokenValues:
         indices = range(len(samples)) if wanted is None else wanted
         self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
 
+    def wants(self, batch: PackedBatch) -> bool:
+        """Return whether the micro-batch has a wanted sample."""
+        return not self._values.keys().isdisjoint(batch.sample_indices)
+
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if not self._policy.data_rank.speaks or self._values.keys().isdisjoint(batch.sample_indices):
+        if not self._policy.data_rank.speaks or not self.wants(batch):
             return
         for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
             if index in self._values:

@@ -92,6 +92,10 @@ O_BIAS = "model.layers.1.self_attn.o_proj.bias"
         ),
         ({"more": {"general.name": "mistral"}}, "general.name='mistral' is not read: give the model's"),
         ({"more": {"llama.attention.key_length": 32}}, "rope.dimension_count=16 .* size of a head, 32"),
+        (
+            {"splits": "deepseek-llm"},
+            "tokenizer.ggml.pre='deepseek-llm': how texts are split into tokens is not known",
+        ),
         ({"without": ["model.norm.weight"]}, "has no tensor for model.norm.weight"),
         (
             {"tensors": random_tensors() | {O_BIAS: torch.zeros(64)}},

@@ -1,13 +1,15 @@
 """Names on the hub, asked of a fake hub by the hub's own library."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 
 from rl.models import hub as our_hub
 from rl.models.assets import UnpreparedError, resolve_assets
+from rl.models.spec import model_spec
 from tests.support.fake_hub import COMMITS, fake_hub
 
 FILES = {
@@ -23,6 +25,8 @@ def model(tmp_path: Path) -> Path:
     for name in (*FILES, "README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
+    spec = model_spec("llama", "tiny")
+    (folder / "config.json").write_text(json.dumps(spec.adapter(spec.model).hf_config()))
     return folder
 
 
@@ -39,7 +43,7 @@ def resolve(name, **options):
 def test_needed_files_are_downloaded_once(hub):
     folder = resolve("org/model")
     assert {file.name for file in folder.iterdir()} == FILES
-    assert (folder / "config.json").read_text() == "config.json"
+    assert (folder / "merges.txt").read_text() == "merges.txt"
     hub.requests.clear()
     assert resolve("org/model") == folder
     assert not [request for request in hub.requests if "/resolve/" in request]
@@ -79,6 +83,37 @@ def test_refusals_say_what_to_do(hub):
     with pytest.raises(
         ValueError, match=r"people with permission only: ask at .*/org/model, then `hf auth login`"
     ):
+        resolve("org/model")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config.json": '{"model_type": "mixtral"}'}, "model_type='mixtral'"),
+        (
+            {"model.Q4.gguf": ""},
+            "has no safetensors but GGUF files: download one, `hf download org/model mod",
+        ),
+        ({"pytorch_model.bin": ""}, "org/model has no safetensors but other files$"),
+    ],
+)
+def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, changed, message):
+    for name, text in changed.items():
+        (model / name).write_text(text)
+    if "config.json" not in changed:
+        for file in model.glob("model*.safetensors"):
+            file.unlink()
+    with pytest.raises(ValueError, match=message):
+        resolve("org/model")
+    assert not [request for request in hub.requests if request.endswith(".safetensors")]
+
+
+def test_tokenizer_alone_in_the_cache_is_not_taken_for_the_model(hub, monkeypatch):
+    snapshot_download("org/model", allow_patterns=["tokenizer.json", "config.json"])
+    with pytest.raises(UnpreparedError):
+        resolve("org/model", prepares=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(ValueError, match=r"org/model is no folder here, .*run `hf download org/model` where"):
         resolve("org/model")
 
 

@@ -71,6 +71,12 @@ def test_logits_equal_those_of_transformers(folder, renderer):
             torch.testing.assert_close(ours, reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
+def test_texts_are_split_as_in_training(renderer):
+    # GPT-2's rule alone would leave the last line break or space before a digit to itself.
+    tokenizer = renderer.tokenizer
+    assert tokenizer.tokenize("\n\n12.   7") == ["ĊĊ", "1", "2", ".", "ĠĠĠ", "7"]
+
+
 def test_prompts_and_continuations_have_the_tokens_of_the_template(renderer):
     renderer.check_multi_turn()
     for messages in chats():

@@ -3,6 +3,7 @@ import random
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 from rl.models.tokenizer import (
     SPECIAL_TOKENS,
@@ -25,6 +26,21 @@ def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     build_byte_tokenizer(path)
     return load_tokenizer(path)
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer"])
+def test_texts_are_split_by_the_rules_of_tokenizer_json_whatever_class_is_named(folder, named):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": named}))
+    made = json.loads((folder / "tokenizer.json").read_text())
+    made["model"]["vocab"] |= {"ĊĊ": 262, "Ġ1": 263}
+    made["model"]["merges"] = [["Ċ", "Ċ"], ["Ġ", "1"]]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    text = "a:\n\n1.  12"
+    assert (
+        load_tokenizer(folder).encode(text)
+        == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    )
 
 
 def random_text(rng: random.Random) -> str:

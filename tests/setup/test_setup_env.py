@@ -80,6 +80,7 @@ def test_cpu_torch_is_installed_from_pytorch_if_the_index_lacks_it(environment):
     [
         (["tset"], {}, "there is no group 'tset'; valid groups: float8, gguf, hooks"),
         ([], {"RELAY_DEVICE": "tpu"}, "RELAY_DEVICE='tpu' is not valid"),
+        (["tasks"], {"CC": "no-such-cc -O2"}, "'tasks' compiles a package and needs no-such-cc and "),
     ],
 )
 def test_bad_argument_is_refused_before_anything_is_created(tmp_path, arguments, variables, message):

@@ -51,7 +51,10 @@ class FakeHub(ThreadingHTTPServer):
         if api and kind == "tree":
             return 200, {}, [_entry(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
         if api:
-            return 200, {}, {"id": name, "sha": commit}
+            siblings = [
+                {"rfilename": _entry(path, folder)["path"]} for path in folder.rglob("*") if path.is_file()
+            ]
+            return 200, {}, {"id": name, "sha": commit, "siblings": siblings}
         if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, {"error": "Access is restricted"}
         content = (folder / "/".join(file)).read_bytes()

@@ -68,9 +68,10 @@ def write_gguf(
     architecture: str = "llama",
     quantized: gguf.GGMLQuantizationType | None = None,
     without: Collection[str] = (),
+    splits: str = "llama-bpe",
     more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a file; `without` are tensors to leave out, `more` further settings."""
+    """Write a file; `without` are tensors to leave out, `splits` is a rule for texts, `more` further settings."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in SETTINGS.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -79,6 +80,7 @@ def write_gguf(
         writer.add_key_length(16)
         writer.add_value_length(16)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splits)
     writer.add_token_list([*byte_characters(), "Ġa", "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
     writer.add_token_merges(["Ġ a"])

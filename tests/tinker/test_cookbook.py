@@ -14,7 +14,7 @@ import pytest
 
 from tools.tinker_cookbook import recipes
 from tools.tinker_cookbook.main import TIMED_OUT, Runner
-from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, Row, all_recipes, chosen
+from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, Row, all_recipes, chosen, smollm2_recipes
 
 SETTINGS: dict[str, Any] = {"python": Path(sys.executable), "model": "/m", "server": {}}
 SCRIPT = """
@@ -34,9 +34,12 @@ def test_chosen_recipes_run_by_their_own_modules(tmp_path):
     with pytest.raises(ValueError, match=r"--only chat: must be one of math_rl, .*guess_number"):
         chosen(whole, ["chat"])
     (recipe,) = chosen(whole, ["math_rl_one_step_off"])
-    argv = Runner(folder=tmp_path, deadline_s=30.0, **SETTINGS).command(recipe)
+    runner = Runner(folder=tmp_path, deadline_s=30.0, **SETTINGS)
+    argv = runner.command(recipe)
     assert argv[1:3] == ["-m", "tinker_cookbook.recipes.math_rl.train"]
     assert {"model_name=/m", "env=arithmetic", "max_steps_off_policy=1", "groups_per_batch=64"} <= set(argv)
+    (pretrained,) = smollm2_recipes()
+    assert {"renderer_name=role_colon", "env=arithmetic", "lora_rank=16"} <= set(runner.command(pretrained))
 
 
 class Script(Runner):

@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make tinker-cookbook", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="RECIPE", help="names of recipes to run")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="base model")
-    parser.add_argument("--deadline_s", type=float, default=600.0, help="longest run of one recipe")
+    parser.add_argument("--deadline_s", type=float, default=1800.0, help="longest run of one recipe")
     args = parser.parse_args(argv)
     # An exception, so that running processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
