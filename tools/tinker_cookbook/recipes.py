@@ -155,9 +155,9 @@ def smollm2_recipes() -> tuple[Recipe, ...]:
         rise=0.1,
         max_kl=MAX_KL_BFLOAT16,
         renderer_name="role_colon",
-        groups_per_batch=16,
+        groups_per_batch=32,
         lora_rank=16,
-        learning_rate=5e-4,
+        learning_rate=2e-4,
         max_tokens=8,
     )
     return (recipe,)
