@@ -53,7 +53,7 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     if downloads and problem is None:
         _check_files(name, files)
         spec_from_hf(read_hf_config(fetch(*SETTINGS)))  # before gigabytes of a model that is refused
-        return fetch(*SETTINGS, WEIGHTS)
+        return fetch(WEIGHTS)
     try:
         folder = fetch(*SETTINGS, WEIGHTS)
     except ValueError:

@@ -52,7 +52,8 @@ from rl.training.checkpoint_tensors import (
 )
 from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy, ReferencePolicy
+from rl.training.policy import Policy
+from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import atomic_folder
 from rl.utils.processes import process_states, restore_process_states

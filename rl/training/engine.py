@@ -43,7 +43,8 @@ from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import LRSchedule, Optimizer
-from rl.training.policy import Policy, ReferencePolicy
+from rl.training.policy import Policy
+from rl.training.reference import ReferencePolicy
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 logger = logging.getLogger(__name__)

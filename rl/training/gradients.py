@@ -26,7 +26,8 @@ from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
 from rl.training.failures import non_finite
-from rl.training.policy import Policy, ReferencePolicy, TokenValues
+from rl.training.policy import Policy, TokenValues
+from rl.training.reference import ReferencePolicy
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
 METRIC = "metric "

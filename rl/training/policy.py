@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,7 +36,7 @@ from rl.distributed.sharding import (
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
+from rl.models.decoder import Decoder, reset_buffers
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
@@ -365,42 +364,6 @@ class TokenValues:
         dist.all_reduce(summed)
         parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-class ReferencePolicy:
-    """The frozen starting weights, whose logprobs a KL term compares with.
-
-    It has the policy's layout, and its parameters are stored in the dtype of the forward pass, so that its logprobs
-    equal the policy's bit for bit before the first update.
-    """
-
-    def __init__(self, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> None:
-        """Copy `policy`; `build` makes a policy in the same layout."""
-        self.policy = build(replace(policy.training, dtype=policy.training.param_dtype))
-        for parameter in self.policy.parameters.values():
-            parameter.requires_grad_(False)
-        self.follow(policy)
-
-    @torch.no_grad()
-    def follow(self, policy: Policy) -> None:
-        """Copy the policy's weights, each rank its own shards."""
-        for name, parameter in self.policy.parameters.items():
-            local_tensor(parameter).copy_(local_tensor(policy.parameters[name]))
-        buffers = persistent_buffers(policy.model)
-        for name, buffer in persistent_buffers(self.policy.model).items():
-            buffer.copy_(buffers[name])
-
-    @torch.no_grad()
-    def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Return the batches with reference logprobs; those that samples brought stay."""
-        attached = []
-        for batch in batches:
-            if batch.reference_logprobs is None:
-                logprobs_T, _ = self.policy.forward(batch.to(self.policy.device))
-                batch = replace(batch, reference_logprobs=logprobs_T)
-            attached.append(batch)
-        self.policy.release()
-        return attached
 
 
 def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

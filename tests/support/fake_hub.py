@@ -51,9 +51,8 @@ class FakeHub(ThreadingHTTPServer):
         if api and kind == "tree":
             return 200, {}, [_entry(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
         if api:
-            siblings = [
-                {"rfilename": _entry(path, folder)["path"]} for path in folder.rglob("*") if path.is_file()
-            ]
+            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            siblings = [{"rfilename": file} for file in files]
             return 200, {}, {"id": name, "sha": commit, "siblings": siblings}
         if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, {"error": "Access is restricted"}

@@ -1,0 +1,50 @@
+"""The frozen starting weights that a KL term compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from rl.distributed.sharding import local_tensor
+from rl.models.decoder import persistent_buffers
+from rl.rollouts.packing import PackedBatch
+from rl.training.config import TrainingConfig
+from rl.training.policy import Policy
+
+
+class ReferencePolicy:
+    """The frozen starting weights, whose logprobs a KL term compares with.
+
+    It has the policy's layout, and its parameters are stored in the dtype of the forward pass, so that its logprobs
+    equal the policy's bit for bit before the first update.
+    """
+
+    def __init__(self, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> None:
+        """Copy `policy`; `build` makes a policy in the same layout."""
+        self.policy = build(replace(policy.training, dtype=policy.training.param_dtype))
+        for parameter in self.policy.parameters.values():
+            parameter.requires_grad_(False)
+        self.follow(policy)
+
+    @torch.no_grad()
+    def follow(self, policy: Policy) -> None:
+        """Copy the policy's weights, each rank its own shards."""
+        for name, parameter in self.policy.parameters.items():
+            local_tensor(parameter).copy_(local_tensor(policy.parameters[name]))
+        buffers = persistent_buffers(policy.model)
+        for name, buffer in persistent_buffers(self.policy.model).items():
+            buffer.copy_(buffers[name])
+
+    @torch.no_grad()
+    def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Return the batches with reference logprobs; those that samples brought stay."""
+        attached = []
+        for batch in batches:
+            if batch.reference_logprobs is None:
+                logprobs_T, _ = self.policy.forward(batch.to(self.policy.device))
+                batch = replace(batch, reference_logprobs=logprobs_T)
+            attached.append(batch)
+        self.policy.release()
+        return attached
