@@ -115,7 +115,10 @@ def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, change
 
 
 def test_tokenizer_alone_in_the_cache_is_not_taken_for_the_model(hub, monkeypatch):
-    for name in ("tokenizer.json", "config.json"):  # unlike `snapshot_download`, keeps no list of what there is
+    for name in (
+        "tokenizer.json",
+        "config.json",
+    ):  # unlike `snapshot_download`, keeps no list of what there is
         hf_hub_download("org/model", name)
     with pytest.raises(UnpreparedError):
         resolve("org/model", prepares=False)
