@@ -87,11 +87,8 @@ def _errors_of(file: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ValueError(
-            f"{file}: to read it, install the package 'gguf': python3 tools/setup_env.py gguf"
-        ) from error
+        command = ": python3 tools/setup_env.py gguf" if error.name == "gguf" else ""
+        raise ValueError(f"{file}: to read it, install the package {error.name!r}{command}") from error
     except (MemoryError, OSError):
         raise
     except Exception as error:  # the libraries raise all kinds, tokenizers nothing narrower

@@ -75,11 +75,11 @@ def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
     """Raise ValueError for a model whose weights are in another format, if the hub lists its files."""
     usable = [file for file in files if not any(fnmatch(file, pattern) for pattern in UNWANTED)]
     if files and not any(fnmatch(file, WEIGHTS) for file in usable):
-        others = [file for file in files if file.endswith(".gguf")]
-        download = f"hf download {name} {(others or ('',))[0]}{_option(revision)}"
-        advice = f": download one, `{download}`, and give its path" if others else ""
-        kind = "GGUF" if others else "other"
-        raise ValueError(f"{name} has no safetensors as transformers writes them but {kind} files{advice}")
+        message = f"{name} has no safetensors that transformers reads"
+        if others := [file for file in files if file.endswith(".gguf")]:
+            download = f"hf download {name} {others[0]}{_option(revision)}"
+            message += f", but GGUF files: download one, `{download}`, and give its path"
+        raise ValueError(message)
 
 
 def _advice(name: str, revision: str | None, error: Exception) -> str:

@@ -123,6 +123,10 @@ def test_missing_packages_are_named_with_the_command(tmp_path, tensors, monkeypa
     with pytest.raises(ValueError, match="package:no_such: there is no such package: install it first"):
         resolve_assets("package:no_such", cache=tmp_path)
     file = write_gguf(tmp_path / "a.gguf", tensors)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"'gguf': python3 tools/setup_env\.py gguf"):
-        resolve_assets(file, cache=tmp_path / "cache")
+    for module, message in (
+        ("transformers.modeling_gguf_pytorch_utils", r"install the package 'transformers\.modeling\w*'$"),
+        ("gguf", r"install the package 'gguf': python3 tools/setup_env\.py gguf$"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ValueError, match=message):
+            resolve_assets(file, cache=tmp_path / "cache")

@@ -94,13 +94,10 @@ def test_refusals_say_what_to_do(hub):
         ({"config.json": '{"model_type": "mixtral"}'}, "^org/model: .*model_type='mixtral'"),
         (
             {"model.Q4.gguf": ""},
-            "org/model has no safetensors as transformers writes them but GGUF files: download one, "
+            "org/model has no safetensors that transformers reads, but GGUF files: download one, "
             "`hf download org/model model.Q4.gguf`, and",
         ),
-        (
-            {"pytorch_model.bin": ""},
-            "org/model has no safetensors as transformers writes them but other files$",
-        ),
+        ({"pytorch_model.bin": ""}, "org/model has no safetensors that transformers reads$"),
     ],
 )
 def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, changed, message):
@@ -115,11 +112,9 @@ def test_no_weights_are_downloaded_of_a_model_that_is_refused(hub, model, change
 
 
 def test_tokenizer_alone_in_the_cache_is_not_taken_for_the_model(hub, monkeypatch):
-    for name in (
-        "tokenizer.json",
-        "config.json",
-    ):  # unlike `snapshot_download`, keeps no list of what there is
-        hf_hub_download("org/model", name)
+    # `snapshot_download` would keep a list of what there is, and complain by itself.
+    hf_hub_download("org/model", "tokenizer.json")
+    hf_hub_download("org/model", "config.json")
     with pytest.raises(UnpreparedError):
         resolve("org/model", prepares=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
