@@ -1,6 +1,7 @@
 """Start, failure, sleep and close of an engine; each test starts its own."""
 
 import asyncio
+import json
 import resource
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from actors.vllm.requests import GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
+    logprob_errors,
     prompts_of,
     random_model,
     small_spec,
@@ -143,3 +145,20 @@ def test_sleep_that_is_not_allowed_is_refused(tmp_path):
     engine = make_engine(tmp_path, small_spec())
     with pytest.raises(ValueError, match=r"generator\.can_sleep=False: must be True"):
         asyncio.run(engine.sleep())
+
+
+def test_window_of_config_json_that_the_family_ignores_hides_no_token(tmp_path):
+    spec = small_spec(family="llama")
+    model, sampling = random_model(spec, seed=0), SamplingParams(max_tokens=4, seed=1)
+    engine = make_engine(tmp_path, spec, max_num_seqs=8)
+    file = tmp_path / "assets-0" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": 16}))
+
+    async def life():
+        await engine.start()
+        await engine.update_weights(writer(model), version=1)
+        completions = await engine.generate(PROMPTS, sampling=sampling)
+        await engine.close()
+        return completions
+
+    assert logprob_errors(model, PROMPTS, asyncio.run(life()), sampling).max() < 1e-4
