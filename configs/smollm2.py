@@ -2,7 +2,7 @@
 
 `make real-model` installs the model and starts `full`. Its replies come through its own chat template, and the reward
 is the dataset's own score of the last number in a reply, so that nothing teaches it a format. `words` has replies
-that explain the calculation, and takes an hour.
+that explain the calculation, and takes half an hour.
 """
 
 from __future__ import annotations
