@@ -106,7 +106,7 @@ clean: ## remove caches and build files; keep outputs/ and .venv
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
-docs: setup ## generate docs/options.md from the config classes
+docs: setup ## generate docs/options.md and docs/known_names.md from the config classes
 	$(RUN) -m tools.options
 
 size: ## print files, lines and code lines by folder

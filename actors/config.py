@@ -10,7 +10,7 @@ from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable, only_if, unless
-from rl.config.tree import check_bounds
+from rl.config.tree import check_bounds, has_members
 from rl.loop.loop import Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.models.spec import ModelSpec
@@ -20,6 +20,7 @@ from rl.observability.run_folder import STARTING_POINTS
 from rl.observability.sinks import SinksConfig
 from rl.observability.spans import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
+from rl.tasks.task import Task
 from rl.weights.store import WeightStore
 
 Hosts = Literal["this", "process", "slurm", "kubernetes"]
@@ -315,6 +316,9 @@ class RunConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         check_bounds(self, "seed", at_least=0, below=2**63)
+        made = getattr(self.task, "owner", type(self.task))
+        if not has_members(made, Task):
+            raise ValueError(f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)")
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose another"

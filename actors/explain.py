@@ -19,14 +19,14 @@ import torch
 import yaml
 
 from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
-from actors.cluster import trains_on_gpu
+from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
-from rl.config.tree import walk
+from rl.config.tree import ConfigError, walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
 from rl.models.assets import UnpreparedError
@@ -74,11 +74,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         with refused_here.caught():
             if found.start is not None:
                 check_source(found.source, start=found.start, config=config, num_gpus=machine.num_gpus)
-    values, registry = to_dict(config), to_dict(resolve(run.module, run.function).config)
-    changes = {
-        path: {"value": value, "registry": before}
-        for path, (before, value) in differences(values, registry).items()
-    }
+    values, changes = to_dict(config), _changes(run)
     return {
         "config": f"{run.module}.{run.function}",
         "model": f"{spec.name} {spec.flavor}",
@@ -96,6 +92,22 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         },
         "not_checked": found.not_checked,
     }
+
+
+def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
+    """Return the values that differ from those of the registry's config, with both."""
+    found = differences(to_dict(run.config), to_dict(resolve(run.module, run.function).config))
+    return {path: {"value": value, "registry": before} for path, (before, value) in found.items()}
+
+
+def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
+    """Return the options that were changed from the registry's config and have no effect on this machine."""
+    on_gpu = trains_on_gpu(run.config.launch, num_gpus=num_gpus())
+    try:
+        changes = _changes(run)
+    except ConfigError:  # A script made the config, or the function of a resumed run is gone.
+        return []
+    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=changes)["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -299,7 +311,7 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
     degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
     with suppress(ValueError):  # The layout is refused anyway.
         degrees = _degrees(config)
-    is_whole = degrees.dp_replicate * degrees.fsdp == 1 and not trainer.training.cpu_offload
+    is_whole = degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
     on_policy = loop.max_off_policy_steps == 0
     ratios_are_1 = config.batch_invariant and on_policy and loop.num_minibatches == 1
     rules = {

@@ -5,6 +5,7 @@ Started by `actors.launch` as `python -m actors.process_main`.
 
 from __future__ import annotations
 
+import logging
 import signal
 
 from rl.observability.stacks import catch_signal
@@ -18,6 +19,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     catch_signal()
+    # Importing torchao, as vllm does, warns twice that PyTorch has changed.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
     from actors.compat import run_actor_process
 

@@ -26,6 +26,7 @@ from actors.calls import ActorCallError
 from actors.checks import converted_model
 from actors.cluster import Cluster, num_gpus
 from actors.config import ClusterConfig, RunConfig, Strategy
+from actors.explain import set_without_effect
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.members import LogSettings, record_process
@@ -35,7 +36,7 @@ from actors.router import Router
 from actors.training import load_start
 from rl.config.json import changed_fields, to_dict, write_json
 from rl.config.registry import ResolvedRun
-from rl.config.tree import check_fields
+from rl.config.tree import check_fields, rebuild
 from rl.loop.stop_request import StopRequest
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
@@ -130,6 +131,9 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
         print_line(f"run folder: {folder.path}")
         with _logging(folder, config):
             logger.info("config %s.%s", source.module, source.function)
+            for path in set_without_effect(source, spec=plan.start.spec):
+                logger.warning("set without effect: %s", path)
+                print_line(f"set without effect: {path}")
             for change in changes:
                 logger.info("changed: %s", change)
                 print_line(f"changed: {change}")
@@ -252,7 +256,7 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
             async with supervised(stop=stop) as launcher:
                 rubric = plan.task.rubric(seed=config.seed)
                 cluster = Cluster(
-                    config,
+                    _with_steps(config),
                     launcher=launcher,
                     model_spec=plan.start.spec,
                     hf_assets_path=str(plan.start.folder),
@@ -285,6 +289,15 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                 await cluster.close()
     finally:
         store.discard()
+
+
+def _with_steps(config: RunConfig) -> RunConfig:
+    """Return the config with the run's optimizer steps where the schedule of the learning rate leaves them open."""
+    if config.trainer.lr_scheduler.total_steps:
+        return config
+    total = config.loop.num_steps * config.loop.num_minibatches
+    steps = {"total_steps": total} if total else {"decay": "constant"}
+    return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
 
 
 def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:

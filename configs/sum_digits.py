@@ -82,6 +82,14 @@ def tiny_fsdp2_tp2() -> Controller.Config:
     return config
 
 
+def tiny_pp2() -> Controller.Config:
+    """Pipeline parallelism: each of two processes has half of the layers."""
+    config = _tiny_on(pipeline=2)
+    # Six micro-batches or so: with one each, the two would take turns.
+    config.trainer.parallelism.pipeline_parallel_microbatch_size = 32
+    return config
+
+
 def tiny_moe() -> Controller.Config:
     """A mixture-of-experts model of 2.1M parameters: eight experts, two for each token."""
     config = tiny()
@@ -216,13 +224,16 @@ def _qwen3(
     )
 
 
-def _tiny_on(*, shards: int = -1, replicas: int = 1, tensor_parallel: int = 1) -> Controller.Config:
+def _tiny_on(
+    *, shards: int = -1, replicas: int = 1, tensor_parallel: int = 1, pipeline: int = 1
+) -> Controller.Config:
     config = tiny()
     config.trainer.parallelism = ParallelismConfig(
         data_parallel_replicate_degree=replicas,
         data_parallel_shard_degree=shards,
         tensor_parallel_degree=tensor_parallel,
+        pipeline_parallel_degree=pipeline,
     )
-    config.trainer.num_procs = abs(shards) * replicas * tensor_parallel
+    config.trainer.num_procs = abs(shards) * replicas * tensor_parallel * pipeline
     config.trainer.num_threads = 1
     return config

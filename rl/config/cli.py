@@ -16,16 +16,18 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import sys
 import textwrap
 import typing
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
 from rl.config.json import LOCATION, encode, read_json
+from rl.config.known_names import find
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
 from rl.utils.errors import RunError
@@ -62,8 +64,10 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
             return 0
         if not hasattr(run.config.owner, "explain"):
             raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
-        status: int = run.config.build(run=run).explain(run.explain)
-        return status
+        explanation = run.config.build(run=run)
+        with _until_the_reader_stops():
+            return int(explanation.explain(run.explain))
+        return 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -182,6 +186,8 @@ def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
             return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
+    if (known := find(option)) is not None:
+        return ConfigError(f"--{option}: no such option; {known.hint()}")
     names = {path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"}
     names |= {name: name for name in SOURCE_OPTIONS}
     # Paths share so much that every neighbour of the intended option is close: the name must be close too.
@@ -221,6 +227,23 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
     """Print all options and exit."""
+    with _until_the_reader_stops():
+        _print_options(run, prog=prog)
+    raise SystemExit(0)
+
+
+@contextlib.contextmanager
+def _until_the_reader_stops() -> Iterator[None]:
+    """End the block without an error when a reader of the output, such as `head`, has seen enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_options(run: ResolvedRun, *, prog: str | None) -> None:
     print(
         f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: {type(run.config).__qualname__}. "
         "Defaults are those of this config; choose another with --module and --config.\n"
@@ -234,7 +257,6 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
         elif entry.kind in ("node", "absent") and entry.optional:
             state = "None in this config" if entry.value is None else "None turns it off"
             _print_option(entry.path, "None", f"{entry.doc} ({state})".strip())
-    raise SystemExit(0)
 
 
 def _print_option(path: str, values: str, text: str) -> None:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
-from rl.config.tree import check_fields, children
+from rl.config.tree import ConfigError, check_fields, children
 
 HIDDEN = {"hidden": True}
 """Metadata of a field that holds code (`field(metadata=HIDDEN)`): it is no option, and JSON has its name."""
@@ -61,8 +61,25 @@ class Configurable:
 
         def build(self, **runtime: Any) -> Any:
             """Return `Owner(config=copy of self, **runtime)`; raises ConfigError if an edited field is refused."""
-            check_fields(self)
-            return self.owner(config=copy.deepcopy(self), **runtime)  # type: ignore[call-arg]
+            own = copy.deepcopy(self)  # First, as a `__post_init__` could change a list in place.
+            check_fields(own)
+            return self.owner(config=own, **runtime)  # type: ignore[call-arg]
+
+        def with_class(self, cls: type[Configurable]) -> Any:
+            """Return a config of another class with the values of this one's fields, which are not copied.
+
+                config.trainer = config.trainer.with_class(MyTrainer)
+
+            Raises ConfigError if the class does not have these fields.
+            """
+            names = [f.name for f in dataclasses.fields(self) if f.init]
+            missing = {*names} - {f.name for f in dataclasses.fields(cls.Config)}
+            if missing:
+                raise ConfigError(
+                    f"{cls.__qualname__} has no fields {', '.join(sorted(missing))}: must be a class whose Config has "
+                    f"all of {type(self).__qualname__}"
+                )
+            return cls.Config(**{name: getattr(self, name) for name in names})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

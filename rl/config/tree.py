@@ -76,7 +76,7 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
         if f.init:
             value, annotation = getattr(node, f.name), _hints(cls)[f.name]
             kind = "hidden" if f.metadata.get("hidden") else _kind(value, annotation)
-            if kind == "leaf" and callable(value):
+            if kind == "leaf" and callable(value) and not _is_component(annotation):
                 raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
             if kind == "leaf" and isinstance(value, enum.Enum):
                 raise TypeError(f"{cls.__qualname__}.{f.name} is an enum: make it a Literal of strings")
@@ -89,11 +89,13 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
 def _kind(value: Any, annotation: Any) -> Literal["leaf", "node", "absent"]:
     if is_node(value):
         return "node"
-    if value is None or (isinstance(value, list | tuple) and not value):
-        for arm in typing.get_args(annotation):
-            if dataclasses.is_dataclass(arm) or _is_protocol(arm):
-                return "absent"
-    return "leaf"
+    is_empty = value is None or (isinstance(value, list | tuple) and not value)
+    return "absent" if is_empty and any(map(_is_component, typing.get_args(annotation))) else "leaf"
+
+
+def _is_component(annotation: Any) -> bool:
+    """Return True for the type of a node."""
+    return dataclasses.is_dataclass(annotation) or _is_protocol(annotation)
 
 
 def walk(node: Any, *, prefix: str = "") -> Iterator[ConfigEntry]:
@@ -132,12 +134,11 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
             value = changes.get(entry.path, entry.value)
             if entry.path not in changes and entry.kind == "node":
                 value = rebuild(value, changes, prefix=f"{entry.path}.")
-            elif entry.kind != "hidden" and not is_node(value):
-                try:
-                    convert(value, entry.annotation)
-                except ValueError:
-                    must = type_name(entry.annotation)
-                    raise ValueError(f"{entry.name}={value!r}: must be {must}") from None
+            try:
+                convert(value, entry.annotation)
+            except ValueError:
+                must = type_name(entry.annotation)
+                raise ConfigError(f"{entry.path}={_shown(value)}: must be {must}") from None
             values[entry.name] = value
         if isinstance(node, list | tuple):
             return cls(values.values())
@@ -189,8 +190,8 @@ def is_node(value: Any) -> bool:
 def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
     """Return a value as its annotated type (a list as a tuple, an integer as a float), or raise ValueError.
 
-    With `from_json` paths and infinite numbers are read from strings. Types that cannot be checked, such as
-    protocols, accept any value.
+    With `from_json` paths and infinite numbers are read from strings. A protocol accepts an instance with its
+    methods.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     again = functools.partial(convert, from_json=from_json)
@@ -217,7 +218,9 @@ def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
             value = {again(key, args[0]): again(item, args[1]) for key, item in value.items()}
     elif annotation is None:
         fits = value is None
-    elif isinstance(annotation, type) and annotation is not Any and not _is_protocol(annotation):
+    elif _is_protocol(annotation):
+        fits = not isinstance(value, type) and has_members(value, annotation)
+    elif isinstance(annotation, type) and annotation is not Any:
         if from_json and issubclass(annotation, Path) and isinstance(value, str):
             value = annotation(value)
         fits = isinstance(value, annotation)
@@ -228,6 +231,19 @@ def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
 
 def _is_protocol(annotation: Any) -> bool:
     return getattr(annotation, "_is_protocol", False)
+
+
+def has_members(value: Any, protocol: type) -> bool:
+    """Return whether a value has a protocol's methods and attributes."""
+    names = {*vars(protocol), *vars(protocol).get("__annotations__", {})}
+    return all(hasattr(value, name) for name in names if name == "__call__" or not name.startswith("_"))
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it: of a component the name, of a class how to make an instance."""
+    if isinstance(value, type):
+        return f"{value.__qualname__} (the class; {value.__qualname__}() is an instance)"
+    return type(value).__qualname__ if is_node(value) else repr(value)
 
 
 def type_name(annotation: Any) -> str:

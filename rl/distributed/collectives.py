@@ -81,7 +81,8 @@ def reduce_sums_and_maxima(
     """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every rank.
 
     Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN. Context- and
-    tensor-parallel ranks hold the same numbers, which count once.
+    tensor-parallel ranks hold the same numbers, which count once; of a pipeline's stages only one gives numbers other
+    than 0.
 
     Args:
         sums, maxima: [A] and [B] float64, on the mesh's device.
@@ -103,7 +104,7 @@ def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Return every rank's values, [world, N], on the host."""
     if mesh is None:
         return values.unsqueeze(0).cpu()
-    rows = values.new_empty(mesh.size(), values.numel())
+    rows = values.new_empty(dist.get_world_size(), values.numel())
     dist.all_gather(list(rows), values.contiguous())
     return rows.cpu()
 

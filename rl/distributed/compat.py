@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import pickle
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
+from torch.distributed.pipelining import schedules
 from torch.nn.utils.stateless import _reparametrize_module
 
 
@@ -80,3 +82,40 @@ def enable_micro_pipeline(group: dist.ProcessGroup) -> None:
 
     config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group.group_name)
+
+
+def read_csv_schedule(file: str, *, num_ranks: int) -> tuple[tuple[int, ...], int]:
+    """Return the rank of each stage and the number of micro-batches of a pipeline schedule in PyTorch's format.
+
+    PyTorch has neither a public reader nor a public check. Raises ValueError naming the file.
+    """
+    field = f"pipeline_parallel_schedule_csv={file!r}"
+    try:
+        with open(file, newline="") as opened:
+            rows = [[schedules._Action.from_str(cell.strip()) for cell in row] for row in csv.reader(opened)]
+        actions = dict(enumerate(rows))
+        done = [action for row in rows for action in row if action is not None]
+        if not done or len(rows) != num_ranks:
+            raise ValueError(f"has {len(rows)} rows: must have one for each of {num_ranks} ranks")
+        num_stages = 1 + max(action.stage_index for action in done)
+        num_micro_batches = 1 + max(action.microbatch_index or 0 for action in done)
+        if len(set(done)) < len(done):
+            raise ValueError("an entry is there twice")
+        # PyTorch takes the losses of the last stage in this order.
+        of_last = [action for action in done if action.stage_index == num_stages - 1]
+        order = [a.microbatch_index for a in of_last if a.computation_type == schedules.FORWARD]
+        if order != list(range(num_micro_batches)):
+            raise ValueError(
+                f"stage {num_stages - 1}, the last, must take the micro-batches forward in order"
+            )
+        ranks = schedules._validate_schedule(actions, num_ranks, num_stages, num_micro_batches)
+    except (OSError, ValueError, RuntimeError, AssertionError, KeyError) as error:
+        raise ValueError(f"{field}: {error}") from error
+    return tuple(ranks[stage] for stage in range(num_stages)), num_micro_batches
+
+
+def csv_schedule(file: str, stages: list[Any], num_micro_batches: int, **settings: Any) -> Any:
+    """Return the schedule that a file describes; PyTorch has no public class for it."""
+    schedule = schedules._PipelineScheduleRuntime(stages, num_micro_batches, **settings)
+    schedule._load_csv(file)
+    return schedule

@@ -35,6 +35,7 @@ class CompileConfig:
     """Use of torch.compile; the first steps take longer."""
 
     enable: bool = False
+    """Compile the parts that `components` names."""
     components: tuple[Literal["model", "loss"], ...] = field(
         default=("model", "loss"), metadata=only_if("enable", True)
     )

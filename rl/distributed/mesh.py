@@ -1,16 +1,20 @@
-"""The trainer's device mesh: data-parallel replicas x data-parallel shards x context x tensor parallel."""
+"""The trainer's device mesh: pipeline stages x data-parallel replicas x shards x context x tensor parallel."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds
 
+PP = "pp"
+"""Ranks that hold different layers; only part of a mesh with several."""
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 CP = "cp"
@@ -20,11 +24,15 @@ FSDP = "fsdp"
 EXPERT_SHARD = "expert_shard"
 EXPERT = "expert"
 """Axes of the experts' own mesh, see `rl.distributed.expert_parallel`."""
+OF_STAGE = (DP_REPLICATE, DP_SHARD, CP, TP)
+"""Axes of the ranks that hold the same layers."""
+STAGE = "stage"
+"""These axes as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Resolved sizes of the mesh's axes; the product of replicas, shards, CP and TP is the world size."""
+    """Resolved sizes of the mesh's axes; the product of PP, replicas, shards, CP and TP is the world size."""
 
     dp_replicate: int
     dp_shard: int
@@ -34,17 +42,13 @@ class Degrees:
     """Number of shard ranks that hold different experts."""
     etp: int = 1
     """Number of ranks that share each expert: 1 or `tp`."""
+    pp: int = 1
 
     @property
     def fsdp(self) -> int:
         return self.dp_shard * self.cp
 
 
-_NO_PIPELINE = refused(
-    "pipeline parallelism is not supported, because forward_backward packs samples of any length into "
-    "micro-batches whose number changes from call to call, while a pipeline needs a fixed number of equal "
-    "shape; split the model with FSDP, tensor and context parallelism"
-)
 _NO_COMPILED_AUTOGRAD = refused(
     "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones are in every "
     "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
@@ -54,19 +58,16 @@ _NO_ROTATION = refused(
     "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
     "attention kernels for packed sequences do not return with a gradient"
 )
-
-
-def _no_pipeline(default: Any) -> Any:
-    return field(default=default, metadata=_NO_PIPELINE)
+_IN_PIPELINE = unless("pipeline_parallel_degree", 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig:
     """Layout of the model and the samples over the trainer's processes.
 
-    Replicate, shard, context-parallel and tensor-parallel degree multiply to the number of processes.
-    Neighbouring ranks form a tensor-parallel group; the next axes are the context-parallel ranks and then the
-    shards of one replica.
+    Pipeline, replicate, shard, context-parallel and tensor-parallel degree multiply to the number of processes.
+    Neighbouring ranks form a tensor-parallel group; the next axes are the context-parallel ranks, the shards of one
+    replica, the replicas, and the pipeline's ranks.
     """
 
     data_parallel_replicate_degree: int = 1
@@ -78,7 +79,7 @@ class ParallelismConfig:
     """Number of ranks that share each layer's heads, feed-forward width and vocabulary."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Policy of FSDP for freeing a block's gathered parameters between forward and backward; default frees
-    them."""
+    them, except under pipeline parallelism."""
     loss_parallel: bool = field(default=True, metadata=unless("tensor_parallel_degree", 1))
     """Compute logprobs and entropy from each tensor-parallel rank's part of the vocabulary; False gathers all
     logits on every rank."""
@@ -99,21 +100,30 @@ class ParallelismConfig:
     expert_tensor_parallel_degree: int = 1
     """Number of tensor-parallel ranks that share each expert. 1: each rank holds all experts for its own tokens;
     tensor_parallel_degree: each rank holds a part of every expert for all tokens."""
-    pipeline_parallel_degree: int = _no_pipeline(1)
-    """Number of pipeline stages; values above 1 are refused, and so are the following fields."""
-    pipeline_parallel_schedule: str = _no_pipeline("1F1B")
-    pipeline_parallel_schedule_csv: str | None = _no_pipeline(None)
-    """File that describes a pipeline schedule."""
-    pipeline_parallel_microbatch_size: int = _no_pipeline(1)
-    pipeline_parallel_layers_per_stage: int | None = _no_pipeline(None)
-    module_fqns_per_model_part: tuple[str, ...] | None = _no_pipeline(None)
-    """Module names of each stage, separated by commas."""
-    pipeline_parallel_first_stage_less_layers: int = _no_pipeline(1)
-    pipeline_parallel_last_stage_less_layers: int = _no_pipeline(1)
+    pipeline_parallel_degree: int = 1
+    """Number of ranks among which the layers are divided; each passes its results on to the next."""
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = field(
+        default="1F1B", metadata=_IN_PIPELINE
+    )
+    """Order of the micro-batches' forwards and backwards. Interleaved1F1B and ZBVZeroBubble give each rank several
+    stages."""
+    pipeline_parallel_schedule_csv: str | None = field(default=None, metadata=_IN_PIPELINE)
+    """File with an order of its own, in PyTorch's format: a row for each rank, entries such as 0F2 for the forward
+    (F), backward (B), backward of inputs (I) or of weights (W) of stage 0 on micro-batch 2."""
+    pipeline_parallel_microbatch_size: int | None = field(default=None, metadata=_IN_PIPELINE)
+    """Most samples of a micro-batch, besides training.max_tokens_per_microbatch; None: no limit."""
+    pipeline_parallel_layers_per_stage: int | None = field(default=None, metadata=_IN_PIPELINE)
+    """Layers of a stage; None: two stages on each rank with Interleaved1F1B and ZBVZeroBubble, else one."""
+    module_fqns_per_model_part: tuple[str, ...] | None = field(default=None, metadata=_IN_PIPELINE)
+    """Module names of each stage, separated by commas: ("embed_tokens,layers.0", "layers.1,norm,lm_head")."""
+    pipeline_parallel_first_stage_less_layers: int = field(default=1, metadata=_IN_PIPELINE)
+    """Layers that the first stage has less than the others, as it has the embedding."""
+    pipeline_parallel_last_stage_less_layers: int = field(default=1, metadata=_IN_PIPELINE)
+    """Layers that the last stage has less than the others, as it has the output head and the loss."""
 
     def __post_init__(self) -> None:
         check_refused(self)
-        axes = ("data_parallel_replicate", "tensor_parallel", "context_parallel")
+        axes = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
         for axis in (*axes, "expert_parallel", "expert_tensor_parallel"):
             check_bounds(self, f"{axis}_degree", at_least=1)
         shards = self.data_parallel_shard_degree
@@ -121,16 +131,23 @@ class ParallelismConfig:
             raise ValueError(
                 f"data_parallel_shard_degree={shards}: must be at least 1, or -1 for all remaining ranks"
             )
+        for name in ("microbatch_size", "layers_per_stage"):
+            if getattr(self, f"pipeline_parallel_{name}") is not None:
+                check_bounds(self, f"pipeline_parallel_{name}", at_least=1)
+        for end in ("first", "last"):
+            check_bounds(self, f"pipeline_parallel_{end}_stage_less_layers", at_least=0)
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes for a number of processes; raise ValueError if the degrees do not fit."""
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
+        pp = self.pipeline_parallel_degree
         if shard == -1:
-            shard = max(1, world_size // (replicate * cp * tp))
-        if replicate * shard * cp * tp != world_size:
+            shard = max(1, world_size // (pp * replicate * cp * tp))
+        if pp * replicate * shard * cp * tp != world_size:
+            of_pipeline = f"pipeline_parallel_degree={pp} x " if pp > 1 else ""
             raise ValueError(
-                f"parallelism.data_parallel_replicate_degree={replicate} x "
+                f"parallelism.{of_pipeline}data_parallel_replicate_degree={replicate} x "
                 f"data_parallel_shard_degree={self.data_parallel_shard_degree} x "
                 f"context_parallel_degree={cp} x "
                 f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size}"
@@ -146,15 +163,39 @@ class ParallelismConfig:
                 f"or tensor_parallel_degree={tp}"
             )
         ep, etp = self.expert_parallel_degree, self.expert_tensor_parallel_degree
-        return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)
+        return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp, pp=pp)
 
 
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
-    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`; a single process has one only if `always`."""
-    shape = (degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
-    if shape == (1, 1, 1, 1) and not always:
+    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`, behind `pp` if there are several stages.
+
+    A single process has one only if `always`.
+    """
+    shape: tuple[int, ...] = (degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
+    names: tuple[str, ...] = OF_STAGE
+    if degrees.pp > 1:
+        shape, names = (degrees.pp, *shape), (PP, *names)
+    if math.prod(shape) == 1 and not always:
         return None
-    return init_device_mesh(device_type, shape, mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP))
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def pipeline_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the axis of the ranks with different layers; None without pipeline parallelism."""
+    return mesh[PP] if mesh is not None and PP in (mesh.mesh_dim_names or ()) else None
+
+
+def stage_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """Return the group of the ranks that hold the same layers; None without pipeline parallelism: all ranks."""
+    if mesh is None or pipeline_axis(mesh) is None:
+        return None
+    return mesh[OF_STAGE]._flatten(STAGE).get_group()
+
+
+def ranks_of_stage(mesh: DeviceMesh | None) -> int:
+    """Return the number of ranks that hold the same layers."""
+    pipeline = pipeline_axis(mesh)
+    return 1 if mesh is None else mesh.size() // (1 if pipeline is None else pipeline.size())
 
 
 def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
@@ -166,13 +207,14 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
     if mesh is None or degree == 1:
         return None
     replicas, tp = mesh[DP_REPLICATE].size(), mesh[TP].size()
-    shards = mesh.size() // (replicas * tp)
+    shards = ranks_of_stage(mesh) // (replicas * tp)
     assert shards % degree == 0, "checked by Degrees"
-    return init_device_mesh(
-        mesh.device_type,
-        (replicas, shards // degree, degree, tp),
-        mesh_dim_names=(DP_REPLICATE, EXPERT_SHARD, EXPERT, TP),
+    names = (DP_REPLICATE, EXPERT_SHARD, EXPERT, TP)
+    num_stages = mesh.size() // ranks_of_stage(mesh)
+    of_all = init_device_mesh(
+        mesh.device_type, (num_stages, replicas, shards // degree, degree, tp), mesh_dim_names=(PP, *names)
     )
+    return of_all[names]
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:

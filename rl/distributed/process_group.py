@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.tree import check_bounds
 from rl.distributed.compat import recorded_collectives, set_group_timeout, use_one_gloo_worker
-from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, fsdp_axis
+from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, fsdp_axis, stage_group
 from rl.utils.errors import RunError, optional_write
 from rl.utils.files import atomic_write
 
@@ -88,7 +88,7 @@ class RankInfo:
         """Set the deadline of every later collective, in the default group and in those of the meshes' axes."""
         if self.mesh is None:
             return
-        groups = [None, *self.mesh.get_all_groups(), fsdp_axis(self.mesh).get_group()]
+        groups = [None, *self.mesh.get_all_groups(), fsdp_axis(self.mesh).get_group(), stage_group(self.mesh)]
         if self.expert_mesh is not None:
             groups += self.expert_mesh.get_all_groups()
         for group in groups:

@@ -57,17 +57,18 @@ def shard_data_parallel(
     mesh: DeviceMesh,
     options: ShardingOptions,
     apart: Sequence[tuple[nn.Module, DeviceMesh]] = (),
+    always: bool = False,
 ) -> None:
     """Apply `fully_shard` to each block and then to the root, in place.
 
-    A single data-parallel rank is left alone unless its parameters live on the host.
+    A single data-parallel rank is left alone unless its parameters live on the host, or `always`.
 
     Args:
         apart: modules inside blocks to shard first, each with a mesh of its own: shards, behind replicas if
             there are several.
     """
     data_mesh = data_parallel_mesh(mesh)
-    if data_mesh.size() == 1 and not options.cpu_offload:
+    if data_mesh.size() == 1 and not options.cpu_offload and not always:
         return
     settings: dict[str, Any] = {
         "mesh": data_mesh,
@@ -78,6 +79,8 @@ def shard_data_parallel(
     # A single shard is the whole block: gathering it again would only cost a copy. With parameters on the host
     # the copy on the device is what is freed.
     policy = options.parallelism.reshard_after_forward
+    if policy == "default" and options.parallelism.pipeline_parallel_degree > 1:
+        policy = "never"  # Several micro-batches are on their way: each would gather every block again.
     for module, own_mesh in (*apart, *((block, data_mesh) for block in blocks)):
         reshard = policy != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
         fully_shard(module, reshard_after_forward=reshard, **(settings | {"mesh": own_mesh}))

@@ -34,7 +34,9 @@ class SupervisedWarmup(Configurable):
         min_lr_ratio: float = 0.1
         """Learning rate at the end of the cosine decay, as a share of the peak."""
         betas: tuple[float, float] = (0.9, 0.95)
+        """Decay of Adam's running means of the gradient and of its square."""
         weight_decay: float = 0.01
+        """Decay of every parameter in each step as a multiple of lr."""
         max_norm: float = 1.0
         """Gradient clip norm."""
 

@@ -136,8 +136,9 @@ class ModelConverters:
             member.post_optimizer_hook(model)
 
     def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
-        """Yield the plain model's parameters in the converted model's layout; every rank must consume all."""
-        for name in self.plain_names:
+        """Yield those of the plain model's parameters that are given, in the converted model's layout; every rank must
+        consume all."""
+        for name in (name for name in self.plain_names if name in parameters):
             tensor = parameters[name].detach()
             for member in reversed(self.members):
                 tensor = member.plain_tensor(name, tensor)

@@ -15,6 +15,7 @@ queries per group, F feed-forward width, P positions, W = F / K feed-forward wid
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -143,6 +144,13 @@ class TransformerBlock(Configurable, nn.Module):
         return x_TE + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_TE)))
 
 
+class Elsewhere(nn.Module):
+    """Stands for a module that another stage of a pipeline has."""
+
+    def forward(self, x_TE: Tensor, *others: Any) -> Tensor:
+        return x_TE
+
+
 def _packed_attention(layer: int, window: int | None) -> nn.Module:
     return PackedAttention(window=window)
 
@@ -235,14 +243,15 @@ class Decoder(Configurable, nn.Module):
     ) -> Any:
         """Return the final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
 
-        The head runs inside the forward, where sharding hooks have gathered its weight.
+        The head runs inside the forward, where sharding hooks have gathered its weight. A stage of a pipeline takes the
+        hidden states of the stage before it in place of ids.
 
         Args:
             positions: [T] int64, restarting at 0 with each sequence.
             sequences: layout of the packed sequences; None if the core attention has its own.
         """
         x_TE = self.embed_tokens(input_ids_T)
-        if self.config.scale_embeddings:
+        if self.config.scale_embeddings and not isinstance(self.embed_tokens, Elsewhere):
             # The factor is rounded to the dtype, as in transformers.
             x_TE = x_TE * x_TE.new_full((), self.config.dim**0.5)
         rotation = local = [table.to(x_TE.dtype) for table in self.rope(positions)]
@@ -323,6 +332,35 @@ class OffsetRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = 1.0 + self.weight.float()
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
+    """Return a model with only some modules (embed_tokens, layers.0, ..., norm, lm_head), which it shares with `model`.
+
+    The others pass on what they are given.
+    """
+    part = copy.copy(model)
+    # A copied module shares the dicts of its submodules and hooks with the original.
+    vars(part).update(
+        {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict)}
+    )
+    for name in ("embed_tokens", "norm"):
+        if name not in modules:
+            setattr(part, name, Elsewhere())
+    if "lm_head" not in modules:
+        part.lm_head = part.lm_head_lora = None
+    part.layers = nn.ModuleList(
+        layer if f"layers.{number}" in modules else Elsewhere() for number, layer in enumerate(model.layers)
+    )
+    # They have nothing but tables, which each part computes for itself.
+    part.rope, part.local_rope = copy.deepcopy((model.rope, model.local_rope))
+    return part
+
+
+def module_names(config: Decoder.Config) -> list[str]:
+    """Return the names of a model's modules with parameters, in the order of the forward."""
+    layers = [f"layers.{number}" for number in range(config.num_layers)]
+    return ["embed_tokens", *layers, "norm", *([] if config.tie_embeddings else ["lm_head"])]
 
 
 def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:

@@ -159,8 +159,13 @@ class LoRA(ModelConverter):
         return tensor if adapter is None else adapter.merged_like(tensor)
 
     def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of each weight with its whole A and B; every rank must consume all."""
+        """Yield the Hugging Face name of each weight with its whole A and B; every rank must consume all.
+
+        Adapters that only other ranks of a pipeline have are on the meta device, and left out.
+        """
         for weight, adapter in self._adapters.items():
+            if adapter.lora_a.is_meta:
+                continue
             a, b = (whole_tensor(p.detach()) for p in (adapter.lora_a, adapter.lora_b))
             b_of = self._hf.to_hf(weight, b)
             for hf_name, a_RI in zip(adapter.adapted, a.split(adapter.rank), strict=True):

@@ -7,6 +7,9 @@ parameter becomes a DTensor on the `tp` axis, including replicated ones, so that
 two-dimensional mesh and each gradient is right. Context parallelism only changes the axis that FSDP2 shards over: the
 batch tells attention which tokens belong to this rank (`rl.models.attention`).
 
+Pipeline parallelism divides the model into parts (`rl.distributed.pipeline`), each with some of the layers, which
+FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass of all micro-batches.
+
 The generator has tensor parallelism alone, for any number of tokens, and no backward. Every rank sees all tokens. The
 fused projections, the embedding and the output head hold this rank's rows; the output projections hold its columns
 and sum their results over the ranks. A mixture's router is whole on every rank and chooses the same experts there;
@@ -35,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rl.distributed.mesh import DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
+from rl.distributed.pipeline import Pipeline, plan_stages
 from rl.distributed.sharding import (
     ShardingOptions,
     distributed,
@@ -42,7 +46,15 @@ from rl.distributed.sharding import (
     prepare_blocks,
     shard_data_parallel,
 )
-from rl.models.decoder import Decoder, FeedForward, TransformerBlock, linear_head
+from rl.models.decoder import (
+    Decoder,
+    Elsewhere,
+    FeedForward,
+    TransformerBlock,
+    linear_head,
+    module_names,
+    part_of,
+)
 from rl.models.low_rank import follow_base_layers
 
 TOKENS = 0
@@ -61,12 +73,16 @@ _GENERATOR_SPLITS = {
 # The trainer
 
 
-def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: ShardingOptions) -> Decoder:
+def parallelize_decoder(
+    model: Decoder, *, mesh: DeviceMesh | None, config: ShardingOptions, pipeline: Pipeline | None = None
+) -> list[Decoder]:
     """Shard the model in place, preferably on the meta device; without a mesh it stays whole.
 
+    Returns the model, or with a pipeline the parts of this rank, one for each of its stages.
+
     Args:
-        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more. The number of tokens of a
-            forward must be a multiple of the size of `tp`. `check_decoder_layout` allows its sizes.
+        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more, perhaps behind `pp`. The number of
+            tokens of a forward must be a multiple of the size of `tp`. `check_decoder_layout` allows its sizes.
     """
     if mesh is not None and mesh[TP].size() > 1:
         _shard_tensor_parallel(model, mesh[TP])
@@ -76,22 +92,49 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
         for layer in mixtures:
             layer.shard(mesh, config=config)
     prepare_blocks(model.layers, mesh=mesh, options=config)
-    if mesh is not None:
+    parts = [model] if pipeline is None else _parts_of_rank(model, pipeline)
+    if mesh is None:
+        return parts
+    for part in parts:
         apart = []
         if (expert_mesh := config.expert_mesh) is not None:
             axes = (DP_REPLICATE, EXPERT_SHARD) if expert_mesh[DP_REPLICATE].size() > 1 else (EXPERT_SHARD,)
-            apart = [(layer.experts, expert_mesh[axes]) for layer in mixtures]
-        shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config, apart=apart)
-    return model
+            apart = [(layer.experts, expert_mesh[axes]) for layer in _mixtures(part)]
+        blocks = [block for block in part.layers if not isinstance(block, Elsewhere)]
+        shard_data_parallel(
+            part, blocks=blocks, mesh=mesh, options=config, apart=apart, always=pipeline is not None
+        )
+    return parts
+
+
+def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
+    """Return the model's part of each of this rank's stages; the last stage of a tied model has a head of its own."""
+    parts = [part_of(model, pipeline.plan.modules[stage]) for stage in pipeline.stages]
+    if model.config.tie_embeddings and pipeline.stages[-1] == pipeline.num_stages - 1:
+        weight = model.embed_tokens.weight
+        head = nn.Linear(model.config.dim, model.config.vocab_size, bias=False, device="meta")
+        head.weight = nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+        parts[-1].lm_head = head
+    return parts
 
 
 def _mixtures(model: Decoder) -> list[Any]:
-    return [block.feed_forward for block in model.layers] if model.config.has_experts else []
+    if not model.config.has_experts:
+        return []
+    return [block.feed_forward for block in model.layers if not isinstance(block, Elsewhere)]
 
 
 def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """Raise ValueError for degrees that cannot split a model of these sizes."""
     check_tensor_parallel(config, parallelism.tensor_parallel_degree)
+    if (degree := parallelism.pipeline_parallel_degree) > 1:
+        owner: Any = config.owner
+        if owner.forward is not Decoder.forward:
+            raise ValueError(
+                f"pipeline_parallel_degree={degree}: must be 1, because {owner.__qualname__} has a forward of "
+                "its own, which each stage would run"
+            )
+        plan_stages(parallelism, module_names(config))
     if config.has_experts:
         degree = parallelism.expert_parallel_degree
         if config.num_experts % degree:

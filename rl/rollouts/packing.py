@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -91,6 +91,8 @@ class PackedBatch:
     """L of each sample, in order."""
     rows: tuple[tuple[slice, ...], ...]
     """Rows of the inputs of each sample, in order."""
+    padding: tuple[int, ...]
+    """L of each sequence of padding."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy with its tensors on `device`."""
@@ -101,8 +103,7 @@ class PackedBatch:
     @property
     def all_lengths(self) -> list[int]:
         """L of each sequence, padding included, of a batch without shared prompts."""
-        num_padding = self.input_ids.numel() - sum(self.lengths)
-        return [*self.lengths, num_padding] if num_padding else list(self.lengths)
+        return [*self.lengths, *self.padding]
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
         """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is 0.
@@ -126,6 +127,7 @@ def pack(
     share_prompts: bool = False,
     rank: int = 0,
     num_ranks: int = 1,
+    num_allowed: Callable[[int], int] | None = None,
 ) -> list[PackedBatch]:
     """Return the micro-batches of one data-parallel rank; equally many on every rank, at least one.
 
@@ -135,6 +137,8 @@ def pack(
         max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
         share_prompts: store the prompt once for all samples of a micro-batch that have it.
+        num_allowed: smallest number of micro-batches allowed from a number up, for a pipeline: micro-batches become
+            smaller until there are as many as `num_allowed(1)`, some may be padding alone, and all get one length.
 
     Raises:
         ValueError: a sample is longer than `max_tokens` or `max_length`, has fewer than two tokens, or has
@@ -142,6 +146,9 @@ def pack(
     """
     _check(samples, max_tokens=max_tokens, max_length=max_length)
     lengths = [len(sample.token_ids) - 1 for sample in samples]
+    if num_allowed is not None:
+        share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
+        max_tokens = min(max_tokens, max(share, *lengths))
     plan = plan_micro_batches(
         lengths,
         families=families_of(samples) if share_prompts else None,
@@ -149,9 +156,18 @@ def pack(
         num_ranks=num_ranks,
         max_sequences=max_sequences,
     )
+    own = plan[rank]
+    if num_allowed is not None:
+        own += [[] for _ in range(num_allowed(len(own)) - len(own))]
+    packed = [
+        _pack_one(samples, indices, pad_multiple=pad_multiple, share_prompts=share_prompts) for indices in own
+    ]
+    if num_allowed is None:
+        return packed
+    longest = max(batch.input_ids.numel() for batch in packed)
     return [
-        _pack_one(samples, indices, pad_multiple=pad_multiple, share_prompts=share_prompts)
-        for indices in plan[rank]
+        _pack_one(samples, indices, pad_multiple=longest, share_prompts=share_prompts, most=max(lengths))
+        for indices in own
     ]
 
 
@@ -249,20 +265,27 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
 
 
 def _pack_one(
-    samples: Sequence[TrainingSample], indices: list[int], *, pad_multiple: int, share_prompts: bool
+    samples: Sequence[TrainingSample],
+    indices: list[int],
+    *,
+    pad_multiple: int,
+    share_prompts: bool,
+    most: int | None = None,
 ) -> PackedBatch:
+    """Pack the samples at `indices`; padding in pieces of at most `most` tokens."""
     chosen = [samples[i] for i in indices]
     pieces = _pieces_of(chosen, share=share_prompts)
     own = {piece.sample: piece for piece in pieces}  # the last of each sample
     num_tokens = pieces[-1].rows.stop if pieces else 0
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
-    if num_padding:
-        pieces.append(
-            Piece(len(chosen), 0, num_padding, slice(num_tokens, num_tokens + num_padding), NO_ROWS)
-        )
+    padding = _cut(num_padding, most=most)
+    for begin, length in zip(accumulate(padding, initial=num_tokens), padding, strict=False):
+        pieces.append(Piece(len(chosen), 0, length, slice(begin, begin + length), NO_ROWS))
     lengths_P = [piece.end - piece.begin for piece in pieces]
     prefixes_P = [(piece.prefix.start, piece.prefix.stop) for piece in pieces]
-    shares = any(piece.prefix != NO_ROWS for piece in pieces)
+    layout = SequenceLayout.from_lengths(lengths_P)
+    if any(piece.prefix != NO_ROWS for piece in pieces):
+        layout = SequenceLayout.after_prefixes(lengths_P, prefixes_P)
     sequence_ids = np.repeat([piece.sample for piece in pieces], lengths_P)
 
     def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
@@ -286,11 +309,7 @@ def _pack_one(
         input_ids=joined("token_ids", np.int64, 0, shift=0),
         targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
         positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
-        sequences=(
-            SequenceLayout.after_prefixes(lengths_P, prefixes_P)
-            if shares
-            else SequenceLayout.from_lengths(lengths_P)
-        ),
+        sequences=layout,
         mask=mask,
         advantages=joined("advantages", np.float32, 0.0),
         generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
@@ -303,10 +322,20 @@ def _pack_one(
         num_sequences=len(chosen),
         sample_indices=tuple(indices),
         lengths=tuple(len(sample.token_ids) - 1 for sample in chosen),
-        rows=tuple(
-            (own[i].prefix, own[i].rows) if own[i].begin else (own[i].rows,) for i in range(len(chosen))
-        ),
+        rows=tuple(_rows_of(own[i]) for i in range(len(chosen))),
+        padding=tuple(padding),
     )
+
+
+def _cut(length: int, *, most: int | None) -> list[int]:
+    """Cut a length into pieces of at most `most`."""
+    most = most or max(1, length)
+    return [min(most, length - done) for done in range(0, length, most)]
+
+
+def _rows_of(piece: Piece) -> tuple[slice, ...]:
+    """Return the rows of a sample whose last piece this is."""
+    return (piece.prefix, piece.rows) if piece.begin else (piece.rows,)
 
 
 def num_shareable(sample: TrainingSample) -> int:

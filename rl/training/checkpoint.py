@@ -197,13 +197,13 @@ class Checkpointer(Configurable):
         tensors = matching_tensors(
             path,
             saved,
-            into=self.tensors(model_only=model_only),
+            into=(into := self.tensors(model_only=model_only)),
+            elsewhere=self._elsewhere(into),
             converters=self.policy.converters,
             exclude=exclude,
         )
         content: dict[str, Any] = dict(tensors)
-        takes_random = not model_only and not excluded(RANDOM, exclude)
-        if takes_random and self._random_name in saved_shapes(path):
+        if self._random_name in saved_shapes(path) and not (model_only or excluded(RANDOM, exclude)):
             content[self._random_name] = None
         with checkpoint_errors(f"checkpoint {path} could not be read"):
             read_tensors(path, content, group=self._group)
@@ -218,13 +218,25 @@ class Checkpointer(Configurable):
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        """Return what a checkpoint holds; reference weights are a part of it, as nothing else keeps them."""
+        """Return what a checkpoint holds of this rank, reference weights included, as nothing else keeps them."""
         tensors = model_tensors(self.policy.model)
         if not model_only:
             tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
             if self.reference is not None:
                 tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
         return tensors
+
+    def _elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that only other ranks of a pipeline have."""
+        if (pipeline := self.policy.pipeline) is None:
+            return {}
+        own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return {
+            name: shape
+            for shapes in pipeline.from_all(own)
+            for name, shape in shapes.items()
+            if name not in own
+        }
 
     def close(self) -> None:
         """Wait for the background save and free page-locked memory."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -71,18 +72,20 @@ def matching_tensors(
     into: Mapping[str, Tensor],
     converters: ModelConverters,
     exclude: Sequence[str],
+    elsewhere: Shapes = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return the tensors of `into` to load: all that are not excluded, if names and shapes agree.
 
     Args:
         into: tensors of a converted model, its optimizer and its reference by the names that a checkpoint uses;
             they may be on the meta device. Parts of the checkpoint that are not in `into` are ignored.
+        elsewhere: shapes of tensors that other ranks load.
 
     Raises:
         ValueError: a tensor is missing, surplus or of another shape, converters have other settings, or a
             pattern in `exclude` matches nothing.
     """
-    needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
+    needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()} | dict(elsewhere)
     parts = {name.split(".")[0] for name in into}
     there: Shapes = {name: shape for name, shape in saved_shapes(path).items() if name.split(".")[0] in parts}
     names = {**needed, **there}
@@ -98,7 +101,7 @@ def matching_tensors(
             "model, converters and optimizer that it was made with, or add the parts that keep their state "
             f"({MODEL}.<tensor>, {OPTIMIZER}, {REFERENCE}) to checkpoint.exclude_from_loading"
         )
-    return {name: into[name] for name in needed}
+    return {name: into[name] for name in needed if name in into}
 
 
 def check_tokenizer(

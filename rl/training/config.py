@@ -132,6 +132,7 @@ def trainer_checks(
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
     yield partial(_check_reference, config)
+    yield partial(_check_zero_bubble, config)
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:
@@ -152,6 +153,22 @@ def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type
             f"training.max_sequence_length={length}: must be at most {limit}, the positions of {spec.name} "
             f"{spec.flavor}"
         )
+
+
+def _check_zero_bubble(config: TrainingEngine.Config) -> None:
+    """Raise ValueError for options with which this schedule would run a block's backward several times."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1 or parallelism.pipeline_parallel_schedule != "ZBVZeroBubble":
+        return
+    mode = config.activation_checkpoint.mode
+    for name, value, is_valid, rule in (
+        ("compile.enable", True, not config.compile.includes("model"), "False"),
+        ("activation_checkpoint.mode", mode, mode == "none", "'none'"),
+    ):
+        if not is_valid:
+            raise ValueError(
+                f"{name}={value!r}: must be {rule} with pipeline_parallel_schedule='ZBVZeroBubble'"
+            )
 
 
 def _check_reference(config: TrainingEngine.Config) -> None:

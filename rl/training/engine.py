@@ -29,7 +29,7 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds, check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import Degrees, ParallelismConfig
+from rl.distributed.mesh import Degrees, ParallelismConfig, stage_group
 from rl.distributed.process_group import CommConfig, RankInfo, World, awaiting, barrier
 from rl.models.batch_invariant.probe import check_machine
 from rl.models.converter import ModelConverter
@@ -152,9 +152,7 @@ class TrainingEngine(Configurable):
         else:
             self.policy.load_hf(folder)
         self.reference = ReferencePolicy(self.policy, build=make_policy) if config.reference.enable else None
-        self.optimizer = config.optimizer.build(
-            parameters=self.policy.trained_parameters, adapter=spec.adapter(spec.model)
-        )
+        self.optimizer = _optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
             policy=self.policy, optimizer=self.optimizer, reference=self.reference, assets=hf_assets_path
@@ -330,10 +328,11 @@ class TrainingEngine(Configurable):
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's parameters, adapters merged, and persistent buffers by name.
 
-        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not copied.
+        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not copied. A rank of
+        a pipeline has those of its stages.
         """
         with awaiting("model_state_dict"):
-            return dict(self.policy.plain_tensors()) | persistent_buffers(self.policy.model)
+            return self.policy.state_dict()
 
     def buffer_names(self) -> set[str]:
         """Return the names in `model_state_dict` that are buffers, which keep their dtype when pushed."""
@@ -361,6 +360,13 @@ class TrainingEngine(Configurable):
             logger.info(
                 "collected after step %d: %d objects, %.3f s", self.policy_version, num_objects, time_s
             )
+
+
+def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
+    """Return the optimizer of this rank's parameters."""
+    adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
+    made: Optimizer = config.build(parameters=policy.trained_parameters, adapter=adapter, group=group)
+    return made
 
 
 def _stop_collections(training: TrainingConfig) -> bool:
@@ -393,4 +399,12 @@ def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
         return None
     # Imported by name, so that a run of a dense model does not depend on the code of mixtures.
     balance = import_module("rl.training.experts").ExpertBalance
-    return balance(config=config, model=policy.model, mesh=policy.mesh, device=policy.device)
+    return balance(
+        config=config,
+        parts=policy.parts,
+        num_layers=policy.spec.model.num_layers,
+        num_experts=policy.spec.model.num_experts,
+        mesh=policy.mesh,
+        device=policy.device,
+        real_tokens=policy.real_tokens,
+    )

@@ -1,10 +1,12 @@
 """Load balance of a mixture's experts: counted in every layout, reported, and evened out.
 
 Shape legend: T packed tokens of one micro-batch, t those of this rank's routers, K experts of each token,
-N experts, L layers.
+N experts, L layers of the whole model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,31 +23,56 @@ class ExpertBalance:
     """Counts the experts that routers choose, without padding, from one optimizer step to the next."""
 
     def __init__(
-        self, *, config: ExpertBalanceConfig, model: nn.Module, mesh: DeviceMesh | None, device: torch.device
+        self,
+        *,
+        config: ExpertBalanceConfig,
+        parts: Sequence[nn.Module],
+        num_layers: int,
+        num_experts: int,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        real_tokens: Callable[[], Tensor],
     ) -> None:
+        """
+        Args:
+            parts: this rank's parts of the model, in the names of whose routers the first number is the layer's.
+            real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that are no padding, before
+                tensor parallelism splits them.
+        """
         self.config = config
         self.mesh = mesh
-        self.routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
-        for router in self.routers:
+        self._real_tokens = real_tokens
+        self._routers = {
+            part: {_layer_of(name): m for name, m in part.named_modules() if isinstance(m, ExpertRouter)}
+            for part in parts
+        }
+        """Routers of each part by layer."""
+        for part in parts:
+            part.register_forward_hook(lambda part, *_: self.count(part) if torch.is_grad_enabled() else None)
+        for router in self._all_routers.values():
             router.force_balance = config.force_load_balance
-        num_experts = self.routers[0].load_balance_bias.numel()
-        self._of_call_LN = torch.zeros(len(self.routers), num_experts, dtype=torch.float64, device=device)
+        self._of_call_LN = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         self._of_step_LN = torch.zeros_like(self._of_call_LN)
 
-    @torch.no_grad()
-    def count(self, real_T: Tensor) -> None:
-        """Count the choices of the latest forward pass with a graph.
+    @property
+    def _all_routers(self) -> dict[int, ExpertRouter]:
+        return {layer: router for routers in self._routers.values() for layer, router in routers.items()}
 
-        Args:
-            real_T: [T] bool, True for tokens that are no padding, before tensor parallelism splits them.
-        """
-        chosen = [router.last_chosen_TK for router in self.routers]
-        for router in self.routers:
+    @torch.no_grad()
+    def count(self, part: nn.Module) -> None:
+        """Count the choices of a part's latest forward pass, which had a graph."""
+        if not self._routers[part]:
+            return
+        layers, chosen = [], []
+        for layer, router in self._routers[part].items():
+            assert router.last_chosen_TK is not None, "every layer routes all tokens"
+            layers.append(layer)
+            chosen.append(router.last_chosen_TK)
             router.last_chosen_TK = None
-        chosen_LtK = torch.stack([c for c in chosen if c is not None])
-        counted_t = self._counted_tokens(real_T, num_tokens=chosen_LtK.size(1))
-        num_layers, num_experts = self._of_call_LN.shape
-        first_of_layer_L = torch.arange(num_layers, device=chosen_LtK.device) * num_experts
+        chosen_LtK = torch.stack(chosen)
+        counted_t = self._counted_tokens(self._real_tokens(), num_tokens=chosen_LtK.size(1))
+        num_experts = self._of_call_LN.size(1)
+        first_of_layer_L = num_experts * torch.tensor(layers, device=chosen_LtK.device)
         slots_LtK = chosen_LtK + first_of_layer_L.view(-1, 1, 1)
         ones_LtK = counted_t.double().view(1, -1, 1).expand_as(slots_LtK)
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
@@ -67,8 +94,8 @@ class ExpertBalance:
             return
         below_mean_LN = self._of_step_LN.mean(1, keepdim=True) - self._of_step_LN
         moves_LN = self.config.load_balance_rate * below_mean_LN.sign().float()
-        for router, move_N in zip(self.routers, moves_LN, strict=True):
-            router.load_balance_bias += move_N
+        for layer, router in self._all_routers.items():
+            router.load_balance_bias += moves_LN[layer]
 
     def forget(self) -> None:
         """Reset the counts, as the gradient that they belong to was used or dropped."""
@@ -83,3 +110,8 @@ class ExpertBalance:
         if num_tokens == real_T.numel():
             return real_T & (rank == 0)
         return real_T.chunk(self.mesh[TP].size())[rank]
+
+
+def _layer_of(name: str) -> int:
+    """Return 3 of `layers.3.feed_forward.router`."""
+    return next(int(part) for part in name.split(".") if part.isdecimal())

@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from losses.ops import drawn_tokens
 from losses.types import Loss, LossInputs, LossOutput, uses_entropy
 from rl.distributed.collectives import reduce_sums_and_maxima, sum_over_world
+from rl.distributed.mesh import ranks_of_stage
 from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
 from rl.training.failures import non_finite
-from rl.training.policy import Policy, TokenValues
+from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
+from rl.training.token_values import TokenValues
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
 METRIC = "metric "
@@ -152,29 +154,30 @@ class GradientAccumulator:
         policy, batches = self._policy, call.batches
         if self._reference is not None and getattr(loss, "uses_reference", False):
             batches = self._reference.attach(batches)
-        for batch in (batch.to(policy.device) for batch in batches):
-            logprobs_T, entropy_T = policy.forward(
-                batch,
-                entropy_gradient=backward and uses_entropy(loss),
-                of_loss=not call.returns_logprobs(batch),
-            )
+
+        def read(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
             inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
             output = loss(inputs)
-            if backward:
-                self._backward(batch, output, logprobs_T)
             call.add(batch, inputs, output, logprobs_T, entropy_T)
+            if backward:
+                self._check_denominator(output)
+            # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
+            return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
 
-    def _backward(self, batch: PackedBatch, output: LossOutput, logprobs_T: Tensor) -> None:
-        if self._experts is not None:
-            self._experts.count(self._policy.real_tokens(batch))
+        policy.run(
+            batches,
+            read,
+            backward=backward,
+            entropy_gradient=backward and uses_entropy(loss),
+            of_loss=lambda batch: not call.returns_logprobs(batch),
+        )
+
+    def _check_denominator(self, output: LossOutput) -> None:
         if self.num_calls and (output.denominator is None) != (self.denominator is None):
             raise ValueError(
                 "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "
                 "optim_step between them"
             )
-        # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
-        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
-        loss_sum.backward()
 
     def _check_finite(self, what: str, value: float, version: int, samples: Sequence[TrainingSample]) -> None:
         if not math.isfinite(value):
@@ -240,11 +243,15 @@ class CallSums:
     def result(self) -> ForwardBackwardResult:
         """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0, a ratio 1."""
         policy, samples = self._policy, self._samples
-        sums_MN = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
-        totals, (logprob_diff_max,) = reduce_sums_and_maxima(
-            sums_MN.sum(0), torch.stack(self._largest).amax().reshape(1), mesh=policy.mesh
-        )
-        sums = dict(zip(self._sums[0], totals, strict=True))
+        names = list(self._sums[0]) if self._sums else []
+        if policy.pipeline is not None:  # Only the last stage knows the sums.
+            names, self.has_denominator = policy.pipeline.from_last((names, self.has_denominator))
+        zeros = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
+        rows = [torch.stack(list(sums.values())) for sums in self._sums]
+        sums_N = torch.stack(rows).sum(0) if rows else zeros
+        largest = torch.stack([*self._largest, zeros.new_zeros(())]).amax().reshape(1)
+        totals, (logprob_diff_max,) = reduce_sums_and_maxima(sums_N, largest, mesh=policy.mesh)
+        sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
         means = {
             name.removeprefix(METRIC): _mean(value, num_valid)
@@ -265,10 +272,12 @@ class CallSums:
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
             packing=Packing(
-                num_micro_batches=len(self._sums),
+                num_micro_batches=len(self.batches),
                 num_packed=round(sums["num_rows"] - sums["num_padding"]),
                 num_padding=round(sums["num_padding"]),
-                num_room=len(self._sums) * policy.training.max_tokens_per_microbatch * policy.data_rank.count,
+                num_room=len(self.batches)
+                * policy.training.max_tokens_per_microbatch
+                * policy.data_rank.count,
                 num_attended=round(sums["num_attended"]),
             ),
             logprobs=None if self._values is None else tuple(self._values.collect()),
@@ -290,13 +299,13 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
 def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> float:
     """Return the 2-norm of all gradients, the same number on every rank, with one collective.
 
-    Each rank adds the squares of its own shards, divided by the number of ranks that hold the same shard.
+    Each rank adds the squares of its own shards, divided by the number of ranks that hold the same shard, which
+    are of one stage.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(_local_gradients(with_grad))
     squares = torch.stack(norms).double().square()
-    world_size = 1 if mesh is None else mesh.size()
-    shares = [num_shards(p) / world_size for p in with_grad]
+    shares = [num_shards(p) / ranks_of_stage(mesh) for p in with_grad]
     total = (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
     return math.sqrt(sum_over_world(total, mesh=mesh))
 

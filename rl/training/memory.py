@@ -22,8 +22,9 @@ from torch import Tensor
 from losses.types import uses_entropy
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees
+from rl.distributed.pipeline import StagePlan, plan_stages
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder
+from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
 from rl.models.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
 from rl.training.muon import is_hidden_matrix
@@ -84,7 +85,30 @@ def estimate(
     degrees: Degrees,
     on_gpu: bool,
 ) -> MemoryEstimate:
-    """Return the memory of one rank; kernels on a GPU keep other activations than those on a CPU."""
+    """Return the memory of one rank, in a pipeline of the one that needs most.
+
+    Kernels on a GPU keep other activations than those on a CPU.
+    """
+    plan = None
+    if degrees.pp > 1:
+        plan = plan_stages(config.parallelism, module_names(spec.model))
+    ranks = (
+        _of_rank(spec, config, degrees=degrees, on_gpu=on_gpu, plan=plan, rank=rank)
+        for rank in range(degrees.pp)
+    )
+    return max(ranks, key=lambda estimated: estimated.total)
+
+
+def _of_rank(
+    spec: ModelSpec,
+    config: TrainingEngine.Config,
+    *,
+    degrees: Degrees,
+    on_gpu: bool,
+    plan: StagePlan | None,
+    rank: int,
+) -> MemoryEstimate:
+    """Return the memory of a rank of the `pp` axis."""
     model, training, optimizer = spec.model, config.training, config.optimizer
     with torch.device("meta"):
         module = model.build()
@@ -92,6 +116,12 @@ def estimate(
             config.converters, spec=spec, degrees=degrees, device=torch.device("meta")
         )
         converters.convert(module)
+    held_at_once, copied = 1.0, 0
+    if plan is not None:
+        held_at_once = plan.held_at_once(rank, schedule=config.parallelism.pipeline_parallel_schedule)
+        # The last stage has a copy of the embedding's weight, with a gradient and no optimizer state.
+        copied = model.vocab_size * model.dim if model.tie_embeddings and plan.ranks[-1] == rank else 0
+        module = part_of(module, plan.modules_of(rank))
     on_rank = _OnRank(module, degrees)
     stored, computed = _size(training.dtype), _size(training.param_dtype)
     # Offloaded tensors do not count on a GPU.
@@ -106,16 +136,19 @@ def estimate(
         num_adam if optimizer.implementation == "foreach" else 0,
         on_rank.shards([linear.weight for linear, _ in adapted_layers(module)]),
     )
+    num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     kept, recomputed = _activations_of_token(
         module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, checkpoint=config.activation_checkpoint
     )
     return MemoryEstimate(
-        parameters=kept_on_device * num_all * (stored + config.reference.enable * computed),
-        gradients=kept_on_device * num_trained * stored,
+        parameters=kept_on_device
+        * (num_all + num_copied_head)
+        * (stored + config.reference.enable * computed),
+        gradients=kept_on_device * (num_trained + num_copied_head) * stored,
         optimizer=kept_on_device * (num_trained + num_adam) * stored,
         gathered=_gathered(on_rank, named, config=config),
-        activations=int(num_tokens * kept),
+        activations=int(held_at_once * num_tokens * kept),
         recomputed=int(num_tokens * recomputed),
         logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu),
         copies=kept_on_device * num_copied * stored,
@@ -151,7 +184,7 @@ class _OnRank:
 
     def __init__(self, module: Decoder, degrees: Degrees) -> None:
         self.degrees = degrees
-        self.num_layers = len(module.layers)
+        self.layers = [block for block in module.layers if not isinstance(block, Elsewhere)]
         self._experts = {p for p in module.parameters() if p.ndim == 3}
         """The stacked matrices of experts."""
 
@@ -179,26 +212,29 @@ def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEng
     """Return the bytes of gathered parameters, and of gradients before they are summed over ranks."""
     training, degrees = config.training, on_rank.degrees
     computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
-    if degrees.dp_replicate * degrees.fsdp == 1 and not training.cpu_offload:
+    if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:
         # All parameters are cast at once.
         return 0 if training.param_dtype == training.dtype else on_rank.gathered(named.values()) * computed
-    stays = config.parallelism.reshard_after_forward == "never" or (
-        degrees.fsdp == 1 and not training.cpu_offload
-    )
+    policy = config.parallelism.reshard_after_forward
+    stays = policy == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
+    stays |= policy == "default" and degrees.pp > 1
+    num_layers = max(1, len(on_rank.layers))
     # In backward: the root, one block, and the next block that is being gathered. Their gradients: those of the
     # root, and those of a block, which are copied into one buffer.
-    num_blocks = on_rank.num_layers if stays else 2
+    num_blocks = num_layers if stays else 2
     root = {name: p for name, p in named.items() if not name.startswith("layers.")}
     blocks = [p for name, p in named.items() if name not in root]
     # torchao's wrapper casts a shard to one byte a number before its gather.
     in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
     of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
     block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (computed + reduced)
+    if degrees.pp > 1:  # Those of all blocks wait for the end of the pass.
+        block_gradients *= num_layers
     root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
     return (
         on_rank.gathered(root.values()) * computed
         + root_gradients
-        + (num_blocks * of_blocks + block_gradients) // on_rank.num_layers
+        + (num_blocks * of_blocks + block_gradients) // num_layers
     )
 
 
@@ -213,7 +249,10 @@ def _activations_of_token(
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
     model = module.config
     tp, width, attention = degrees.tp, model.dim, model.block.attention
-    block: Any = module.layers[0]
+    blocks: list[Any] = [block for block in module.layers if not isinstance(block, Elsewhere)]
+    if not blocks:
+        return 4.0 * width * itemsize, 0.0
+    block = blocks[0]
     feed_forward: Any = model.block.feed_forward
     queries = attention.num_heads * attention.head_dim / tp
     keys = attention.num_kv_heads * attention.head_dim / tp
@@ -240,7 +279,7 @@ def _activations_of_token(
     exchanged = 2 * routed * (degrees.ep > 1)
     added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
     results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added)
-    num_layers, every = model.num_layers, checkpoint.selective_option
+    num_layers, every = len(blocks), checkpoint.selective_option
     ends = 4 * width * itemsize  # the embedding, and the last norm's input and result
     if checkpoint.mode == "none":
         return ends + num_layers * whole, 0.0

@@ -231,6 +231,10 @@ def check_config(config: TrainingEngine.Config) -> None:
     """Raise ValueError for options that several models cannot have."""
     if config.training.cpu_offload:
         raise ValueError("training.cpu_offload=True: must be False, models share their base's memory")
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree={degree}: must be 1, each rank keeps the adapters of all layers"
+        )
     if config.converters:
         raise ValueError("converters: must be (), each model has adapters of its own")
 

@@ -67,8 +67,13 @@ class Muon:
         config: MuonConfig,
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """The adapter splits a parameter into its matrices; a parameter that it does not know is one matrix."""
+        """The adapter splits a parameter into its matrices; a parameter that it does not know is one matrix.
+
+        `group` has the ranks with shards of these parameters; None: all.
+        """
+        self.group = group
         self.config = config
         self.parameters = dict(parameters)
         self.adapter = adapter
@@ -84,7 +89,9 @@ class Muon:
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, momentum: float) -> None:
         """Update all parameters that have a gradient; collective."""
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, num_ranks = 0, 1
+        if dist.is_initialized():
+            rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         with_grad = [(name, p) for name, p in self.parameters.items() if p.grad is not None]
         for start in range(0, len(with_grad), num_ranks):
             window = with_grad[start : start + num_ranks]
@@ -102,7 +109,7 @@ class Muon:
                     else torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter))
                 )
                 if num_ranks > 1:
-                    dist.broadcast(whole, src=owner)
+                    dist.broadcast(whole, group_src=owner, group=self.group)
                 local = local_tensor(parameter)
                 local.mul_(1.0 - lr * weight_decay)
                 local.add_(local_shard_of(whole, parameter).to(local), alpha=-lr)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from rl.config.configurable import Configurable, check_refused, only_if, refused, unless
 from rl.config.tree import check_bounds
@@ -62,14 +63,15 @@ class Optimizer(Configurable):
         config: Config,
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
-        """Frozen parameters are skipped. The adapter splits parameters into matrices for Muon."""
+        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks that share them."""
         self.config = config
         self.muon: Muon | None = None
         parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         if config.name == "Muon":
             matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-            self.muon = Muon(config=config.muon, parameters=matrices, adapter=adapter)
+            self.muon = Muon(config=config.muon, parameters=matrices, adapter=adapter, group=group)
             parameters = {name: p for name, p in parameters.items() if name not in matrices}
         make = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.inner: torch.optim.Optimizer = make(
@@ -168,12 +170,12 @@ class LRSchedule(Configurable):
         min_ratio: float = field(default=0.0, metadata=_DECAYS)
         """Learning rate after the decay, as a share of the peak."""
         total_steps: int = field(default=0, metadata=_DECAYS)
-        """Optimizer steps of the whole run; needed for a decay, and must equal the loop's."""
+        """Optimizer steps of the whole run, over which the rate decays; 0 takes those of the run's loop."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "warmup_steps", "total_steps", at_least=0)
             check_bounds(self, "decay_ratio", "min_ratio", at_least=0, at_most=1)
-            if self.decay == "constant":
+            if self.decay == "constant" or not self.total_steps:
                 return
             num_decay = round(self.decay_ratio * self.total_steps)
             if self.total_steps <= self.warmup_steps or not num_decay or self.min_ratio == 1.0:
@@ -184,7 +186,12 @@ class LRSchedule(Configurable):
                 )
 
     def __init__(self, *, config: Config) -> None:
+        """Raises ValueError for a decay without the number of steps, which only a run with a loop knows."""
         self.config = config
+        if config.decay != "constant" and not config.total_steps:
+            raise ValueError(
+                f"lr_scheduler.total_steps=0 with decay={config.decay!r}: must be the number of optimizer steps"
+            )
         length = round(config.decay_ratio * config.total_steps)
         self.decay_start = max(config.warmup_steps, config.total_steps - length)
 
@@ -207,11 +214,14 @@ class LRSchedule(Configurable):
 
 
 def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
-    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps."""
+    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps, or do not decay."""
     in_loop = num_steps * num_minibatches
+    if not config.total_steps:
+        replace(config, total_steps=in_loop)  # Checks that it decays.
+        return
     if config.decay != "constant" and num_steps and config.total_steps != in_loop:
         raise ValueError(
             f"trainer.lr_scheduler.total_steps={config.total_steps} with decay={config.decay!r}: must be "
-            f"{in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
+            f"0 or {in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
             f"loop.num_minibatches={num_minibatches}"
         )

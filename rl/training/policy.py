@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from rl.distributed.compile import compile_function
 from rl.distributed.context_parallel import ContextParallel
-from rl.distributed.mesh import CP, TP, DataRank
+from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, pipeline_axis
+from rl.distributed.pipeline import Hidden, Pipeline, plan_stages
 from rl.distributed.process_group import RankInfo, barrier
 from rl.distributed.sharding import (
     ShardingOptions,
@@ -36,7 +39,7 @@ from rl.distributed.sharding import (
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, reset_buffers
+from rl.models.decoder import Decoder, module_names, part_of, persistent_buffers, reset_buffers
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
@@ -46,6 +49,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
+from rl.training.token_values import TokenValues
 from rl.types import TrainingSample
 from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
 from rl.utils.processes import seed_everything
@@ -60,6 +64,9 @@ FORWARDS_BETWEEN_TRIMS = 16
 6 GiB of them."""
 
 TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+ReadTokens = Callable[[PackedBatch, Tensor, Tensor], Tensor | None]
+"""(micro-batch, logprobs [T] or [T, K], entropies [T]) -> number whose gradient is wanted; None without backward."""
 
 
 class Policy:
@@ -90,6 +97,8 @@ class Policy:
         self.context = None if mesh is None else ContextParallel.of(mesh[CP])
         """Share of this rank in its micro-batches; None without context parallelism."""
         self._num_forwards = 0
+        self._latest: PackedBatch | None = None
+        """Micro-batch of the latest forward."""
         degrees = config.parallelism.degrees(1 if mesh is None else mesh.size())
         self.converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=device)
         self.loaded_from: str | None = None
@@ -104,31 +113,57 @@ class Policy:
             expert_mesh=rank.expert_mesh,
         )
         self._chunk_logprobs = compile_function(logprobs_of_chunk, config.compile)
+        self.pipeline: Pipeline | None = None
+        if mesh is not None and (axis := pipeline_axis(mesh)) is not None:
+            plan = plan_stages(config.parallelism, module_names(spec.model))
+            self.pipeline = Pipeline(config.parallelism, plan, axis=axis, device=device)
         seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
-        self.model = self._build_model()
+        self.whole = self._convert_model()
+        """The whole model; what only other ranks of a pipeline have stays on the meta device."""
+        self.model = self.whole
+        """All that this rank has of the model."""
+        self.parts = self._shard_model()
+        """The modules that compute: the model, or its part of each of this rank's stages."""
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
         # A router would count a shared prompt only once for the balance of experts.
         needs_own = spec.model.has_experts or self.context is not None or config.compile.includes("model")
         self._shares_prompts = training.share_prompts and not needs_own
         if config.print_after_conversion and self.is_first_rank:
-            logger.info("the model after its converters:\n%s", self.model)
+            logger.info("the model after its converters:\n%s", self.whole)
 
-    def _build_model(self) -> Decoder:
+    def _convert_model(self) -> Decoder:
         with torch.device("meta"):
             whole: Decoder = self.spec.model.build().to(getattr(torch, self.training.dtype))
             make_batch_invariant(whole, spec=self.spec, device=self.device)
             self.converters.convert(whole)
+        return whole
+
+    def _shard_model(self) -> list[Decoder]:
+        """Shard the model and give this rank's shards memory; return the modules that compute."""
+        whole, pipeline = self.whole, self.pipeline
         trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
-        model = parallelize_decoder(whole, mesh=self.mesh, config=self._options)
-        for name, parameter in model.named_parameters():
-            # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
-            parameter.requires_grad_(trained[name])
+        parts = parallelize_decoder(whole, mesh=self.mesh, config=self._options, pipeline=pipeline)
+        tied = {"lm_head.weight": trained["embed_tokens.weight"]}
         if self.device.type == "cpu":
             keep_freed_memory()
-        materialize(model, device=self.device, cpu_offload=self._options.cpu_offload)
-        reset_buffers(model)
-        return model
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
+                parameter.requires_grad_((tied | trained)[name])
+            materialize(part, device=self.device, cpu_offload=self._options.cpu_offload)
+            reset_buffers(part)
+        if pipeline is not None:
+            pipeline.attach(parts)
+            self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
+            _check_trained(pipeline, trained)
+            if self.spec.model.tie_embeddings:
+                first, last = pipeline.stages[0] == 0, pipeline.stages[-1] == pipeline.num_stages - 1
+                pipeline.tied = (
+                    parts[0].embed_tokens.weight if first else None,
+                    parts[-1].head_weight if last else None,
+                )
+        return parts
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -138,9 +173,14 @@ class Policy:
     @property
     def base_model(self) -> str | None:
         """Hugging Face folder of the plain weights if all of them are frozen, else None."""
-        if any(self.parameters[name].requires_grad for name in self.converters.plain_names):
+        if any(self.parameters[name].requires_grad for name in self._own_names):
             return None
         return self.loaded_from
+
+    @property
+    def _own_names(self) -> list[str]:
+        """The plain model's parameters that this rank has shards of."""
+        return [name for name in self.converters.plain_names if name in self.parameters]
 
     @property
     def is_first_rank(self) -> bool:
@@ -158,7 +198,7 @@ class Policy:
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""
         names = set(self.converters.plain_names)
-        self.model.init_weights(seed=self.training.seed, names=names)
+        self.whole.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
 
     @torch.no_grad()
@@ -169,9 +209,8 @@ class Policy:
         """
         folder.spec(expected=self.spec)
         adapter = self.spec.adapter(self.spec.model)
-        names = self.converters.plain_names
-        folder.check(self.model, adapter, names=set(names))
-        for name, whole in read_parameters(folder, adapter, names):
+        folder.check(self.whole, adapter, names=set(self.converters.plain_names))
+        for name, whole in read_parameters(folder, adapter, self._own_names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
         buffers = hf_buffers(self.model, adapter)
@@ -187,16 +226,14 @@ class Policy:
         adapter = self.spec.adapter(self.spec.model)
         # An absent buffer is read as zero, and other programs know the model only without it.
         buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
-        tensors = (
-            (name, whole_tensor(tensor)) for name, tensor in chain(self.plain_tensors(), buffers.items())
-        )
+        tensors = self.whole_tensors(chain(self.plain_tensors(), buffers.items()))
         with self._gathering(tensors) as writes:
             if writes:
                 write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""
-        config, factors = self.lora.config, self.lora.peft_factors()
+        config, factors = self.lora.config, self.whole_tensors(self.lora.peft_factors())
         with self._gathering(factors) as writes:
             if writes:
                 write_peft_folder(
@@ -222,7 +259,7 @@ class Policy:
 
     def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
         """Note that a checkpoint, whose `base_model` is given, has set these parameters and buffers."""
-        loaded = [name in names for name in self.converters.plain_names]
+        loaded = [name in names for name in self._own_names]
         if any(loaded):
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
@@ -234,6 +271,24 @@ class Policy:
         """
         return self.converters.plain_tensors(self.parameters)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return `plain_tensors` and persistent buffers by name, each a DTensor if other ranks have none."""
+        buffers: dict[str, Tensor] = persistent_buffers(self.model)
+        if self.pipeline is not None:
+            assert self.mesh is not None
+            of_stage, alike = self.mesh[OF_STAGE], [Replicate()] * len(OF_STAGE)
+            buffers = {
+                name: DTensor.from_local(buffer, of_stage, alike, run_check=False)
+                for name, buffer in buffers.items()
+            }
+        return dict(self.plain_tensors()) | buffers
+
+    def whole_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must consume all."""
+        if self.pipeline is not None:
+            return self.pipeline.gather(named)
+        return ((item[0], *map(whole_tensor, item[1:])) for item in named)
+
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample that does not fit."""
         _check_ids(samples, vocab_size=self.spec.model.vocab_size)
@@ -241,27 +296,92 @@ class Policy:
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
         if self.context is not None:
             multiple = self.context.pad_multiple(multiple)
+        max_sequences, of_pipeline = self.training.max_sequences_per_microbatch, {}
+        if self.pipeline is not None:
+            own_limit = self.pipeline.config.pipeline_parallel_microbatch_size
+            max_sequences = min((n for n in (max_sequences, own_limit) if n is not None), default=None)
+            of_pipeline = {"num_allowed": self.pipeline.num_allowed}
         with span("pack"):
             return pack(
                 samples,
                 max_tokens=self.training.max_tokens_per_microbatch,
-                max_sequences=self.training.max_sequences_per_microbatch,
+                max_sequences=max_sequences,
                 max_length=self.training.max_sequence_length or self.spec.model.rope.max_positions,
                 pad_multiple=multiple,
                 share_prompts=self._shares_prompts,
                 rank=self.data_rank.index,
                 num_ranks=self.data_rank.count,
+                **of_pipeline,
             )
 
-    def forward(
-        self, batch: PackedBatch, *, entropy_gradient: bool = False, of_loss: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logprobs of the targets, [T] or [T, K], and the entropies, [T], as float32 in nats.
+    def run(
+        self,
+        batches: Sequence[PackedBatch],
+        read: ReadTokens,
+        *,
+        backward: bool = False,
+        entropy_gradient: bool = False,
+        of_loss: Callable[[PackedBatch], bool] = lambda _: False,
+    ) -> None:
+        """Call `read` with each micro-batch's logprobs and entropies, float32 in nats; with `backward`, add the
+        gradient of the sum of the numbers that it returns.
 
-        Logprobs have a gradient; entropies have one if `entropy_gradient` is set. With `of_loss` the values of
-        tokens that the loss does not read may be 0.
+        Of a pipeline only the ranks of the last stage call `read`; its error is raised on all of them.
+
+        Args:
+            batches: of `pack`; they are copied to the device one by one.
+            entropy_gradient: entropies have a gradient too.
+            of_loss: True for a micro-batch of which `read` needs the tokens of the loss alone; the values of others
+                may be 0.
+        """
+        if self.pipeline is None:
+            for batch in (batch.to(self.device) for batch in batches):
+                ids, options, finish = self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+                model, dtype = self.model, self._options.param_dtype
+                number = read(batch, *finish(*call_in_dtype(model, dtype, ids, **options)))
+                if backward:
+                    assert number is not None
+                    number.backward()
+            return
+        errors: list[Exception] = []
+
+        def arguments(index: int, is_last: bool) -> tuple[Tensor, dict[str, Any]]:
+            batch = batches[index].to(self.device)
+            ids, options, finish = self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+            head = options.pop("head")
+
+            def result(hidden: Tensor, weight: Tensor) -> Tensor:
+                values = finish(*head(hidden, weight))
+                try:
+                    number = read(batch, *values)
+                except Exception as error:  # noqa: BLE001 - raised below; the other stages wait for a gradient
+                    errors.append(error)
+                    number = None
+                return 0.0 * values[0].sum() if number is None else number
+
+            return ids, options | ({"head": result} if is_last else {})
+
+        length = batches[0].input_ids.numel()
+        if self.context is not None:
+            length = self.context.token_indices(length).numel()
+        assert self.mesh is not None
+        hidden = Hidden(
+            num_tokens=length // self.mesh[TP].size(),
+            width=self.spec.model.dim,
+            dtype=self._options.param_dtype,
+        )
+        self.pipeline.run(len(batches), arguments, hidden=hidden, backward=backward)
+        if (error := self.pipeline.from_last(_sendable(next(iter(errors), None)))) is not None:
+            raise error
+
+    def _arguments(
+        self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
+    ) -> tuple[Tensor, dict[str, Any], Callable[..., tuple[Tensor, Tensor]]]:
+        """Return the model's input ids and other arguments, and a function of the head's results on this rank that
+        gives those of all tokens.
         """
         self._num_forwards += 1
+        self._latest = batch
         if self.device.type == "cpu" and self._num_forwards % FORWARDS_BETWEEN_TRIMS == 0:
             give_back_freed_memory()
         if self.context is None:
@@ -271,18 +391,24 @@ class Policy:
             )
             rows = batch.loss_rows if is_part else None
             head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
-            return self._forward(batch.input_ids, batch.positions, batch.sequences, head)
-        num_tokens = batch.input_ids.numel()
-        mine_t = self.context.token_indices(num_tokens).to(self.device)
-        share = SequenceLayout.of_rank(batch.all_lengths, context=self.context, device=self.device)
+            options = {"positions": batch.positions, "sequences": batch.sequences, "head": head}
+            return batch.input_ids, options, lambda *values: values
+        context, num_tokens = self.context, batch.input_ids.numel()
+        mine_t = context.token_indices(num_tokens).to(self.device)
+        share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
         head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
-        values = self._forward(batch.input_ids[mine_t], batch.positions[mine_t], share, head)
-        places_T = self.context.places(num_tokens).to(self.device)
-        logprobs_T, entropy_T = (self.context.gather(value_t, places_T) for value_t in values)
-        return logprobs_T, entropy_T
+        places_T = context.places(num_tokens).to(self.device)
+        options = {"positions": batch.positions[mine_t], "sequences": share, "head": head}
+        return (
+            batch.input_ids[mine_t],
+            options,
+            lambda *values: tuple(context.gather(value_t, places_T) for value_t in values),
+        )
 
-    def real_tokens(self, batch: PackedBatch) -> Tensor:
-        """Return a mask [t] of this rank's tokens that are no padding."""
+    def real_tokens(self) -> Tensor:
+        """Return a mask [t] of this rank's tokens of the latest micro-batch that are no padding."""
+        batch = self._latest
+        assert batch is not None, "there was no forward"
         real_T = batch.sequence_ids < batch.num_sequences
         if self.context is None:
             return real_T
@@ -290,15 +416,14 @@ class Policy:
 
     def release(self) -> None:
         """Free the parameters that a forward without a backward has left gathered."""
-        reshard(self.model)
+        for part in self.parts:
+            reshard(part)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0 being 0."""
         values = TokenValues(samples, policy=self)
-        for batch in self.pack(samples):
-            logprobs_T, _ = self.forward(batch.to(self.device))
-            values.add(batch, logprobs_T)
+        self.run(self.pack(samples), lambda batch, logprobs_T, _: values.add(batch, logprobs_T))
         self.release()
         return values.collect()
 
@@ -322,48 +447,27 @@ class Policy:
             entropy_gradient=entropy_gradient,
         )
 
-    def _forward(
-        self, input_ids: Tensor, positions: Tensor, sequences: SequenceLayout, head: TokenHead
-    ) -> tuple[Tensor, Tensor]:
-        dtype = self._options.param_dtype
-        return call_in_dtype(
-            self.model, dtype, input_ids, positions=positions, sequences=sequences, head=head
-        )
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """Return the error as other processes can receive it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever an exception of somebody else holds
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
-class TokenValues:
-    """One number for each target of each sample, collected from the micro-batches of all ranks."""
-
-    def __init__(
-        self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int] | None = None
-    ) -> None:
-        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples are copied."""
-        self._policy = policy
-        indices = range(len(samples)) if wanted is None else wanted
-        self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
-
-    def wants(self, batch: PackedBatch) -> bool:
-        """Return whether the micro-batch has a wanted sample."""
-        return not self._values.keys().isdisjoint(batch.sample_indices)
-
-    def add(self, batch: PackedBatch, values_T: Tensor) -> None:
-        """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if not self._policy.data_rank.speaks or not self.wants(batch):
-            return
-        for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
-            if index in self._values:
-                self._values[index][:] = values
-
-    def collect(self) -> list[np.ndarray]:
-        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0 is 0."""
-        arrays = list(self._values.values())
-        if self._policy.mesh is None:
-            return arrays
-        # One data-parallel rank computed each token; on the others it is 0.
-        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._policy.device)
-        dist.all_reduce(summed)
-        parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
-        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+def _check_trained(pipeline: Pipeline, trained: dict[str, bool]) -> None:
+    """Raise ValueError, on every rank, for a stage in which nothing is trained: it would end the backward."""
+    for stage, modules in enumerate(pipeline.plan.modules):
+        if not any(
+            requires_grad and name.startswith(tuple(f"{module}." for module in modules))
+            for name, requires_grad in trained.items()
+        ):
+            raise ValueError(
+                f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt layers "
+                "of every stage (converters), or set pipeline_parallel_degree to 1"
+            )
 
 
 def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

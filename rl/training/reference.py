@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from rl.distributed.sharding import local_tensor
 from rl.models.decoder import persistent_buffers
@@ -40,11 +41,10 @@ class ReferencePolicy:
     @torch.no_grad()
     def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """Return the batches with reference logprobs; those that samples brought stay."""
-        attached = []
-        for batch in batches:
-            if batch.reference_logprobs is None:
-                logprobs_T, _ = self.policy.forward(batch.to(self.policy.device))
-                batch = replace(batch, reference_logprobs=logprobs_T)
-            attached.append(batch)
-        self.policy.release()
-        return attached
+        found: list[Tensor] = []
+        if batches[0].reference_logprobs is None:
+            self.policy.run(batches, lambda _, logprobs_T, __: found.append(logprobs_T))
+            self.policy.release()
+        # Only the last stage of a pipeline has found any, and only there a loss is computed.
+        of_batch = zip(batches, found, strict=True) if found else ()
+        return [replace(batch, reference_logprobs=logprobs_T) for batch, logprobs_T in of_batch] or [*batches]

@@ -87,9 +87,10 @@ class TrainerSleep:
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the storages on the engine's device; tied parameters share one."""
         engine = self.engine
-        tensors = [*model_tensors(engine.policy.model).values(), *engine.optimizer.held_tensors()]
-        if engine.reference is not None:
-            tensors += model_tensors(engine.reference.policy.model).values()
+        tensors = engine.optimizer.held_tensors()
+        policies = [engine.policy, *([] if engine.reference is None else [engine.reference.policy])]
+        for part in (part for policy in policies for part in policy.parts):
+            tensors += model_tensors(part).values()
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = local_tensor(tensor).untyped_storage()

@@ -7,7 +7,7 @@ import pytest
 
 from configs.sum_digits import tiny
 from rl.config.configurable import EFFECT, Configurable, all_of, idle_options, only_if, unless
-from rl.config.tree import rebuild, walk
+from rl.config.tree import ConfigError, rebuild, walk
 from tests.config.example_configs import Optimizer, SgdOptimizer
 
 
@@ -39,6 +39,38 @@ def test_subclass_without_config_builds_itself_and_leaves_its_parent_alone():
     assert type(config.build()) is FreshCounter
     assert type(Counter.Config().build()) is Counter
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_build_leaves_the_config_alone_whatever_its_post_init_does():
+    class Appender(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            values: list[int] = field(default_factory=list)
+
+            def __post_init__(self) -> None:
+                self.values.append(1)
+
+        def __init__(self, *, config: Config) -> None: ...
+
+    config = Appender.Config()
+    config.build()
+    assert config.values == [1]  # of its own construction
+
+
+def test_another_class_takes_over_the_fields():
+    class Momentum(SgdOptimizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(SgdOptimizer.Config):
+            decay: float = 0.9
+
+    given = SgdOptimizer.Config(lr=0.5)
+    taken = given.with_class(Momentum)
+    assert (type(taken), taken.lr, taken.decay) == (Momentum.Config, 0.5, 0.9)
+    assert type(taken.build()) is Momentum
+    with pytest.raises(
+        ConfigError, match=r"Counter has no fields .*lr.*: must be a class whose Config has all of"
+    ):
+        given.with_class(Counter)
 
 
 class Stray(Configurable.Config):

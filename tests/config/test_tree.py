@@ -65,6 +65,23 @@ def test_rebuild_copies_every_node_and_keeps_the_original():
         ("trainer.optimizer.lr", -2.0, r"lr must be at least 0, got -2\.0"),
         ("trainer.sequence_length", 12.5, r"sequence_length=12\.5: must be int"),
         ("trainer.optimizer", None, r"optimizer=None: must be Optimizer\.Config"),
+        (
+            "trainer.optimizer",
+            example_configs.Warmup.Config(),
+            r"optimizer=Warmup\.Config: must be Optimizer\.Config",
+        ),
+        (
+            "trainer.optimizer",
+            example_configs.Optimizer,
+            r"optimizer=Optimizer \(the class; Optimizer\(\) is an",
+        ),
+        ("trainer.loss", "clip", "loss='clip': must be"),
+        (
+            "trainer.loss",
+            example_configs.ClipLoss,
+            r"loss=ClipLoss \(the class; ClipLoss\(\) is an instance\): must",
+        ),
+        ("trainer.loss", example_configs.Warmup.Config(), r"loss=Warmup\.Config: must be"),
         ("schedule.0.num_steps", "5", "num_steps='5': must be int"),
         ("trainer.loss", example_configs.ClipLoss(clip_low="0.1"), "clip_low='0.1': must be float"),  # type: ignore[arg-type]
     ],
@@ -74,8 +91,9 @@ def test_edited_fields_are_validated_again(again, path, value, says):
     node, name = path.replace("schedule.0", "schedule").rpartition(".")[::2]
     owner = functools.reduce(getattr, node.split("."), config)
     setattr(owner[0] if isinstance(owner, tuple) else owner, name, value)
-    at = path if name == "loss" else path.rpartition(".")[0]
-    with pytest.raises(ConfigError, match=f"^{re.escape(at)}: {says}"):
+    inside = f"{path}." if says.startswith("clip_low") else f"{path.rpartition('.')[0]}."
+    at = f"{re.escape(inside.rstrip('.'))}: " if "got" in says else re.escape(inside)
+    with pytest.raises(ConfigError, match=f"^{at}{says}"):
         again(config)
 
 
@@ -108,9 +126,8 @@ class Named(Protocol):
     name: str
 
 
-NAMED = object()
-
-
+UNNAMED = object()
+PATH = Path("x")
 REFUSED = object()
 
 
@@ -124,7 +141,8 @@ REFUSED = object()
         ((1, 2, 3), tuple[int, ...], (1, 2, 3)), ((1, "2"), tuple[int, ...], REFUSED), ("ab", tuple[str, ...], REFUSED),
         (["a"], Sequence[Literal["a"]], ["a"]), (["b"], Sequence[Literal["a"]], REFUSED), (1, list[int], REFUSED),
         ({"a": 1}, dict[str, int], {"a": 1}), ({"a": "1"}, Mapping[str, int], REFUSED), ([1], dict[str, int], REFUSED),
-        (NAMED, Any, NAMED), (NAMED, Named, NAMED), ("inf", float, REFUSED),
+        (UNNAMED, Any, UNNAMED), (UNNAMED, Named, REFUSED), (PATH, Named, PATH), (Path, Named, REFUSED),
+        ("inf", float, REFUSED),
     ],
 )  # fmt: skip
 def test_value_is_converted_to_its_type_or_refused(value, annotation, expected):

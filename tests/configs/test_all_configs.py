@@ -49,7 +49,9 @@ def test_every_task_and_size_has_a_config():
     sizes = ("0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b")
     assert expected | {f"sum_digits.qwen3_{size}" for size in sizes} <= set(CONFIGS)
     on = {n for n in RUNS if n.startswith("sum_digits.") and config_of(n).batch_invariant}
-    assert on == {f"sum_digits.tiny{suffix}" for suffix in ("", "_async", "_fsdp2", "_ddp2", "_noise")}
+    assert on == {
+        f"sum_digits.tiny{suffix}" for suffix in ("", "_async", "_fsdp2", "_ddp2", "_pp2", "_noise")
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)

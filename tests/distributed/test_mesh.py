@@ -46,10 +46,10 @@ def test_degrees_that_do_not_fit_the_world_are_rejected(settings, world_size, me
         (SHARD, 0, ""),
         ("expert_parallel_degree", 0, ""),
         ("context_parallel_rotation", "alltoall", "must be 'allgather'"),
-        ("pipeline_parallel_degree", 2, "pipeline parallelism is not supported"),
-        ("pipeline_parallel_schedule", "GPipe", "pipeline parallelism is not supported"),
-        ("pipeline_parallel_layers_per_stage", 4, "pipeline parallelism is not supported"),
-        ("module_fqns_per_model_part", ("layers.0", "layers.1"), "pipeline parallelism is not supported"),
+        ("pipeline_parallel_degree", 0, "at least 1"),
+        ("pipeline_parallel_layers_per_stage", 0, "at least 1"),
+        ("pipeline_parallel_microbatch_size", 0, "at least 1"),
+        ("pipeline_parallel_last_stage_less_layers", -1, "at least 0"),
     ],
 )
 def test_invalid_or_unsupported_setting_is_rejected(field, value, message):

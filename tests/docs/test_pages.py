@@ -36,3 +36,5 @@ def test_every_make_target_of_the_pages_exists():
 
 def test_options_page_is_up_to_date():
     assert options.PAGE.read_text() == options.page(), "run make docs"
+    assert "|  |\n" not in options.PAGE.read_text(), "an option has no docstring"
+    assert options.NAMES_PAGE.read_text() == options.names_page(), "run make docs"

@@ -51,7 +51,7 @@ def compute(models):
     whole_mesh = init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP))
     results = {}
     for name, model in models.items():
-        sharded = parallelize_decoder(deepcopy(model), mesh=whole_mesh, config=ShardingOptions())
+        (sharded,) = parallelize_decoder(deepcopy(model), mesh=whole_mesh, config=ShardingOptions())
         (whole_logprobs, of_whole), (logprobs, ours) = step(model), step(sharded)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         whole = logits(model)

@@ -43,7 +43,7 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
             r"wandb: project='a/b': must be a name without / \\ # \? % or :",
         ),
         (SinksConfig(), "trackio.project", "", "trackio: project='': must be a name"),
-        (SinksConfig(), "console.style", "loud", "console: style='loud': must be 'auto'"),
+        (SinksConfig(), "console.style", "loud", "console.style='loud': must be 'auto'"),
         (RecorderConfig(), "num_groups", -1, "num_groups=-1: must be at least 0"),
         (RecorderConfig(), "num_eval_problems", -1, "num_eval_problems=-1: must be at least 0"),
         (RecorderConfig(), "max_megabytes", 0.0, "max_megabytes=0.0: must be above 0 and below inf"),

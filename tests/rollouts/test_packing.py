@@ -49,6 +49,26 @@ def test_padding_is_a_separate_sequence_without_mask():
     assert batch.temperatures.tolist() == [1.0] * 4
 
 
+def test_a_pipeline_gets_enough_micro_batches_of_one_length():
+    samples = [make_sample([2] * length) for length in (9, 5, 3, 3)]  # 16 inputs
+
+    def numbers(num_micro_batches):
+        """Allow even numbers from 4 up."""
+        return max(4, num_micro_batches + num_micro_batches % 2)
+
+    batches = pack(samples, max_tokens=100, pad_multiple=3, num_allowed=numbers)
+    # None is larger than the longest sample needs: 8 inputs, padded to 9.
+    assert [batch.input_ids.numel() for batch in batches] == [9] * 4
+    assert [batch.lengths for batch in batches] == [(8,), (4, 2, 2), (), ()]
+    assert batches[2].padding == (8, 1)  # No sequence of padding has more positions than the samples.
+    assert batches[2].positions.max() == 7
+    assert batches[2].all_lengths == [8, 1]
+    assert (batches[2].sequence_ids == 0).all()
+    assert not batches[2].mask.any()
+    for rank in range(2):  # Equally many on each data-parallel rank.
+        assert len(pack(samples, max_tokens=8, num_allowed=numbers, rank=rank, num_ranks=2)) == 4
+
+
 def test_own_targets_are_packed_with_their_fields():
     def sample(ids):
         columns = np.asarray([[10 * i, 10 * i + 1] for i in ids])

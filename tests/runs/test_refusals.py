@@ -69,7 +69,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--trainer.checkpoint.initial_load_path", "/no/such"), "path=/no/such: there is no such folder"),
         (
             ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
-            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 80, the optimizer steps of",
+            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 0 or 80, the optimizer steps of",
         ),
     ],
 )

@@ -1,12 +1,14 @@
 """Measurements of one rank of parallel layouts, for the tests of layouts.
 
-A layout is named by its degrees: `fsdp2_tp2`, `fsdp4_ep2`. All layouts of one number of ranks share their processes.
+A layout is named by its degrees and the schedule of its pipeline: `fsdp2_tp2`, `fsdp4_ep2`, `pp2_zbv`. All layouts of
+one number of ranks share their processes.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -47,8 +49,10 @@ from tests.training.parts import (
 
 DEGREES = {
     "fsdp": "data_parallel_shard", "ddp": "data_parallel_replicate", "cp": "context_parallel",
-    "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel",
+    "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel", "pp": "pipeline_parallel",
 }  # fmt: skip
+SCHEDULES = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+FOUR_STAGES = ("embed_tokens", "layers.0", "layers.1", "norm")
 
 Tensors = dict[str, np.ndarray]
 Assets = dict[str, str]
@@ -63,6 +67,10 @@ def sizes(layout: str) -> dict[str, int]:
 
 def parallelism(layout: str) -> ParallelismConfig:
     degrees: dict[str, Any] = {f"{DEGREES[axis]}_degree": size for axis, size in sizes(layout).items()}
+    for schedule in SCHEDULES.keys() & set(layout.split("_")):
+        degrees["pipeline_parallel_schedule"] = SCHEDULES[schedule]
+        if schedule != "gpipe":
+            degrees["module_fqns_per_model_part"] = FOUR_STAGES
     return ParallelismConfig(**degrees)
 
 
@@ -132,7 +140,7 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
         engine.forward_backward(samples)
         found["norms"].append(engine.optim_step().grad_norm)
     found["weights"], found["state"] = whole_weights(engine), whole_state(engine)
-    found["merged"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
+    found["merged"] = whole(engine, engine.model_state_dict())
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
     if kind == "lora":
@@ -308,22 +316,41 @@ def float8_samples() -> list[Any]:
 def whole_gradients(engine: TrainingEngine) -> Tensors:
     """Return the accumulated gradients, unsharded, on every rank."""
     sum_partial_gradients(list(engine.policy.parameters.values()))
-    return {name: to_numpy(p.grad) for name, p in engine.policy.parameters.items() if p.grad is not None}
+    return whole(engine, {name: p.grad for name, p in engine.policy.parameters.items() if p.grad is not None})
 
 
 def whole_parameters(engine: TrainingEngine) -> Tensors:
-    return {name: to_numpy(p) for name, p in engine.policy.parameters.items()}
+    return whole(engine, engine.policy.parameters)
 
 
 def whole_weights(engine: TrainingEngine) -> Tensors:
     """Return parameters and persistent buffers, unsharded, on every rank."""
-    buffers = persistent_buffers(engine.policy.model)
-    return whole_parameters(engine) | {name: to_numpy(buffer) for name, buffer in buffers.items()}
+    return whole(engine, engine.policy.parameters | persistent_buffers(engine.policy.model))
 
 
 def whole_state(engine: TrainingEngine) -> Tensors:
     """Return all that a checkpoint holds, unsharded, on every rank."""
-    return {name: to_numpy(tensor) for name, tensor in engine.checkpointer.tensors().items()}
+    return whole(engine, engine.checkpointer.tensors())
+
+
+def whole(engine: TrainingEngine, tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return the tensors of all stages of a pipeline, unsharded, in the order of one device."""
+    found = {
+        name: tensor.numpy().copy()
+        for name, tensor in engine.policy.whole_tensors((n, t.detach()) for n, t in tensors.items())
+    }
+    if engine.policy.pipeline is None:
+        return found
+    model = engine.policy.whole
+    places = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+
+    def place(name: str) -> tuple[str, int]:
+        if name in places:
+            return "", places.index(name)
+        part, _, rest = name.partition(".")
+        return part, places.index(rest if part != "optimizer" else rest.rpartition(".")[0])
+
+    return dict(sorted(found.items(), key=lambda item: place(item[0])))
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -366,11 +366,11 @@ def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(
     places = [11, 2, 7]
     whole, some, none = (make_engine(assets) for _ in range(3))
     expected = logprobs_of(whole.forward_backward(SAMPLES, return_logprobs=True))
-    with mock.patch.object(some.policy, "forward", wraps=some.policy.forward) as forward:
+    with mock.patch.object(some.policy, "run", wraps=some.policy.run) as run:
         result = some.forward_backward(SAMPLES, return_logprobs=places)
     # Where no logprob is wanted, the head computes the loss's tokens alone.
-    of_loss = [call.kwargs["of_loss"] for call in forward.call_args_list]
-    assert of_loss == [{*places}.isdisjoint(call.args[0].sample_indices) for call in forward.call_args_list]
+    batches, of_loss = run.call_args.args[0], [*map(run.call_args.kwargs["of_loss"], run.call_args.args[0])]
+    assert of_loss == [{*places}.isdisjoint(batch.sample_indices) for batch in batches]
     assert {*of_loss} == {False, True}
     for ours, place in zip(logprobs_of(result), places, strict=True):
         np.testing.assert_array_equal(ours, expected[place])

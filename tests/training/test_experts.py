@@ -21,23 +21,35 @@ from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
 def balance(*, num_layers=1, **settings):
     """Return the balance of routers with four experts, whose choices the test writes in."""
     config = MoE.Config(num_experts=4, num_experts_per_token=2, hidden_dim=4)
-    routers = nn.ModuleList(ExpertRouter(config=config, dim=2) for _ in range(num_layers))
+    routers = [ExpertRouter(config=config, dim=2) for _ in range(num_layers)]
+    part = nn.ModuleList(routers)
+    real: list[bool] = []
     made = ExpertBalance(
-        config=ExpertBalanceConfig(**settings), model=routers, mesh=None, device=torch.device("cpu")
+        config=ExpertBalanceConfig(**settings),
+        parts=[part],
+        num_layers=num_layers,
+        num_experts=4,
+        mesh=None,
+        device=torch.device("cpu"),
+        real_tokens=lambda: torch.tensor(real),
     )
-    return made, list(routers)
 
+    def count(*, padding=0):
+        chosen = routers[0].last_chosen_TK
+        assert chosen is not None
+        num_tokens = len(chosen)
+        real[:] = [True] * (num_tokens - padding) + [False] * padding
+        made.count(part)
 
-def tokens(*, real, padding=0):
-    return torch.tensor([True] * real + [False] * padding)
+    return made, routers, count
 
 
 def test_load_is_the_busiest_expert_over_the_mean_by_layer_without_padding():
-    made, (first, second) = balance(num_layers=2)
+    made, (first, second), count = balance(num_layers=2)
     # Three tokens choose two of four experts: a mean of 1.5.
     first.last_chosen_TK = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]])
     second.last_chosen_TK = torch.tensor([[0, 1], [1, 2], [3, 2], [0, 1]])
-    made.count(tokens(real=3, padding=1))
+    count(padding=1)
     load = made.reduce()
     assert load is not None
     assert (load.busiest_mean, load.busiest_max) == (pytest.approx((2 + 4 / 3) / 2), 2.0)
@@ -46,17 +58,17 @@ def test_load_is_the_busiest_expert_over_the_mean_by_layer_without_padding():
 
 
 def test_bias_moves_against_the_load_of_all_calls_of_a_step():
-    made, (router,) = balance(load_balance_rate=0.25)
+    made, (router,), count = balance(load_balance_rate=0.25)
     for chosen in ([[0, 1], [0, 1]], [[0, 2], [0, 1], [3, 1], [2, 1]]):
         router.last_chosen_TK = torch.tensor(chosen)
-        made.count(tokens(real=len(chosen)))
+        count()
         made.reduce()
     # 4, 5, 2 and 1 tokens: a mean of 3.
     made.step()
     assert router.load_balance_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
     made.forget()
     router.last_chosen_TK = torch.tensor([[0, 1], [0, 2]])
-    made.count(tokens(real=2))
+    count()
     made.reduce()
     # 2, 1, 1 and 0 tokens: experts at the mean keep their bias.
     made.step()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from tests.training.layouts import (
 from tests.training.parts import BIAS_RATE, assert_near
 
 MEDIUM = {
-    "dense": ("fsdp2", "tp2", "ddp2", "cp2", "fsdp2_tp2"),
-    "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "fsdp2_ep2_tp2_etp2"),
+    "dense": (
+        "fsdp2", "tp2", "ddp2", "cp2", "pp2", "pp2_interleaved", "pp2_zbv", "fsdp2_tp2", "pp2_fsdp2", "pp2_tp2",
+    ),
+    "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2", "pp2_fsdp2_ep2"),
     "lora": ("fsdp2", "tp2", "cp2"),
-}
+}  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
     "dense": ("ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2"),
@@ -150,7 +153,7 @@ def test_checkpoint_and_export_hold_the_weights(measured, one, case, all_assets,
 
 @pytest.mark.medium
 def test_checkpoint_of_one_device_loads_in_shards(one, all_assets, folder):
-    cases = [("dense", "fsdp2_tp2"), ("moe", "fsdp2_ep2_tp2_etp2")]
+    cases = [("dense", "fsdp2_tp2"), ("dense", "pp2_fsdp2"), ("moe", "fsdp2_ep2_tp2_etp2")]
     for kind in ("dense", "moe"):
         one(kind)
     for rank in run_ranks(restore_all, 4, cases, all_assets, str(folder), timeout_s=100):
@@ -197,7 +200,7 @@ def test_gradients_are_summed_between_ranks_in_the_reduce_dtype(measured, layout
 @of_kinds("moe")
 def test_ranks_keep_their_share_of_the_experts(measured, case):
     size = sizes(case[1])
-    ways = size.get("fsdp", 1) * size.get("etp", 1) * size.get("cp", 1)
+    ways = math.prod(size.get(axis, 1) for axis in ("fsdp", "etp", "cp", "pp"))
     kept = [
         sum(number for name, number in rank["num_local"].items() if ".experts." in name)
         for rank in measured(case)

@@ -182,7 +182,6 @@ def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"decay": "linear"}, "total_steps=0"),
         ({"decay": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps=5, warmup_steps=5"),
         ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be at least 0 and at most 1"),
         ({"decay": "linear", "total_steps": 10, "min_ratio": 1.0}, r"min_ratio=1\.0: nothing would decay"),
@@ -200,6 +199,14 @@ def test_schedule_with_another_number_of_steps_than_the_loop_is_refused():
     check_total_steps(schedule, num_steps=20, num_minibatches=4)
     check_total_steps(schedule, num_steps=0, num_minibatches=1)  # an evaluation-only run
     check_total_steps(LRSchedule.Config(warmup_steps=10), num_steps=2, num_minibatches=1)
+    of_run = LRSchedule.Config(decay="linear", warmup_steps=5)
+    check_total_steps(of_run, num_steps=3, num_minibatches=2)
+    with pytest.raises(ValueError, match=r"total_steps=5, warmup_steps=5, .*: nothing would decay"):
+        check_total_steps(of_run, num_steps=5, num_minibatches=1)
+    with pytest.raises(
+        ValueError, match="total_steps=0 with decay='linear': must be the number of optimizer"
+    ):
+        of_run.build()
     for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
-        with pytest.raises(ValueError, match=f"total_steps=80 with decay='linear': must be {steps}, "):
+        with pytest.raises(ValueError, match=f"total_steps=80 with decay='linear': must be 0 or {steps}, "):
             check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)

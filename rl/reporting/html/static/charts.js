@@ -149,7 +149,7 @@
   relay.chart = (host, { lines, marks = [], height = 170 }) => {
     host.style.height = `${height}px`;
     host.classList.add("chart");
-    relay.whenNear(host, () => build(host, lines, marks, height));
+    relay.soon(host, () => build(host, lines, marks, height));
     return host;
   };
 
@@ -193,7 +193,7 @@
   relay.stackedChart = (host, { x, parts, height }) => {
     host.style.height = `${height}px`;
     host.classList.add("chart");
-    relay.whenNear(host, () => buildStack(host, x, parts, height));
+    relay.soon(host, () => buildStack(host, x, parts, height));
   };
 
   const buildStack = (host, x, parts, height) => {

@@ -109,6 +109,21 @@ relay.whenNear = (node, act) => {
     { rootMargin: "400px" },
   );
   observer.observe(node);
+  return observer;
+};
+
+// Does something when its element comes near the window, and for a page that is printed or captured without scrolling
+// at the latest when the browser has nothing else to do.
+relay.soon = (node, act) => {
+  let done = false;
+  const once = () => {
+    observer.disconnect();
+    if (!done) act();
+    done = true;
+  };
+  const observer = relay.whenNear(node, once);
+  addEventListener("beforeprint", once, { once: true });
+  (globalThis.requestIdleCallback ?? setTimeout)(once);
 };
 
 // One box beside the pointer for all of the page.

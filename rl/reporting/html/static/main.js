@@ -12,7 +12,7 @@
     relay.attempt(host, () => relay[part](host));
   };
   AT_ONCE.forEach(begin);
-  for (const part of WHEN_NEAR) relay.whenNear(document.getElementById(part), () => begin(part));
+  for (const part of WHEN_NEAR) relay.soon(document.getElementById(part), () => begin(part));
 
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
   const counted = links.get("findings");

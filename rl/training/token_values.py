@@ -1,0 +1,52 @@
+"""Numbers of tokens, collected from the micro-batches of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.rollouts.packing import PackedBatch
+from rl.types import TrainingSample
+
+if TYPE_CHECKING:
+    from rl.training.policy import Policy
+
+
+class TokenValues:
+    """One number for each target of each sample, collected from the micro-batches of all ranks."""
+
+    def __init__(
+        self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int] | None = None
+    ) -> None:
+        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples are copied."""
+        self._policy = policy
+        indices = range(len(samples)) if wanted is None else wanted
+        self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
+
+    def wants(self, batch: PackedBatch) -> bool:
+        """Return whether the micro-batch has a wanted sample."""
+        return not self._values.keys().isdisjoint(batch.sample_indices)
+
+    def add(self, batch: PackedBatch, values_T: Tensor) -> None:
+        """Add the values of one micro-batch, [T] or [T, K] float32."""
+        if not self._policy.data_rank.speaks or not self.wants(batch):
+            return
+        for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
+            if index in self._values:
+                self._values[index][:] = values
+
+    def collect(self) -> list[np.ndarray]:
+        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0 is 0."""
+        arrays = list(self._values.values())
+        if self._policy.mesh is None:
+            return arrays
+        # One data-parallel rank computed each token; on the others it is 0.
+        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._policy.device)
+        dist.all_reduce(summed)
+        parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]

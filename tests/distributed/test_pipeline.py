@@ -1,0 +1,121 @@
+"""Division of a model into the stages of a pipeline. Numbers are compared in tests/training/test_layouts.py."""
+
+import re
+
+import pytest
+
+from rl.distributed.mesh import ParallelismConfig
+from rl.distributed.pipeline import plan_stages
+
+
+def modules(num_layers, *, tied=False):
+    return [
+        "embed_tokens",
+        *(f"layers.{n}" for n in range(num_layers)),
+        "norm",
+        *([] if tied else ["lm_head"]),
+    ]
+
+
+def plan(num_layers, *, tied=False, **settings):
+    prefixed = {
+        name if name.startswith("module") else f"pipeline_parallel_{name}": v for name, v in settings.items()
+    }
+    return plan_stages(ParallelismConfig(**prefixed), modules(num_layers, tied=tied))
+
+
+SPLIT = ("embed_tokens, layers.0", "layers.1", "norm", "lm_head")
+
+
+def layers(of_plan):
+    return [sum(name.startswith("layers.") for name in stage) for stage in of_plan.modules]
+
+
+def test_first_and_last_stage_have_fewer_layers_and_the_ends_of_the_model():
+    found = plan(2, degree=2)
+    assert found.modules == (("embed_tokens", "layers.0"), ("layers.1", "norm", "lm_head"))
+    assert found.ranks == (0, 1)
+    assert layers(plan(30, degree=4)) == [7, 8, 8, 7]
+    assert layers(plan(30, degree=4, first_stage_less_layers=0, last_stage_less_layers=4)) == [9, 9, 8, 4]
+    # Every module is in one stage, in the model's order.
+    assert [name for stage in plan(30, degree=4).modules for name in stage] == modules(30)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("Interleaved1F1B", (0, 1, 2, 0, 1, 2)), ("ZBVZeroBubble", (0, 1, 2, 2, 1, 0))]
+)
+def test_a_rank_has_two_stages_where_the_schedule_uses_them(schedule, ranks):
+    found = plan(10, degree=3, schedule=schedule)
+    assert found.ranks == ranks
+    assert layers(found) == [1, 2, 2, 2, 2, 1]
+    assert found.of_rank(0) == [stage for stage, rank in enumerate(ranks) if rank == 0]
+
+
+def test_layers_of_a_stage_or_names_of_modules_divide_the_model():
+    found = plan(10, degree=2, schedule="Interleaved1F1B", layers_per_stage=2)
+    assert (layers(found), found.ranks) == ([1, 2, 2, 2, 2, 1], (0, 1, 0, 1, 0, 1))
+    parts = ("embed_tokens", "layers.0, layers.1", "norm")
+    with pytest.raises(ValueError, match=r"divided into 3 stages: must be 1 for each rank"):
+        plan(2, tied=True, degree=2, module_fqns_per_model_part=parts)
+    found = plan(2, tied=True, degree=3, module_fqns_per_model_part=parts)
+    assert found.modules == (("embed_tokens",), ("layers.0", "layers.1"), ("norm",))
+    with pytest.raises(ValueError, match="norm and lm_head must be in one stage, the last"):
+        plan(2, degree=2, schedule="Interleaved1F1B", module_fqns_per_model_part=SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"degree": 4},
+            "pipeline_parallel_degree=4: 2 layers cannot be divided into 4 stages with .*first_stage_less_layers=1 and",
+        ),
+        (
+            {"degree": 3, "layers_per_stage": 2},
+            "'1F1B' on .*degree=3 ranks: .* 2 stages: must be 1 for each rank",
+        ),
+        ({"degree": 2, "schedule": "Interleaved1F1B", "layers_per_stage": 2}, "2 stages: must be 2 or more"),
+        (
+            {"degree": 2, "module_fqns_per_model_part": ("layers.0,layers.1", "norm")},
+            "must have, .* embed_tokens",
+        ),
+        (
+            {"degree": 2, "schedule_csv": "/nowhere/plan.csv"},
+            "schedule_csv='/nowhere/plan.csv': .*No such file",
+        ),
+    ],
+)
+def test_an_impossible_division_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan(2, **settings)
+
+
+GPIPE = "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n"
+
+
+def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
+    file = tmp_path / "plan.csv"
+    file.write_text(GPIPE)
+    found = plan(4, degree=2, schedule_csv=str(file))
+    assert (found.ranks, found.num_micro_batches) == ((0, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 rows: must have one for each of 2 ranks"),
+        (GPIPE.replace("1B1", ""), "expected 2 total backwards"),
+        (GPIPE.replace("0F1", "forward"), "Invalid action string"),
+        (GPIPE + GPIPE, "4 rows"),
+        (
+            GPIPE.replace("1F0,1F1", "1F1,1F0"),
+            "stage 1, the last, must take the micro-batches forward in order",
+        ),
+        (GPIPE.replace("1F1", "1F1,1F1"), "an entry is there twice"),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
+    file = tmp_path / "plan.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"schedule_csv={re.escape(repr(str(file)))}.*{message}"):
+        plan(4, degree=2, schedule_csv=str(file))
