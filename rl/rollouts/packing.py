@@ -281,12 +281,9 @@ def _pack_one(
     padding = _cut(num_padding, most=most)
     for begin, length in zip(accumulate(padding, initial=num_tokens), padding, strict=False):
         pieces.append(Piece(len(chosen), 0, length, slice(begin, begin + length), NO_ROWS))
-    lengths_P = [piece.end - piece.begin for piece in pieces]
-    prefixes_P = [(piece.prefix.start, piece.prefix.stop) for piece in pieces]
-    layout = SequenceLayout.from_lengths(lengths_P)
-    if any(piece.prefix != NO_ROWS for piece in pieces):
-        layout = SequenceLayout.after_prefixes(lengths_P, prefixes_P)
-    sequence_ids = np.repeat([piece.sample for piece in pieces], lengths_P)
+    sequence_ids = np.repeat(
+        [piece.sample for piece in pieces], [piece.end - piece.begin for piece in pieces]
+    )
 
     def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
         """Return the values of all pieces, with padding."""
@@ -309,7 +306,7 @@ def _pack_one(
         input_ids=joined("token_ids", np.int64, 0, shift=0),
         targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
         positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
-        sequences=layout,
+        sequences=_layout_of(pieces),
         mask=mask,
         advantages=joined("advantages", np.float32, 0.0),
         generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
@@ -324,6 +321,15 @@ def _pack_one(
         lengths=tuple(len(sample.token_ids) - 1 for sample in chosen),
         rows=tuple(_rows_of(own[i]) for i in range(len(chosen))),
         padding=tuple(padding),
+    )
+
+
+def _layout_of(pieces: Sequence[Piece]) -> SequenceLayout:
+    lengths = [piece.end - piece.begin for piece in pieces]
+    if all(piece.prefix == NO_ROWS for piece in pieces):
+        return SequenceLayout.from_lengths(lengths)
+    return SequenceLayout.after_prefixes(
+        lengths, [(piece.prefix.start, piece.prefix.stop) for piece in pieces]
     )
 
 
