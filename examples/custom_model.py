@@ -12,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actors.controller import Controller
 from configs import sum_digits
 from rl.models.adapter import DecoderAdapter, read_field
 from rl.models.decoder import Decoder, FeedForward, TransformerBlock
+from rl.models.rope import RoPE
 from rl.models.spec import ModelSpec, register_family, spec_of_flavor
 
 MULTIPLIERS = {
@@ -53,17 +55,17 @@ class GraniteDecoder(Decoder):
 
     config: Config
 
-    def forward(self, ids: Tensor, *, positions: Tensor, sequences: Any = None, head: Any = None) -> Any:
-        """Return the final hidden states, or what the head makes of them."""
-        config = self.config
-        x = self.embed_tokens(ids) * config.embedding_multiplier
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * self.config.embedding_multiplier
+
+    def tables(self, rope: RoPE, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Queries and keys are multiplied by the same tables, and so the scores by the square of this factor.
-        factor = (config.attention_multiplier * config.block.attention.head_dim**0.5) ** 0.5
-        cos, sin = ((table * factor).to(x.dtype) for table in self.rope(positions))
-        for layer in self.layers:
-            x = layer(x, cos, sin, sequences)
-        hidden = self.norm(x) / config.logits_scaling
-        return hidden if head is None else head(hidden, self.head_weight)
+        factor = (self.config.attention_multiplier * self.config.block.attention.head_dim**0.5) ** 0.5
+        cos, sin = rope(positions)
+        return (cos * factor).to(dtype), (sin * factor).to(dtype)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return super().normed(x) / self.config.logits_scaling
 
 
 @register_family

@@ -235,7 +235,8 @@ def _is_protocol(annotation: Any) -> bool:
 
 def has_members(value: Any, protocol: type) -> bool:
     """Return whether a value has a protocol's methods and attributes."""
-    names = {*vars(protocol), *vars(protocol).get("__annotations__", {})}
+    declared = [vars(base) for base in protocol.__mro__ if _is_protocol(base)]
+    names = {name for members in declared for name in (*members, *members.get("__annotations__", {}))}
     return all(hasattr(value, name) for name in names if name == "__call__" or not name.startswith("_"))
 
 

@@ -6,6 +6,7 @@ import csv
 import os
 import pickle
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -84,8 +85,29 @@ def enable_micro_pipeline(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
-def read_csv_schedule(file: str, *, num_ranks: int) -> tuple[tuple[int, ...], int]:
-    """Return the rank of each stage and the number of micro-batches of a pipeline schedule in PyTorch's format.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSchedule:
+    """A pipeline schedule in PyTorch's format."""
+
+    ranks: tuple[int, ...]
+    """Rank of each stage."""
+    num_micro_batches: int
+    actions: dict[int, list[Any]]
+    """What each rank does, in order; None where it waits."""
+
+    def held_at_once(self, rank: int) -> float:
+        """Return for how many micro-batches a rank keeps activations at once."""
+        held = most = 0
+        for action in self.actions[rank]:
+            if action is not None:
+                ends = action.computation_type in (schedules.FULL_BACKWARD, schedules.BACKWARD_WEIGHT)
+                held += (action.computation_type == schedules.FORWARD) - ends
+                most = max(most, held)
+        return most / self.ranks.count(rank)
+
+
+def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
+    """Read a pipeline schedule.
 
     PyTorch has neither a public reader nor a public check. Raises ValueError naming the file.
     """
@@ -111,11 +133,15 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> tuple[tuple[int, ...], in
         ranks = schedules._validate_schedule(actions, num_ranks, num_stages, num_micro_batches)
     except (OSError, ValueError, RuntimeError, AssertionError, KeyError) as error:
         raise ValueError(f"{field}: {error}") from error
-    return tuple(ranks[stage] for stage in range(num_stages)), num_micro_batches
+    return FileSchedule(
+        ranks=tuple(ranks[stage] for stage in range(num_stages)),
+        num_micro_batches=num_micro_batches,
+        actions=actions,
+    )
 
 
-def csv_schedule(file: str, stages: list[Any], num_micro_batches: int, **settings: Any) -> Any:
+def csv_schedule(read: FileSchedule, stages: list[Any], **settings: Any) -> Any:
     """Return the schedule that a file describes; PyTorch has no public class for it."""
-    schedule = schedules._PipelineScheduleRuntime(stages, num_micro_batches, **settings)
-    schedule._load_csv(file)
+    schedule = schedules._PipelineScheduleRuntime(stages, read.num_micro_batches, **settings)
+    schedule._prepare_schedule_with_comms(read.actions)
     return schedule

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from rl.distributed.compat import csv_schedule, read_csv_schedule
+from rl.distributed.compat import FileSchedule, csv_schedule, read_csv_schedule
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.sharding import local_tensor, reshard, whole_tensor
 
@@ -44,8 +44,8 @@ class StagePlan:
     """Names of the modules of each stage."""
     ranks: tuple[int, ...]
     """Rank of each stage on the `pp` axis."""
-    num_micro_batches: int | None = None
-    """Micro-batches of one pass, where a file fixes them."""
+    file: FileSchedule | None = None
+    """The schedule, where a file describes it."""
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the stages of a rank, in order."""
@@ -60,6 +60,8 @@ class StagePlan:
 
         GPipe keeps all; here as if there were one for each stage.
         """
+        if self.file is not None:
+            return self.file.held_at_once(rank)
         size, num_stages = max(self.ranks) + 1, len(self.ranks)
         if schedule == "1F1B":
             return size - rank
@@ -74,19 +76,17 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
     Raises ValueError for a division that the schedule or the model does not allow.
     """
     degree, schedule = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
-    file = config.pipeline_parallel_schedule_csv
-    num_micro_batches = None
-    if file is not None:
-        ranks, num_micro_batches = read_csv_schedule(file, num_ranks=degree)
-        needed = len(ranks)
-    else:
-        needed = STAGES_OF_RANK[schedule] * degree
+    path, file, needed = config.pipeline_parallel_schedule_csv, None, STAGES_OF_RANK[schedule] * degree
+    if path is not None:
+        file = read_csv_schedule(path, num_ranks=degree)
+        needed = len(file.ranks)
     divided = _divide(config, modules, default=needed)
     num_stages = len(divided)
     if file is not None:
+        ranks = file.ranks
         if num_stages != needed:
             raise ValueError(
-                f"pipeline_parallel_schedule_csv={file!r} has {needed} stages, but the model is divided into "
+                f"pipeline_parallel_schedule_csv={path!r} has {needed} stages, but the model is divided into "
                 f"{num_stages}"
             )
     else:
@@ -100,7 +100,7 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
             )
         turns = [list(range(degree)), list(range(degree))[:: -1 if schedule == FOLDED else 1]]
         ranks = tuple(rank for turn in range(per_rank) for rank in turns[turn % 2])
-    plan = StagePlan(modules=divided, ranks=ranks, num_micro_batches=num_micro_batches)
+    plan = StagePlan(modules=divided, ranks=ranks, file=file)
     if "norm" not in plan.modules[-1]:
         raise ValueError("module_fqns_per_model_part: norm and lm_head must be in one stage, the last")
     return plan
@@ -203,8 +203,8 @@ class Pipeline:
 
     def num_allowed(self, num_micro_batches: int) -> int:
         """Return the smallest number of micro-batches that the schedule takes, from the given one up."""
-        if (of_pass := self.plan.num_micro_batches) is not None:
-            return -(-num_micro_batches // of_pass) * of_pass
+        if (file := self.plan.file) is not None:
+            return -(-num_micro_batches // file.num_micro_batches) * file.num_micro_batches
         number = max(num_micro_batches, self.num_stages)
         if self.config.pipeline_parallel_schedule == "Interleaved1F1B":
             while number % max(1, number // self.size):  # rounds of about one micro-batch a rank
@@ -227,7 +227,8 @@ class Pipeline:
             if not backward:
                 self._forward(num_micro_batches, hidden)
                 return
-            of_pass = self.plan.num_micro_batches or num_micro_batches
+            file = self.plan.file
+            of_pass = num_micro_batches if file is None else file.num_micro_batches
             for begin in range(0, num_micro_batches, of_pass):
                 with self._earlier_gradients_added():
                     self._forward_backward(range(begin, begin + of_pass), hidden)
@@ -307,8 +308,8 @@ class Pipeline:
 
     def _schedule(self, stages: list[PipelineStage], num_micro_batches: int) -> Any:
         settings: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-        if (file := self.config.pipeline_parallel_schedule_csv) is not None:
-            return csv_schedule(file, stages, num_micro_batches, **settings)
+        if self.plan.file is not None:
+            return csv_schedule(self.plan.file, stages, **settings)
         make = get_schedule_class(self.config.pipeline_parallel_schedule)
         if issubclass(make, PipelineScheduleSingle):
             return make(stages[0], num_micro_batches, **settings)

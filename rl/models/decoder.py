@@ -250,17 +250,32 @@ class Decoder(Configurable, nn.Module):
             positions: [T] int64, restarting at 0 with each sequence.
             sequences: layout of the packed sequences; None if the core attention has its own.
         """
-        x_TE = self.embed_tokens(input_ids_T)
-        if self.config.scale_embeddings and not isinstance(self.embed_tokens, Elsewhere):
-            # The factor is rounded to the dtype, as in transformers.
-            x_TE = x_TE * x_TE.new_full((), self.config.dim**0.5)
-        rotation = local = [table.to(x_TE.dtype) for table in self.rope(positions)]
+        x_TE = input_ids_T if isinstance(self.embed_tokens, Elsewhere) else self.embed(input_ids_T)
+        rotation = local = self.tables(self.rope, positions, dtype=x_TE.dtype)
         if self.local_rope is not None:
-            local = [table.to(x_TE.dtype) for table in self.local_rope(positions)]
+            local = self.tables(self.local_rope, positions, dtype=x_TE.dtype)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, *(rotation if self.config.window_of(i) is None else local), sequences)
-        hidden_TE = self.norm(x_TE)
+        hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
         return hidden_TE if head is None else head(hidden_TE, self.head_weight)
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """Return the first hidden states, [T, E]."""
+        x_TE: Tensor = self.embed_tokens(input_ids_T)
+        if self.config.scale_embeddings:
+            # The factor is rounded to the dtype, as in transformers.
+            x_TE = x_TE * x_TE.new_full((), self.config.dim**0.5)
+        return x_TE
+
+    def tables(self, rope: RoPE, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines that turn queries and keys."""
+        cos, sin = rope(positions)
+        return cos.to(dtype), sin.to(dtype)
+
+    def normed(self, x_TE: Tensor) -> Tensor:
+        """Return the last hidden states as the output head takes them, [T, E]."""
+        hidden_TE: Tensor = self.norm(x_TE)
+        return hidden_TE
 
     @torch.no_grad()
     def init_weights(

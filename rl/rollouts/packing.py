@@ -159,15 +159,14 @@ def pack(
     own = plan[rank]
     if num_allowed is not None:
         own += [[] for _ in range(num_allowed(len(own)) - len(own))]
-    packed = [
-        _pack_one(samples, indices, pad_multiple=pad_multiple, share_prompts=share_prompts) for indices in own
-    ]
-    if num_allowed is None:
-        return packed
-    longest = max(batch.input_ids.numel() for batch in packed)
+    pieces = [_pieces_of([samples[i] for i in indices], share=share_prompts) for indices in own]
+    most = None
+    if num_allowed is not None:
+        longest = max((of_batch[-1].rows.stop for of_batch in pieces if of_batch), default=1)
+        pad_multiple, most = longest + -longest % pad_multiple, max(lengths, default=1)
     return [
-        _pack_one(samples, indices, pad_multiple=longest, share_prompts=share_prompts, most=max(lengths))
-        for indices in own
+        _pack_one(samples, indices, of_batch, pad_multiple=pad_multiple, most=most)
+        for indices, of_batch in zip(own, pieces, strict=True)
     ]
 
 
@@ -267,14 +266,13 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
 def _pack_one(
     samples: Sequence[TrainingSample],
     indices: list[int],
+    pieces: list[Piece],
     *,
     pad_multiple: int,
-    share_prompts: bool,
-    most: int | None = None,
+    most: int | None,
 ) -> PackedBatch:
-    """Pack the samples at `indices`; padding in pieces of at most `most` tokens."""
+    """Pack the samples at `indices` in these pieces; padding in pieces of at most `most` tokens."""
     chosen = [samples[i] for i in indices]
-    pieces = _pieces_of(chosen, share=share_prompts)
     own = {piece.sample: piece for piece in pieces}  # the last of each sample
     num_tokens = pieces[-1].rows.stop if pieces else 0
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple

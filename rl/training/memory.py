@@ -116,9 +116,12 @@ def _of_rank(
             config.converters, spec=spec, degrees=degrees, device=torch.device("meta")
         )
         converters.convert(module)
-    held_at_once, copied = 1.0, 0
+    held_at_once, num_buffers, copied = 1.0, 0, 0
     if plan is not None:
         held_at_once = plan.held_at_once(rank, schedule=config.parallelism.pipeline_parallel_schedule)
+        # A stage has a place for what it receives of each micro-batch, of which there are at least as many as stages.
+        last = len(plan.ranks) - 1
+        num_buffers = (last + 1) * sum((stage > 0) + (stage < last) for stage in plan.of_rank(rank))
         # The last stage has a copy of the embedding's weight, with a gradient and no optimizer state.
         copied = model.vocab_size * model.dim if model.tie_embeddings and plan.ranks[-1] == rank else 0
         module = part_of(module, plan.modules_of(rank))
@@ -148,7 +151,7 @@ def _of_rank(
         gradients=kept_on_device * (num_trained + num_copied_head) * stored,
         optimizer=kept_on_device * (num_trained + num_adam) * stored,
         gathered=_gathered(on_rank, named, config=config),
-        activations=int(held_at_once * num_tokens * kept),
+        activations=int(num_tokens * (held_at_once * kept + num_buffers * model.dim * computed / degrees.tp)),
         recomputed=int(num_tokens * recomputed),
         logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu),
         copies=kept_on_device * num_copied * stored,

@@ -217,7 +217,10 @@ def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatc
     """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps, or do not decay."""
     in_loop = num_steps * num_minibatches
     if not config.total_steps:
-        replace(config, total_steps=in_loop)  # Checks that it decays.
+        try:
+            replace(config, total_steps=in_loop)  # Checks that it decays.
+        except ValueError as error:
+            raise ValueError(f"trainer.lr_scheduler, with the steps of the run: {error}") from None
         return
     if config.decay != "constant" and num_steps and config.total_steps != in_loop:
         raise ValueError(

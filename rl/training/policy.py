@@ -143,6 +143,8 @@ class Policy:
         """Shard the model and give this rank's shards memory; return the modules that compute."""
         whole, pipeline = self.whole, self.pipeline
         trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
+        if pipeline is not None:
+            _check_trained(pipeline, trained)
         parts = parallelize_decoder(whole, mesh=self.mesh, config=self._options, pipeline=pipeline)
         tied = {"lm_head.weight": trained["embed_tokens.weight"]}
         if self.device.type == "cpu":
@@ -156,7 +158,6 @@ class Policy:
         if pipeline is not None:
             pipeline.attach(parts)
             self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
-            _check_trained(pipeline, trained)
             if self.spec.model.tie_embeddings:
                 first, last = pipeline.stages[0] == 0, pipeline.stages[-1] == pipeline.num_stages - 1
                 pipeline.tied = (
@@ -260,6 +261,8 @@ class Policy:
     def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
         """Note that a checkpoint, whose `base_model` is given, has set these parameters and buffers."""
         loaded = [name in names for name in self._own_names]
+        if self.pipeline is not None:
+            loaded = list(chain.from_iterable(self.pipeline.from_all(loaded)))
         if any(loaded):
             self.loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)

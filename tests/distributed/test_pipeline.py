@@ -97,7 +97,9 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
     file = tmp_path / "plan.csv"
     file.write_text(GPIPE)
     found = plan(4, degree=2, schedule_csv=str(file))
-    assert (found.ranks, found.num_micro_batches) == ((0, 1), 2)
+    assert (found.ranks, found.file.num_micro_batches) == ((0, 1), 2)
+    # GPipe: both micro-batches are forward before the first is backward.
+    assert [found.held_at_once(rank, schedule="1F1B") for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ MEDIUM = {
         "fsdp2", "tp2", "ddp2", "cp2", "pp2", "pp2_interleaved", "pp2_zbv", "fsdp2_tp2", "pp2_fsdp2", "pp2_tp2",
     ),
     "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2", "pp2_fsdp2_ep2"),
-    "lora": ("fsdp2", "tp2", "cp2"),
+    "lora": ("fsdp2", "tp2", "cp2", "pp2"),
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
