@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from actors.controller import Controller
@@ -58,7 +57,7 @@ class GraniteDecoder(Decoder):
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) * self.config.embedding_multiplier
 
-    def tables(self, rope: RoPE, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, rope: RoPE, positions: Tensor, *, dtype: Any) -> tuple[Tensor, Tensor]:
         # Queries and keys are multiplied by the same tables, and so the scores by the square of this factor.
         factor = (self.config.attention_multiplier * self.config.block.attention.head_dim**0.5) ** 0.5
         cos, sin = rope(positions)
