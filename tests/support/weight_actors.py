@@ -13,16 +13,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh
+from rl.distributed.mesh import Degrees, ParallelismConfig, build_expert_mesh, build_mesh
+from rl.distributed.pipeline import Pipeline, plan_stages
 from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
-from rl.models.decoder import persistent_buffers
+from rl.models.decoder import module_names, part_of, persistent_buffers
 from rl.models.parallelize import parallelize_decoder, parallelize_decoder_generator
 from rl.types import BoxSum
 from rl.weights.store import Shard, Snapshot, WeightStore
 
 Model = Literal["uneven", "dense", "experts"]
-Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
+Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single", "pp_fsdp"]
 
 
 class UnevenNet(nn.Module):
@@ -70,7 +71,7 @@ def build(kind: Model, layout: Layout, *, seed: int, dtype: torch.dtype) -> dict
 
 
 def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool) -> dict[str, Tensor]:
-    """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp), the generator's (tp) or none.
+    """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp, pp_fsdp), the generator's (tp) or none.
 
     In a mixture's trainer, experts are split over two ranks, and the shards of each over two more.
     """
@@ -87,6 +88,13 @@ def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool
         mesh = build_mesh(degrees, device_type="cpu")
         options = ShardingOptions(expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None)
         parallelize_decoder(model, mesh=mesh, config=options)
+    elif layout == "pp_fsdp":
+        config = ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=2)
+        mesh = build_mesh(config.degrees(4), device_type="cpu")
+        plan = plan_stages(config, module_names(spec.model))
+        pipeline = Pipeline(config, plan, axis=mesh["pp"], device=torch.device("cpu"))
+        parallelize_decoder(model, mesh=mesh, config=ShardingOptions(), pipeline=pipeline)
+        model = part_of(model, plan.modules_of(pipeline.rank))
     elif layout == "tp":
         parallelize_decoder_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -38,6 +38,7 @@ LAYOUTS = [
     ("files", "uneven", "fsdp_tp", "single"),
     ("auto", "dense", "fsdp_tp", "tp"),
     ("auto", "dense", "fsdp_tp", "single"),
+    ("auto", "dense", "pp_fsdp", "tp"),
     ("auto", "experts", "fsdp_tp", "tp"),
     ("auto", "experts", "fsdp_tp", "single"),
 ]
