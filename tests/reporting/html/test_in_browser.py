@@ -50,6 +50,11 @@ def whole(chromium, runs):
         assert len([url for url in seen.requests if url.startswith("file:")]) == 1
 
 
+def test_a_page_that_is_not_scrolled_draws_all_its_charts(whole):
+    whole.until("document.querySelectorAll('.chart').length > 9")
+    whole.until("!document.querySelector('.chart:not([data-drawn])')")
+
+
 def test_every_step_and_evaluation_is_on_the_curves(whole):
     charts = whole.numbers("#curves .headlines .chart[data-drawn]", "data-drawn")
     assert charts[0] == 41  # the 40 steps, and the evaluation before them
@@ -217,7 +222,7 @@ def test_older_run_and_truncated_metrics_file_are_shown(chromium, runs):
         assert seen.texts("#overview .tile-value")[0] == "4 of 5"
         problems = " ".join(seen.texts("#overview .problems li"))
         assert "metrics.jsonl" in problems
-        assert "older" in problems
+        assert "logs/spans" in problems
         seen.go("timeline", ".empty")
         seen.go("rollouts", ".tokens")
         seen.page.locator("#rollouts .tokens .token").nth(0).hover()

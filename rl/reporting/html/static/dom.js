@@ -117,12 +117,14 @@ relay.whenNear = (node, act) => {
 relay.soon = (node, act) => {
   let done = false;
   const once = () => {
-    observer.disconnect();
-    if (!done) act();
+    // What is in a section that is not shown has no width to draw on: it is drawn once it is shown.
+    if (done || !node.clientWidth) return;
     done = true;
+    observer.disconnect();
+    act();
   };
   const observer = relay.whenNear(node, once);
-  addEventListener("beforeprint", once, { once: true });
+  addEventListener("beforeprint", once);
   (globalThis.requestIdleCallback ?? setTimeout)(once);
 };
 
