@@ -120,7 +120,8 @@
     const isShare = lines.every((line) => line.share) && low >= 0 && high <= 1;
     if (isShare) return [0, 1.02];
     if (low === 0 && high === 0) return [0, 1];
-    if (low === high) {
+    // Ticks between numbers that only rounding tells apart would not end.
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
       const room = Math.abs(low) * 0.1 || 1;
       return [low - room, high + room];
     }
