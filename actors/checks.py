@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,11 +17,10 @@ from actors.cluster import num_gpus as num_gpus_here
 from actors.cluster import trains_on_gpu
 from actors.config import ClusterConfig, RunConfig
 from actors.placement import place_actors
-from rl.config.configurable import Configurable
+from rl.config.tree import named_as_options
 from rl.models.converter import ModelConverters
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
-from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.starting_point import StartingPoint
@@ -85,9 +83,6 @@ def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes:
     """
     trainer, loop, faults = config.trainer, config.loop, Faults()
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
-    # First what no number of processes could mend.
-    with faults.caught("trainer.parallelism."):
-        check_decoder_layout(spec.model, trainer.parallelism)
     device_type = "cuda" if on_gpu else "cpu"
     for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
         with faults.caught(), named_as_options("trainer", trainer):
@@ -210,18 +205,6 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
         rank_bytes=memory_bytes / trainer.num_procs,
         compiled=trainer.compile.enable,
     )
-
-
-@contextmanager
-def named_as_options(name: str, config: Configurable.Config) -> Iterator[None]:
-    """Prefix errors that begin with a field of a component with the component's name in the run."""
-    try:
-        yield
-    except ValueError as error:
-        first, *_ = re.split(r"\W", str(error), maxsplit=1)
-        if first not in {field.name for field in fields(config)}:
-            raise
-        raise ValueError(f"{name}.{error}") from error
 
 
 def converted_model(

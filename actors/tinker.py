@@ -20,7 +20,6 @@ import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
 from actors.calls import ActorCallError, ActorLostError
-from actors.checks import named_as_options
 from actors.cluster import Cluster, num_gpus, trains_on_gpu
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
@@ -32,9 +31,9 @@ from actors.reward import RewardActor
 from actors.run import make_router
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
+from rl.config.tree import named_as_options
 from rl.models.generate import PromptLogprobs
 from rl.models.lora import LoRA
-from rl.models.parallelize import check_decoder_layout
 from rl.observability.spans import span
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
@@ -139,7 +138,6 @@ class ActorBackend(TinkerBackend):
         )
         spec = base.spec
         with named_as_options("trainer", trainer):
-            check_decoder_layout(spec.model, trainer.parallelism)
             device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu"
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
                 check()

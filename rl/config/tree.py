@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     changes = changes or {}
     values: dict[str, Any] = {}
     cls: Any = type(node)
-    with _errors_at(prefix):
+    with _errors_at(prefix, node):
         for entry in children(node, prefix=prefix):
             value = changes.get(entry.path, entry.value)
             if entry.path not in changes and entry.kind == "node":
@@ -289,8 +290,24 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def begins_with_field(message: str, node: Any) -> bool:
+    """Return True if an error's message begins with the name of a field of `node`."""
+    return re.split(r"\W", message, maxsplit=1)[0] in getattr(node, "__dataclass_fields__", ())
+
+
 @contextlib.contextmanager
-def _errors_at(prefix: str) -> Iterator[None]:
+def named_as_options(path: str, node: Any) -> Iterator[None]:
+    """Prefix a ValueError that begins with a field of `node` with the node's path."""
+    try:
+        yield
+    except ValueError as error:
+        if not begins_with_field(str(error), node):
+            raise
+        raise ValueError(f"{path}.{error}") from error
+
+
+@contextlib.contextmanager
+def _errors_at(prefix: str, node: Any) -> Iterator[None]:
     """Turn a ValueError into a ConfigError whose message starts with the node's path."""
     try:
         yield
@@ -302,5 +319,5 @@ def _errors_at(prefix: str) -> Iterator[None]:
         if name and message.startswith(f"{name}."):  # the component has named itself
             message = f"{parent}{dot}{message}"
         elif path:
-            message = f"{path}: {message}"
+            message = f"{path}{'.' if begins_with_field(message, node) else ': '}{message}"
         raise ConfigError(message) from error

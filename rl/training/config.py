@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from rl.config.configurable import check_refused, refused, unless
-from rl.config.tree import check_bounds
+from rl.config.tree import check_bounds, named_as_options
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
 from rl.models.decoder import Decoder
+from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def trainer_checks(
     device_type: str,
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks, each of which raises ValueError; they need neither the trainer's processes nor devices."""
+    yield partial(_check_layout, config, spec)  # First what no number of processes could mend.
     yield partial(config.parallelism.degrees, world_size)
     if config.parallelism.async_tensor_parallel:
         yield partial(
@@ -133,6 +135,11 @@ def trainer_checks(
     yield partial(check_batch_invariant, config, spec)
     yield partial(_check_reference, config)
     yield partial(_check_zero_bubble, config)
+
+
+def _check_layout(config: TrainingEngine.Config, spec: ModelSpec) -> None:
+    with named_as_options("parallelism", config.parallelism):
+        check_decoder_layout(spec.model, config.parallelism)
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:

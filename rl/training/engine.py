@@ -35,7 +35,6 @@ from rl.models.batch_invariant.probe import check_machine
 from rl.models.converter import ModelConverter
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
-from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
@@ -86,7 +85,6 @@ class TrainingEngine(Configurable):
             Raises ValueError for a field that is out of range, or contradicts another field, the model or the machine.
             """
             check_fields(self)
-            check_decoder_layout(spec.model, self.parallelism)
             for check in trainer_checks(self, spec, world_size=world_size, device_type=device.type):
                 check()
             degrees = self.parallelism.degrees(world_size)

@@ -103,7 +103,7 @@ def test_unknown_key_names_the_nearest(capsys):
         (["--trainer.sequence_length", "1", "2"], "tiny", "'1 2' is not of type int"),
         (["--overwrite", "yes"], "tiny", "--overwrite: 'Yes' is not of type bool"),
         (["stray"], "tiny", "'stray' belongs to no option"),
-        (["--trainer.optimizer.lr", "-1"], "tiny", "trainer.optimizer: lr must be at least 0, got -1.0"),
+        (["--trainer.optimizer.lr", "-1"], "tiny", "trainer.optimizer.lr must be at least 0, got -1.0"),
         # A parent checks the values of its children.
         (["--trainer.sequence_length", "2048"], "tiny", "error: trainer.sequence_length is 2048, at most 1024"),
         (["--spec", "x"], "tiny", "--spec: holds code"),

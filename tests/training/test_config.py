@@ -104,7 +104,7 @@ def test_vocabulary_or_interval_that_does_not_fit_the_model_is_refused():
     odd = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=63))
     third = ActivationCheckpointConfig(mode="selective", selective_option="3")
     for settings, model, world_size, says in (
-        ({"parallelism": parallelism("tp2")}, odd, 2, "degree=2 does not divide vocab_size=63"),
+        ({"parallelism": parallelism("tp2")}, odd, 2, r"^parallelism\.tensor_parallel_degree=2 does not"),
         ({"activation_checkpoint": third}, spec, 1, r"selective_option='3': .* up to '2', the la"),
     ):
         with pytest.raises(ValueError, match=says):
