@@ -1,4 +1,7 @@
-"""Values that the configs of a run's actors refuse."""
+"""Values that the configs of a run's actors refuse, and the config that a run shows."""
+
+import json
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,9 @@ from actors.config import (
     Timeouts,
 )
 from actors.generator import VLLMGenerator
+from actors.run import checked_run
+from rl.config.json import to_dict
+from rl.config.registry import resolve
 
 
 @pytest.mark.parametrize(
@@ -65,3 +71,14 @@ from actors.generator import VLLMGenerator
 def test_invalid_value_is_refused_by_field_with_what_is_valid(kind, fields, says):
     with pytest.raises(ValueError, match=says):
         kind(**fields)
+
+
+def test_resolved_config_is_printed_if_asked_for(tmp_path, capsys):
+    for asked in (True, False):
+        source = resolve("tests.support.faulty_configs", "short")
+        config: Any = source.config
+        config.dump_folder, config.name, config.print_config = str(tmp_path), f"printed-{asked}", asked
+        with checked_run(config, source=source):
+            pass
+        before, _, _ = capsys.readouterr().out.partition("run folder: ")
+        assert before == (json.dumps(to_dict(config), indent=2) + "\n" if asked else "")

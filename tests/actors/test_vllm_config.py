@@ -106,14 +106,19 @@ def test_reading_the_config_does_not_import_vllm():
     assert run.stdout == "False\n", run.stderr
 
 
-def test_quantization_of_the_starting_weights_is_not_that_of_the_generator(tmp_path):
+def test_engine_has_the_prefix_cache_of_the_config_and_no_quantization_of_the_folder(tmp_path):
     spec = small_spec()
     params = random_model(spec, seed=0).named_parameters()
     write_hf_folder(tmp_path / "hf", params, spec.adapter(spec.model), dtype=torch.bfloat16)
     quantize_folder(tmp_path / "hf", block=(16, 16))
-    arguments = core.engine_args(
-        VLLMGenerator.Config(dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.01),
-        architecture=model.register_policy(spec),
-        hf_assets_path=str(tmp_path / "hf"),
-    )
-    assert arguments.create_engine_config().quant_config is None
+    for caches in (True, False):
+        arguments = core.engine_args(
+            VLLMGenerator.Config(
+                dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.01, enable_prefix_caching=caches
+            ),
+            architecture=model.register_policy(spec),
+            hf_assets_path=str(tmp_path / "hf"),
+        )
+        config = arguments.create_engine_config()
+        assert config.quant_config is None
+        assert config.cache_config.enable_prefix_caching == caches

@@ -75,6 +75,18 @@ def test_tokens_and_logprobs_equal_those_of_the_plain_sampler(engine, settings):
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS, sampling=sampling))
 
 
+def test_whole_blocks_of_a_prompt_are_read_once(engine):
+    """The prompt has 150 tokens, 128 of them in four whole blocks."""
+    counted: list[int] = []
+    embedding = engine.engine._core.model.embed_tokens
+    handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))
+    for expected in (150, 150 - 128):
+        engine.generate([PROMPTS[3]], max_tokens=1)
+        assert sum(counted) == expected
+        counted.clear()
+    handle.remove()
+
+
 def test_calls_overlap_and_keep_their_own_settings(engine):
     calls: dict[str, Any] = {
         "long": (PROMPTS[:2], {"max_tokens": 100, "seed": 7}),

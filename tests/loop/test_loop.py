@@ -153,10 +153,9 @@ def test_too_many_steps_without_gradient_stop_the_run():
 DEMONSTRATED = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
 
 
-def warm_up(policy, *, num_problems):
-    warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
-        trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of)
-    )
+def warm_up(policy, *, num_problems, **settings):
+    config = SupervisedWarmup.Config(**{"num_steps": 2, "num_demonstrations": 3} | settings)
+    warmup = config.build(trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of))
     losses: list[float] = []
     asyncio.run(warmup.run(repeat(DEMONSTRATED, num_problems), on_step=losses.append))
     return losses
@@ -170,3 +169,17 @@ def test_each_warm_up_step_trains_on_its_demonstrations_and_too_few_are_an_error
     says = r"warm-up problems are used up: 2 left, of warmup\.num_demonstrations=3"
     with pytest.raises(RunError, match=says):
         warm_up(policy, num_problems=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # From 3 to 1 by half of a cosine: 3, 2 + cos(45 degrees), 2, 2 - cos(45 degrees).
+        ({"lr_warmup_steps": 0, "min_lr_ratio": 1 / 3}, [3.0, 2.7071, 2.0, 1.2929]),
+        ({"lr_warmup_steps": 3, "min_lr_ratio": 1.0}, [1.0, 2.0, 3.0, 3.0]),
+    ],
+)
+def test_warm_up_steps_have_a_rate_that_rises_and_then_decays(settings, expected):
+    policy = FakePolicy(reply=lambda prompt, i: "")
+    warm_up(policy, num_problems=12, num_steps=4, lr=3.0, **settings)
+    assert [params.lr for params in policy.stepped if params] == pytest.approx(expected, abs=1e-4)

@@ -91,6 +91,7 @@ class FakePolicy:
     served_version: int = 0
     calls: list[str] = field(default_factory=list)
     trained: list[list[TrainingSample]] = field(default_factory=list)
+    stepped: list[OptimParams | None] = field(default_factory=list)
     asked: list[bool | Sequence[int]] = field(default_factory=list)
     """`return_logprobs` of each call of `forward_backward`."""
     sampled: list[SamplingParams] = field(default_factory=list)
@@ -188,6 +189,7 @@ class FakePolicy:
         self._fail("optim_step", self.version)
         assert self.num_pushing == 0, "the weights change while they are pushed"
         self.calls.append("optim_step")
+        self.stepped.append(params)
         self.events.append((now_s(), "optim_step"))
         self.version += 1
         return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version)
