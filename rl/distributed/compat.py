@@ -105,6 +105,12 @@ class FileSchedule:
                 most = max(most, held)
         return most / self.ranks.count(rank)
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if some backward of a stage's weights is apart from that of its inputs."""
+        done = (action for row in self.actions.values() for action in row if action is not None)
+        return any(action.computation_type == schedules.BACKWARD_INPUT for action in done)
+
 
 def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     """Read a pipeline schedule.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds, named_as_options
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
+from rl.distributed.pipeline import FOLDED, plan_stages
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
-from rl.models.decoder import Decoder
+from rl.models.decoder import Decoder, module_names
 from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 
@@ -134,12 +135,13 @@ def trainer_checks(
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
     yield partial(_check_reference, config)
-    yield partial(_check_zero_bubble, config)
 
 
 def _check_layout(config: TrainingEngine.Config, spec: ModelSpec) -> None:
     with named_as_options("parallelism", config.parallelism):
         check_decoder_layout(spec.model, config.parallelism)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _check_split_backward(config, spec)
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:
@@ -162,10 +164,14 @@ def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type
         )
 
 
-def _check_zero_bubble(config: TrainingEngine.Config) -> None:
-    """Raise ValueError for options with which this schedule would run a block's backward several times."""
+def _check_split_backward(config: TrainingEngine.Config, spec: ModelSpec) -> None:
+    """Raise ValueError for options that fail where a block's backward is taken in two parts."""
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1 or parallelism.pipeline_parallel_schedule != "ZBVZeroBubble":
+    option, file = "pipeline_parallel_schedule", plan_stages(parallelism, module_names(spec.model)).file
+    splits = parallelism.pipeline_parallel_schedule == FOLDED
+    if file is not None:
+        option, splits = f"{option}_csv", file.splits_backward
+    if not splits:
         return
     mode = config.activation_checkpoint.mode
     for name, value, is_valid, rule in (
@@ -174,7 +180,8 @@ def _check_zero_bubble(config: TrainingEngine.Config) -> None:
     ):
         if not is_valid:
             raise ValueError(
-                f"{name}={value!r}: must be {rule} with pipeline_parallel_schedule='ZBVZeroBubble'"
+                f"{name}={value!r}: must be {rule} with parallelism.{option}={getattr(parallelism, option)!r}, "
+                "which takes the backwards of inputs and of weights apart"
             )
 
 

@@ -1,7 +1,7 @@
 """Measurements of one rank of parallel layouts, for the tests of layouts.
 
-A layout is named by its degrees and the schedule of its pipeline: `fsdp2_tp2`, `fsdp4_ep2`, `pp2_zbv`. All layouts of
-one number of ranks share their processes.
+A layout is named by its degrees and the schedule of its pipeline: `fsdp2_tp2`, `fsdp4_ep2`, `pp2_zbv`, `pp2_csv`. All
+layouts of one number of ranks share their processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +53,8 @@ DEGREES = {
     "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel", "pp": "pipeline_parallel",
 }  # fmt: skip
 SCHEDULES = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+SCHEDULE_CSV = Path(__file__).with_name("pipeline.csv")
+"""Two stages from the last rank to the first, three micro-batches, backwards whole and in two parts."""
 FOUR_STAGES = ("embed_tokens", "layers.0", "layers.1", "norm")
 
 Tensors = dict[str, np.ndarray]
@@ -71,6 +74,8 @@ def parallelism(layout: str) -> ParallelismConfig:
         degrees["pipeline_parallel_schedule"] = SCHEDULES[schedule]
         if schedule != "gpipe":
             degrees["module_fqns_per_model_part"] = FOUR_STAGES
+    if "csv" in layout:
+        degrees["pipeline_parallel_schedule_csv"] = str(SCHEDULE_CSV)
     return ParallelismConfig(**degrees)
 
 
@@ -163,6 +168,21 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     if kind == "dense":
         found["losses"] = measure_losses(layout, assets)
         found["reduced"] = {dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")}
+    return found
+
+
+def measure_gradients(layouts: tuple[str, ...], assets: Assets) -> dict[str, dict[str, Any]]:
+    """Return logprobs, result and gradients of one rank, by layout of a dense model."""
+    join(layouts[0])
+    samples, found = make_samples(), {}
+    for layout in layouts:
+        engine = make("dense", layout, assets)
+        found[layout] = {
+            "logprobs": engine.compute_logprobs(samples),
+            "whole": engine.forward_backward(samples),
+            "gradients": whole_gradients(engine),
+        }
+        engine.close()
     return found
 
 

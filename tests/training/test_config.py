@@ -99,14 +99,22 @@ def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree,
         [check() for check in checks]
 
 
-def test_vocabulary_or_interval_that_does_not_fit_the_model_is_refused():
+def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
     spec = small_spec()
     odd = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=63))
     third = ActivationCheckpointConfig(mode="selective", selective_option="3")
     for settings, model, world_size, says in (
         ({"parallelism": parallelism("tp2")}, odd, 2, r"^parallelism\.tensor_parallel_degree=2 does not"),
         ({"activation_checkpoint": third}, spec, 1, r"selective_option='3': .* up to '2', the la"),
-    ):
+        (
+            {"parallelism": parallelism("pp2_zbv"), "activation_checkpoint": third}, spec, 2,
+            r"activation_checkpoint.mode='selective': must be 'none' with .*_schedule='ZBVZ",
+        ),
+        (
+            {"parallelism": parallelism("pp2_csv"), "compile": CompileConfig(enable=True)}, spec, 2,
+            r"compile.enable=True: must be False with parallelism.pipeline_parallel_schedule_csv='/.*backwards",
+        ),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             engine_config(**settings).check(model, world_size=world_size, device=torch.device("cpu"))
 

@@ -15,6 +15,7 @@ from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     measure,
     measure_all,
+    measure_gradients,
     num_ranks,
     restore,
     restore_all,
@@ -40,6 +41,8 @@ LONG = {
     "lora": ("fsdp2_tp2", "ddp2_fsdp2"),
 }  # fmt: skip
 """Layouts whose dimensions others cover too; only `make test-long` runs them."""
+THREE_AXES = ("fsdp2_cp2_tp2", "pp2_cp2_tp2", "pp2_fsdp2_tp2_csv")
+"""Layouts of eight ranks, of which only a gradient is measured."""
 EXPERTS = 2 * (6 * 40 * 36 + 6 * 36 * 20)
 """Number of elements of the experts' weights, in both layers."""
 
@@ -129,6 +132,16 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
         assert_near_logprobs(rank["logprobs"], logprobs)
         assert_near_logprobs(asked, [logprobs[place] for place in (1, 0, 3, 2, 10, 9)])
         assert rank["not finite"] == "loss nan at policy version 3"
+
+
+@pytest.mark.medium
+def test_gradients_on_three_axes_equal_one_device(one, all_assets):
+    expected = one("dense")
+    for rank in run_ranks(measure_gradients, 8, THREE_AXES, all_assets, timeout_s=200):
+        for found in rank.values():
+            assert_same_result(found["whole"], expected["whole"])
+            assert_near(found["gradients"], expected["gradients"])
+            assert_near_logprobs(found["logprobs"], expected["logprobs"])
 
 
 @of_cases
