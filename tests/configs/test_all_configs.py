@@ -44,7 +44,7 @@ def config_of(name):
 def test_every_task_and_size_has_a_config():
     learnt = ("sum_digits", "reverse_text", "alphabet_sort")
     expected = {f"{task}.{config}" for task in learnt for config in ("tiny", "tiny_noise")}
-    layouts = ("async", "fsdp2", "tp2", "ddp2", "fsdp2_tp2", "moe")
+    layouts = ("async", "fsdp2", "tp2", "ddp2", "pp2", "fsdp2_tp2", "moe")
     expected |= {f"sum_digits.tiny_{name}" for name in layouts} | {"countdown.tiny", "tinker.tiny_actors"}
     sizes = ("0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b")
     assert expected | {f"sum_digits.qwen3_{size}" for size in sizes} <= set(CONFIGS)

@@ -2,9 +2,12 @@
 made once.
 """
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +95,38 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed_0, dump_folder)
     ages = [step["age/max"] for step in run.steps]
     assert set(ages) == {0, 1}
     assert sum(ages) >= 0.8 * len(ages)  # otherwise generation was never ahead
+
+
+@pytest.fixture(scope="module")
+def run_of_layout(run_of_seed_0: FinishedRun, dump_folder: Path) -> Callable[[str], FinishedRun]:
+    """Return a function that makes 20 small steps with a config, from the warmed-up model."""
+
+    @functools.cache
+    def make(config: str) -> FinishedRun:
+        run = run_to_the_end(
+            dump_folder, config, "--config", config, "--hf_assets_path", starting_point(run_of_seed_0),
+            "--warmup", "None", "--loop.num_steps", "20", "--loop.groups_per_batch", "8", "--task.num_eval", "256",
+            limit_s=LATER_RUN_LIMIT_S,
+        )  # fmt: skip
+        assert run.status == 0, run.output
+        return run
+
+    return make
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("config", ["tiny_fsdp2", "tiny_ddp2", "tiny_pp2"])
+def test_layouts_learn_like_one_device(run_of_layout, config):
+    """Trains and samples, where tests/training/test_layouts.py compares gradients of one batch."""
+    one, run = run_of_layout("tiny"), run_of_layout(config)
+    assert len(run.steps) == 20
+    for name in ("reward/mean", "loss/mean"):
+        ours, theirs = (np.mean([step[name] for step in r.steps]) for r in (run, one))
+        assert abs(ours - theirs) <= 0.05, name
+    ours, theirs = (r.evaluations[20]["eval/correct"] for r in (run, one))
+    assert abs(ours - theirs) <= 0.05
+    assert max(step["logprob_diff/mean"] for step in run.steps) <= 1e-5
 
 
 @pytest.mark.timeout(900)

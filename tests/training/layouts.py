@@ -176,7 +176,8 @@ def measure_gradients(layouts: tuple[str, ...], assets: Assets) -> dict[str, dic
     join(layouts[0])
     samples, found = make_samples(), {}
     for layout in layouts:
-        engine = make("dense", layout, assets)
+        # Several passes of a schedule with three micro-batches.
+        engine = make("dense", layout, assets, max_tokens_per_microbatch=20)
         found[layout] = {
             "logprobs": engine.compute_logprobs(samples),
             "whole": engine.forward_backward(samples),
