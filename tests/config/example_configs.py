@@ -25,6 +25,8 @@ class Optimizer(Configurable):
                 raise ValueError(f"lr must be at least 0, got {self.lr}")
             if self.max_norm < 0:
                 raise ValueError(f"optimizer.max_norm={self.max_norm} is below 0")
+            if self.weight_decay == -1:
+                raise ValueError("weights would grow")
 
     def __init__(self, *, config: Config, num_parameters: int = 0) -> None:
         self.config = config
