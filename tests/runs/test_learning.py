@@ -118,14 +118,16 @@ def run_of_layout(run_of_seed_0: FinishedRun, dump_folder: Path) -> Callable[[st
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("config", ["tiny_fsdp2", "tiny_ddp2", "tiny_pp2"])
 def test_layouts_learn_like_one_device(run_of_layout, config):
-    """Trains and samples, where tests/training/test_layouts.py compares gradients of one batch."""
+    """All sample batch-invariantly from the same seeds, so that only rounding tells them apart."""
     one, run = run_of_layout("tiny"), run_of_layout(config)
     assert len(run.steps) == 20
-    for name in ("reward/mean", "loss/mean"):
-        ours, theirs = (np.mean([step[name] for step in r.steps]) for r in (run, one))
-        assert abs(ours - theirs) <= 0.05, name
-    ours, theirs = (r.evaluations[20]["eval/correct"] for r in (run, one))
-    assert abs(ours - theirs) <= 0.05
+    norms, rewards = (
+        [[step[name] for step in r.steps] for r in (run, one)] for name in ("loss/grad_norm", "reward/mean")
+    )
+    assert norms[0][:5] == pytest.approx(norms[1][:5], rel=1e-5)
+    # A token that rounding changes is a reply of 64.
+    assert np.abs(np.subtract(*rewards)).max() <= 0.05
+    assert run.evaluations[20]["eval/correct"] == pytest.approx(one.evaluations[20]["eval/correct"], abs=0.05)
     assert max(step["logprob_diff/mean"] for step in run.steps) <= 1e-5
 
 
