@@ -91,6 +91,7 @@ def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool
     elif layout == "pp_fsdp":
         config = ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=2)
         mesh = build_mesh(config.degrees(4), device_type="cpu")
+        assert mesh is not None
         plan = plan_stages(config, module_names(spec.model))
         pipeline = Pipeline(config, plan, axis=mesh["pp"], device=torch.device("cpu"))
         parallelize_decoder(model, mesh=mesh, config=ShardingOptions(), pipeline=pipeline)
