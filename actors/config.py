@@ -32,6 +32,8 @@ _SLURM_MEMORY = re.compile(r"\d+[KMGT]?")
 _WORD = re.compile(r"\S+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 _JOB_NAME = re.compile(r"[a-z][a-z0-9]{0,29}")
 
 
@@ -168,8 +170,16 @@ class KubernetesConfig:
         _check_pattern("namespace", self.namespace, _DNS_LABEL, "a name of lowercase letters, digits and -")
         for name in ("cpus", "memory", "shared_memory"):
             _check_pattern(name, getattr(self, name), _QUANTITY, "a quantity such as 16, 500m or 64Gi")
-        if not self.volume_path.startswith("/"):
-            raise ValueError(f"volume_path={self.volume_path!r}: must be an absolute path")
+        _check_pattern(
+            "gpu_resource", self.gpu_resource, _RESOURCE, "a name with its domain such as nvidia.com/gpu"
+        )
+        _check_pattern(
+            "volume_claim", self.volume_claim, _DNS_NAME, "a name of lowercase letters, digits, - and ."
+        )
+        if not self.volume_path.startswith("/") or self.volume_path.rstrip("/") in ("", "/dev/shm"):
+            raise ValueError(
+                f"volume_path={self.volume_path!r}: must be an absolute path, and not /dev/shm, which every pod has"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -66,6 +66,9 @@ from rl.config.registry import resolve
         (KubernetesConfig, {"shared_memory": "all"}, "shared_memory='all': must be a quantity"),
         (KubernetesConfig, {"port": 80}, "port=80: must be at least 1024 and at most 65535"),
         (KubernetesConfig, {"volume_path": "runs"}, "volume_path='runs': must be an absolute path"),
+        (KubernetesConfig, {"volume_path": "/dev/shm"}, "volume_path='/dev/shm': must be .* not /dev/shm"),
+        (KubernetesConfig, {"volume_claim": "My_Runs"}, "volume_claim='My_Runs': must be a name of lowercase"),
+        (KubernetesConfig, {"gpu_resource": "gpu"}, "gpu_resource='gpu': must be a name with its domain"),
     ],
 )  # fmt: skip
 def test_invalid_value_is_refused_by_field_with_what_is_valid(kind, fields, says):
