@@ -1,4 +1,4 @@
-"""Hosts of a run, taken from Monarch's jobs: simulated ones, one SLURM job, or Kubernetes (`actors.kubernetes_job`).
+"""Hosts of a run, taken from Monarch's jobs: simulated ones, `actors.slurm_job` or `actors.kubernetes_job`.
 
 hosts = Hosts(launch, placements)
 await hosts.start()
@@ -13,19 +13,18 @@ import asyncio
 import importlib
 import logging
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from monarch.actor import HostMesh
 from monarch.config import configure
-from monarch.job import ProcessJob, SlurmJob
+from monarch.job import ProcessJob
 
+from actors import slurm_job
 from actors.calls import ActorCallError
 from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
 from actors.config import LaunchConfig
@@ -123,7 +122,8 @@ class Hosts:
 
     async def _ask_for(self, groups: Mapping[str, int], launch: LaunchConfig) -> None:
         job = make_job(launch, self._placements, groups)
-        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}", job=job)
+        logs = f" (logs in {launch.slurm.log_folder})" if launch.hosts == "slurm" else ""
+        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}{logs}", job=job)
         self._job_of_group |= dict.fromkeys(groups, asked)
         self._failed |= set(groups)
         logger.info("asking for %d hosts: %s", sum(groups.values()), asked.name)
@@ -178,24 +178,7 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
         gpus_of = {group: launch.gpus_per_host if num else 0 for group, num in gpus_of.items()}
     if launch.hosts == "kubernetes":
         return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
-    slurm = launch.slurm
-    return SlurmJob(
-        dict(groups),
-        python_exe=launch.python or sys.executable,
-        slurm_args=slurm.sbatch_args,
-        monarch_port=slurm.port,
-        job_name=launch.job_name,
-        time_limit=slurm.time_limit,
-        partition=slurm.partition,
-        log_dir=str(Path(slurm.log_folder).expanduser().absolute()),
-        exclusive=slurm.exclusive,
-        gpus_per_node=max(gpus_of.values()) or None,
-        cpus_per_task=slurm.cpus_per_host,
-        mem=slurm.memory_per_host,
-        job_start_timeout=max(1, round(launch.start_timeout_s)),
-        account=slurm.account,
-        qos=slurm.qos,
-    )
+    return slurm_job.make_job(launch, groups, gpus_of=gpus_of)
 
 
 def _kubernetes() -> ModuleType:

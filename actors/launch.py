@@ -323,3 +323,5 @@ async def deadline(timeout_s: float, what: str) -> AsyncIterator[None]:
         raise ActorTimeoutError(f"{what}: no answer within {timeout_s:g} s") from error
     except SupervisionError as error:
         raise ActorCallError(f"{what}: {describe_loss(error)}") from error
+    except ValueError as error:  # Monarch's, if a host does not start processes
+        raise ActorCallError(f"{what}: {error}") from error

@@ -2,14 +2,13 @@
 
     folder = write_commands(tmp_path / "bin")      # to be put first on the PATH
 
-`sbatch` runs its script at once, `srun` starts the command once for each node, `squeue` and `scancel`
+`sbatch` runs its script at once, `srun` starts the command once for each node, `squeue`, `scontrol` and `scancel`
 know the one job, whose state is FAKE_SLURM_STATE of the environment, or RUNNING. Beside the commands
 are what was submitted (`script`) and, in the end, `cancelled`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -63,12 +62,15 @@ def srun(folder: Path, command: list[str]) -> None:
 
 
 def squeue(folder: Path, arguments: list[str]) -> None:
-    assert arguments == ["--job", JOB_ID, "--json"], arguments
-    allocation = [{"name": node} for node in nodes(folder)]
+    assert arguments == ["--job", JOB_ID, "--states=all", "--noheader", "--format=%T|%N|%r"], arguments
     (folder / "asked").touch()
     state = "CANCELLED" if (folder / "cancelled").exists() else os.environ.get("FAKE_SLURM_STATE", "RUNNING")
-    job = {"job_state": [state], "job_resources": {"nodes": {"allocation": allocation}}}
-    print(json.dumps({"jobs": [job]}))
+    print(f"{state}|{','.join(nodes(folder)) if state != 'PENDING' else ''}|None")
+
+
+def scontrol(_: Path, arguments: list[str]) -> None:
+    assert arguments[:2] == ["show", "hostnames"], arguments
+    print("\n".join(arguments[2].split(",")))
 
 
 def scancel(folder: Path, arguments: list[str]) -> None:
@@ -83,7 +85,7 @@ def scancel(folder: Path, arguments: list[str]) -> None:
             continue
 
 
-COMMANDS = {"sbatch": sbatch, "srun": srun, "squeue": squeue, "scancel": scancel}
+COMMANDS = {"sbatch": sbatch, "srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
 
 if __name__ == "__main__":
     name, path, *arguments = sys.argv[1:]

@@ -10,6 +10,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from monarch.config import configured
@@ -17,6 +18,7 @@ from monarch.config import configured
 from actors.calls import ActorCallError
 from actors.config import LaunchConfig, SlurmConfig
 from actors.hosts import Hosts, check_reachable, make_job
+from actors.launch import Launcher
 from tests.actors.test_hosts import check_environments
 from tests.support.fake_slurm import write_commands
 from tests.support.placed import placed
@@ -61,6 +63,7 @@ def test_one_job_has_the_nodes_of_all_roles(submitted, tmp_path):
         "job-name": name, "ntasks-per-node": "1", "nodes": "5", "gpus-per-node": "4", "exclusive": "",
         "partition": "gpu", "account": "me", "qos": "high", "time": "2-00:00", "cpus-per-task": "32",
         "mem": "512G", "constraint": "h200",
+        "no-kill": "", "no-requeue": "", "export": "ALL,SLURM_NO_KILL=set",  # a job outlives a node
         "output": f"{tmp_path}/logs/slurm_%j_{name}.out", "error": f"{tmp_path}/logs/slurm_%j_{name}.err",
     }  # fmt: skip
 
@@ -82,6 +85,8 @@ def test_device_count_is_that_of_the_largest_role_or_configured(submitted):
     assert directives(submitted(gpus_per_host=16))["gpus-per-node"] == "16"
     shared = directives(submitted(SlurmConfig(exclusive=False), gpus_per_host=0))
     assert not {"gpus-per-node", "exclusive"} & set(shared)
+    shared = directives(submitted(SlurmConfig(exclusive=False, partition="gpu", cpus_per_host=4)))
+    assert (shared["gpus-per-node"], shared["cpus-per-task"], "exclusive" in shared) == ("8", "4", False)
 
 
 async def start_and_end(launch):
@@ -96,8 +101,47 @@ def test_missing_slurm_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     slurm = SlurmConfig(log_folder=str(tmp_path))
     launch = LaunchConfig(hosts="slurm", controller_address="127.0.0.1", slurm=slurm)
-    with configured(), pytest.raises(ActorCallError, match=r"no hosts from slurm job 'relay': .*'sbatch'"):
+    says = r"no hosts from slurm job 'relay' \(logs in /.*\): .*'sbatch'"
+    with configured(), pytest.raises(ActorCallError, match=says):
         asyncio.run(start_and_end(launch))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("RUNNING|node[1-2]|None", "Expected 3 nodes but got 2"),
+        ("NODE_FAIL|node[1-2]|NodeDown", r"failed with status: \['NODE_FAIL', 'FAILED'\]"),
+    ],
+)
+def test_queue_is_read_as_plain_text(tmp_path, monkeypatch, caplog, answer, error):
+    echo = f'[ -e "$0.asked" ] && echo "{answer}" || echo "PENDING||Resources"; : > "$0.asked"'
+    scripts = {"sbatch": "echo Submitted batch job 7", "squeue": echo, "scontrol": "echo node1; echo node2"}
+    for name, script in {**scripts, "scancel": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    slurm = SlurmConfig(log_folder=str(tmp_path))
+    launch = LaunchConfig(hosts="slurm", controller_address="127.0.0.1", slurm=slurm)
+    with configured(), pytest.raises(ActorCallError, match=error), caplog.at_level("INFO"):
+        asyncio.run(start_and_end(launch))
+    assert "SLURM job 7 is in the queue: Resources" in caplog.text
+
+
+def test_node_that_starts_no_processes_is_lost(monkeypatch):
+    async def set_up(*_):
+        raise ValueError("error spawning proc mesh: statuses: Timeout(30s)=0..1")
+
+    lost: list[str] = []
+    members = SimpleNamespace(set_up=SimpleNamespace(call=set_up))
+    node = SimpleNamespace(spawn_procs=lambda **_: SimpleNamespace(spawn=lambda *_: members))
+    config = LaunchConfig(hosts="slurm")
+    monkeypatch.setattr(Launcher, "current", None)
+    launcher = Launcher()
+    hosts = SimpleNamespace(meshes={"trainer": node}, launch=config, start_failed=lost.append)
+    monkeypatch.setattr(launcher, "hosts", hosts)
+    with pytest.raises(ActorCallError, match=r"^starting role 'trainer' .*: error spawning proc mesh"):
+        asyncio.run(launcher.spawn_role(placed(config, **ROLES).trainer))
+    assert lost == ["trainer"]
 
 
 def test_controller_address_that_nodes_cannot_reach_is_refused(monkeypatch):
