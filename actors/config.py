@@ -94,7 +94,8 @@ class ParityConfig:
     """Maximum length of the text in tokens; the text is an evaluation problem's prompt with its answer."""
     max_logprob_diff: float | None = field(default=None, metadata=only_if("enable", True))
     """Largest accepted mean difference, in nats a token; None: by the coarser dtype of trainer and generator
-    0.001 (float32), 0.05 (float16), 0.1 (bfloat16), and 0 if both are batch-invariant."""
+    0.001 (float32), 0.05 (float16), 0.1 (bfloat16), 0.3 (a converter to float8), and 0 if both are
+    batch-invariant."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "num_tokens", at_least=2)  # a token and its successor

@@ -20,8 +20,8 @@ from rl.weights.types import WeightStoreError
 if TYPE_CHECKING:
     from actors.config import ParityConfig
 
-BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
-"""Mean difference in nats a token, by the coarser of the two compute dtypes: a few times the rounding."""
+BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "float8": 0.3}
+"""Mean difference in nats a token, by the coarsest of the compute dtypes: a few times the rounding."""
 
 
 class LogprobParityError(WeightStoreError):
@@ -73,7 +73,7 @@ def make_parity_text(
 
     Args:
         prompt: the text is this prompt with its problem's answer.
-        dtypes: compute dtypes of trainer and generator.
+        dtypes: compute dtypes of trainer and generator, and of converters that round further.
         max_tokens: longest text that both accept.
     """
     if not config.enable:

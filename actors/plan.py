@@ -93,11 +93,18 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
             config.parity,
             prompt=first_prompt,
             renderer=renderer,
-            dtypes=(config.generator.dtype, config.trainer.training.param_dtype),
+            dtypes=compute_dtypes(config),
             max_tokens=config.generator.max_model_len - 1,
             batch_invariant=config.batch_invariant,
         ),
     )
+
+
+def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
+    """Return the dtypes in which generator and trainer multiply, with those that converters round to."""
+    of_converters = (converter.owner.compute_dtype for converter in config.trainer.converters)
+    dtypes = (config.generator.dtype, config.trainer.training.param_dtype, *of_converters)
+    return tuple(dtype for dtype in dtypes if dtype is not None)
 
 
 def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = None) -> LoadSource | None:

@@ -28,6 +28,7 @@ from rl.distributed.compat import replaced_parameters
 
 KEPT_OPS = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",

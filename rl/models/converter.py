@@ -36,6 +36,8 @@ class ModelConverter(Configurable):
 
     keeps_bits: ClassVar[bool] = True
     """False if the products round differently from those of the plain weights, which generators have."""
+    compute_dtype: ClassVar[str | None] = None
+    """Dtype that factors of products are rounded to, None for the model's; the bound of logprob parity."""
     token_multiple: int = 1
     """Divisor of the number of tokens of every forward, ensured by padding."""
 

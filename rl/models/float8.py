@@ -1,7 +1,9 @@
-"""Float8 matrix products in linear layers, from torchao.
+"""Float8 matrix products in linear layers and in the experts of a mixture, from torchao.
 
 Weights keep their dtype in training and for the optimizer: inputs, weights and gradients are scaled and cast for
 each product, with dynamic scales. torchao is only imported here, and only if a config asks for it.
+
+Shape legend: S rows in the order of their experts, N experts, E and F the widths of a product.
 """
 
 from __future__ import annotations
@@ -9,20 +11,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rl.distributed.mesh import Degrees
 from rl.distributed.sharding import unwrapped
 from rl.models.converter import ModelConverter
+from rl.models.moe import GroupedExperts, grouped_linear, slices
 from rl.models.spec import ModelSpec
 
 MULTIPLE = 16
 """Divisor of all sizes of a float8 product: both sizes of the weight, and the number of tokens."""
-CAPABILITY = (8, 9)
+CAPABILITIES = ((8, 9),)
 """Lowest NVIDIA compute capability with float8 products (Ada; Hopper is 9.0)."""
+GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+"""NVIDIA compute capabilities with grouped float8 products (Hopper, data center Blackwell)."""
 HEAD = "lm_head"
 
 
@@ -57,19 +63,15 @@ class Float8(ModelConverter):
 
     config: Config
     keeps_bits = False
+    compute_dtype = "float8"
     token_multiple = MULTIPLE
 
     def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
         """Raise ValueError if the device has no float8, nothing is sharded for the all-gather, or torchao is
         missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
-        if spec.model.has_experts:
-            raise ValueError(
-                "Float8 must not be there for a model with experts, because it would leave their grouped products, "
-                "most of the arithmetic, unchanged"
-            )
         if not config.emulate:
-            _check_hardware(device)
+            _check_hardware(device, products="float8", capabilities=CAPABILITIES, or_newer=True)
         if config.enable_fsdp_float8_all_gather and degrees.fsdp == 1:
             raise ValueError(
                 "enable_fsdp_float8_all_gather=True: nothing is gathered, parameters are whole on every "
@@ -135,11 +137,136 @@ class Float8(ModelConverter):
             )
 
 
-def _check_hardware(device: torch.device) -> None:
+class Float8GroupedMM(ModelConverter):
+    """Converter of the grouped products of a mixture's experts; `Float8` converts the layers around them.
+
+    All factors are rounded to e4m3. Each row of a factor has a scale of its own, a power of two, as have the columns
+    in products that sum over rows.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConverter.Config):
+        fqns: tuple[str, ...] = ("experts",)
+        """Name parts of the experts' modules to convert; "experts" is in the name of each."""
+        emulate: bool = False
+        """Round to float8 and multiply in the model's dtype: the numerics without the hardware, slowly."""
+
+        def __post_init__(self) -> None:
+            if not self.fqns:
+                raise ValueError("fqns=(): must name at least one part, such as 'experts'")
+
+    config: Config
+    keeps_bits = False
+    compute_dtype = "float8"
+
+    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+        """Raise ValueError if the model has no experts or a size that 16 does not divide, the device has no grouped
+        float8 products, or torchao is missing."""
+        super().__init__(config=config, spec=spec, degrees=degrees, device=device)
+        if not spec.model.has_experts:
+            raise ValueError(
+                "Float8GroupedMM must not be there for a model without experts; Float8 converts it"
+            )
+        hidden: Any = spec.model.block.feed_forward
+        for field, value, num_ranks in (
+            ("dim", spec.model.dim, 1),
+            ("feed_forward.hidden_dim", hidden.hidden_dim, degrees.etp),
+        ):
+            if value % (MULTIPLE * num_ranks):
+                raise ValueError(
+                    f"the model has {field}={value}: must be a multiple of {MULTIPLE * num_ranks} for grouped "
+                    "products in float8 (16 on each rank that shares an expert)"
+                )
+        if not config.emulate:
+            _check_hardware(device, products="grouped float8", capabilities=GROUPED_CAPABILITIES)
+            if find_spec("torchao") is None:
+                raise ValueError("Float8GroupedMM needs torchao 0.18: pip install 'torchao==0.18.*'")
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert the experts; raise ValueError naming an unknown part of a name."""
+        experts = {name: m for name, m in model.named_modules() if isinstance(m, GroupedExperts)}
+        for part in self.config.fqns:
+            if not any(part in name for name in experts):
+                raise ValueError(
+                    f"fqns has {part!r}, which the name of no experts contains: they are {', '.join(experts)}"
+                )
+        for name, module in experts.items():
+            if any(part in name for part in self.config.fqns):
+                module.product = emulated_grouped_linear if self.config.emulate else float8_grouped_linear
+
+
+def float8_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """Return `grouped_linear` in float8, by torchao's kernels on a GPU, which have results in bfloat16.
+
+    The kernels need a multiple of 16 rows in each group, and not zero. Rows of zeros are put after each group's, 16
+    a group in all, so that the number of rows is known without waiting for the GPU.
+    """
+    num_rows = x_SE.size(0)
+    total = (num_rows // MULTIPLE + ends_N.numel()) * MULTIPLE
+    sizes_N = ends_N.diff(prepend=ends_N.new_zeros(1))
+    padded_N = (-(-sizes_N // MULTIPLE) * MULTIPLE).clamp(min=MULTIPLE)
+    padded_ends_N = padded_N.cumsum(0)
+    moved_N = padded_ends_N - padded_N - (ends_N - sizes_N)
+    moved_S = moved_N.repeat_interleave(sizes_N, output_size=num_rows)
+    places_S = torch.arange(num_rows, device=x_SE.device) + moved_S
+    padded_ends_N[-1] = total  # The last group takes the rows that are left.
+    out = import_module("torchao.prototype.moe_training")._to_fp8_rowwise_then_scaled_grouped_mm(
+        x_SE.new_zeros(total, x_SE.size(1)).index_copy(0, places_S, x_SE),
+        weight_NFE.transpose(1, 2),
+        padded_ends_N.to(torch.int32),
+        pad_token_groups_for_grouped_mm=False,
+    )
+    selected: Tensor = out.index_select(0, places_S).to(x_SE.dtype)
+    return selected
+
+
+def emulated_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """Return `grouped_linear` of factors rounded to float8; the gradients are such products too."""
+    product: Tensor = _EmulatedGroupedLinear.apply(x_SE, weight_NFE, ends_N)
+    return product
+
+
+class _EmulatedGroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SE, weight_NFE, ends_N)
+        return grouped_linear(_rounded(x_SE, dim=1), _rounded(weight_NFE, dim=2), ends_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_SE, weight_NFE, ends_N = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if wants_x:
+            weight_NEF = _rounded(weight_NFE, dim=1).transpose(1, 2)
+            grad_x = grouped_linear(_rounded(grad_SF, dim=1), weight_NEF, ends_N)
+        if wants_weight:
+            grad_weight = torch.zeros_like(weight_NFE)
+            for n, rows in enumerate(slices(ends_N.tolist())):
+                if rows.start < rows.stop:
+                    grad_FS = _rounded(grad_SF[rows], dim=0).t()
+                    torch.mm(grad_FS, _rounded(x_SE[rows], dim=0), out=grad_weight[n])
+        return grad_x, grad_weight, None
+
+
+def _rounded(x: Tensor, *, dim: int) -> Tensor:
+    """Round to e4m3, with a common power of two as the scale along `dim`; exact in bfloat16."""
+    # torchao's least scale: rows of zeros have none of their own.
+    largest = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12)
+    scale = (torch.finfo(torch.float8_e4m3fn).max / largest).log2().floor().exp2()
+    return ((x * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+def _check_hardware(
+    device: torch.device, *, products: str, capabilities: tuple[tuple[int, int], ...], or_newer: bool = False
+) -> None:
     if device.type == "meta":
         return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if found not in capabilities and not (or_newer and found >= max(capabilities)):
+        needed = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
         raise ValueError(
-            f"emulate=False: this {device.type} has no float8 products, which need NVIDIA compute capability "
-            f"{CAPABILITY[0]}.{CAPABILITY[1]}; emulate=True gives their rounding anywhere, slowly"
+            f"emulate=False: this {device.type} has no {products} products, which need NVIDIA compute capability "
+            f"{needed}{' or newer' if or_newer else ''}; emulate=True gives their rounding anywhere, slowly"
         )

@@ -23,6 +23,7 @@ experts, F width of one expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -105,6 +106,8 @@ class GroupedExperts(nn.Module):
         self.group_width = config.hidden_dim // num_groups
         self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
+        """Product of rows with the weights of their groups; a converter may round it."""
         self.exchange: ExpertExchange | None = None
         """Transport of rows to the ranks that hold their experts, under expert parallelism."""
 
@@ -124,10 +127,10 @@ class GroupedExperts(nn.Module):
 
     def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
         """Return each row's result from its expert, [S, E]; rows of expert n end at `ends_N[n]`."""
-        gate_up = grouped_linear(rows_SE, own_part(self.gate_up_proj), ends_N)
+        gate_up = self.product(rows_SE, own_part(self.gate_up_proj), ends_N)
         # Under tensor parallelism this rank holds some of the groups: -1 counts them.
         gate, up = gate_up.unflatten(-1, (-1, 2, self.group_width)).unbind(dim=2)
-        return grouped_linear((F.silu(gate) * up).flatten(1), own_part(self.down_proj), ends_N)
+        return self.product((F.silu(gate) * up).flatten(1), own_part(self.down_proj), ends_N)
 
 
 class MoE(Configurable, nn.Module):
@@ -248,7 +251,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_SE, weight_NFE)
         ctx.ends = ends
         # Separate products, so that selective checkpointing can keep them.
-        pairs = zip(_slices(ends), weight_NFE, strict=True)
+        pairs = zip(slices(ends), weight_NFE, strict=True)
         return torch.cat([torch.mm(x_SE[rows], weight_FE.t()) for rows, weight_FE in pairs])
 
     @staticmethod
@@ -259,7 +262,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_SF = grad_SF.contiguous()
         grad_x = torch.empty_like(x_SE) if wants_x else None
         grad_weight = torch.empty_like(weight_NFE) if wants_weight else None
-        for n, rows in enumerate(_slices(ctx.ends)):
+        for n, rows in enumerate(slices(ctx.ends)):
             if grad_x is not None:
                 torch.mm(grad_SF[rows], weight_NFE[n], out=grad_x[rows])
             if grad_weight is not None:
@@ -267,5 +270,5 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _slices(ends: list[int]) -> list[slice]:
+def slices(ends: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise([0, *ends])]

@@ -74,7 +74,7 @@ class TrainingEngine(Configurable):
         activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
         compile: CompileConfig = field(default_factory=CompileConfig)
         converters: tuple[ModelConverter.Config, ...] = ()
-        """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
+        """Changes to the model before it is sharded, in order: LoRA, Float8, Float8GroupedMM, your own."""
         print_after_conversion: bool = False
         """Log the model's modules after the converters, on the first rank at level INFO."""
         experts: ExpertBalanceConfig = field(default_factory=ExpertBalanceConfig)

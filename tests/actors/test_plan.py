@@ -1,9 +1,10 @@
 import asyncio
 
-from actors.plan import make_plan, warmup_arithmetic
-from configs.sum_digits import tiny, tiny_fsdp2_tp2
+from actors.plan import compute_dtypes, make_plan, warmup_arithmetic
+from configs.sum_digits import tiny, tiny_fsdp2_tp2, tiny_moe
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
+from rl.models.float8 import Float8GroupedMM
 from rl.training.optimizer import Optimizer
 from tests.support.fakes import FakePolicy
 from tests.support.shared_client import Shared, asking
@@ -34,6 +35,13 @@ def test_warm_ups_are_told_apart_by_arithmetic_and_not_by_layout_or_learning_rat
     assert warmup_arithmetic(first) == warmup_arithmetic(second)
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
     assert warmup_arithmetic(first) != warmup_arithmetic(second)
+
+
+def test_bound_of_parity_knows_converters_to_float8():
+    config = tiny_moe()
+    assert compute_dtypes(config) == ("float32", "float32")
+    config.trainer.converters = (Float8GroupedMM.Config(emulate=True),)
+    assert compute_dtypes(config) == ("float32", "float32", "float8")
 
 
 def test_warm_up_runs_in_the_threads_that_checked_the_task(tmp_path):

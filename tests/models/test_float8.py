@@ -9,9 +9,10 @@ from torch import nn
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
-from rl.models.float8 import Float8
+from rl.models.decoder import persistent_buffers
+from rl.models.float8 import Float8, Float8GroupedMM
 from rl.models.lora import LoRA
-from tests.training.parts import even_spec, make_engine, make_samples, small_spec
+from tests.training.parts import even_moe_spec, even_spec, make_engine, make_samples, small_spec
 
 SAMPLES = make_samples()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,7 +30,7 @@ def make(*converters, spec=None):
 def rounded(x, dtype, *, dim=None):
     """Round to float8 with one scale for the tensor, or with one power of two for each row or column."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = torch.finfo(dtype).max / largest.double()
+    scale = torch.finfo(dtype).max / largest.double().clamp(min=1e-12)
     if dim is not None:
         scale = 2.0 ** scale.log2().floor()
     scale = scale.float()
@@ -75,15 +76,18 @@ def cross_entropies(engine, num_steps):
     return losses
 
 
-def test_converted_model_trains_near_the_plain_one_and_exports_its_own_weights():
-    plain, rounding = make(), make(Float8.Config(emulate=True))
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_converted_model_trains_near_the_plain_one_and_exports_its_own_weights(of_experts):
+    spec, config = (even_moe_spec(), Float8GroupedMM.Config) if of_experts else (even_spec(), Float8.Config)
+    plain, rounding = make(spec=spec), make(config(emulate=True), spec=spec)
     expected, losses = cross_entropies(plain, 8), cross_entropies(rounding, 8)
     assert losses[0] != expected[0]
     assert losses == pytest.approx(expected, rel=1e-2)
     assert losses[-1] < losses[0] - 0.05
     state = rounding.model_state_dict()
     assert list(state) == list(plain.model_state_dict())
-    assert all(torch.equal(tensor, rounding.policy.parameters[name]) for name, tensor in state.items())
+    own = rounding.policy.parameters | persistent_buffers(rounding.policy.model)
+    assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
 
 
 GATHERED = {"enable_fsdp_float8_all_gather": True}

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.training.parts import (
+    even_moe_spec,
     even_spec,
     granite_spec,
     moe_spec,
@@ -39,6 +40,7 @@ def all_assets(moe_assets, tmp_path_factory):
     return {
         "dense": write_assets(folder / "biased", spec=windowed_spec(bias=True)),
         "moe": moe_assets,
+        "float8_moe": write_assets(folder / "even moe", spec=even_moe_spec()),
         "lora": write_assets(folder / "granite", spec=granite),
         "adapter": write_adapter(folder / "adapter", random_factors(granite, scale=0.2)),
         "even adapter": write_adapter(folder / "even", random_factors(even_spec(), scale=0.02)),

@@ -27,7 +27,7 @@ from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.sharding import local_tensor, whole_tensor
 from rl.models.decoder import persistent_buffers
-from rl.models.float8 import Float8
+from rl.models.float8 import Float8, Float8GroupedMM
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.config import ExpertBalanceConfig
@@ -39,6 +39,7 @@ from tests.training.parts import (
     RANK,
     built,
     engine_config,
+    even_moe_spec,
     even_spec,
     granite_spec,
     make_sample,
@@ -88,8 +89,9 @@ def spec_of(kind: str) -> ModelSpec:
         return moe_spec()
     if kind == "dense":
         return windowed_spec(bias=True)
-    # Float8 multiplies only sizes that 16 divides.
-    return even_spec() if "float8" in kind else granite_spec()
+    if "float8" in kind:  # It multiplies only sizes that 16 divides.
+        return even_moe_spec() if "moe" in kind else even_spec()
+    return granite_spec()
 
 
 def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:
@@ -99,6 +101,8 @@ def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> Traini
     if "float8" in kind:
         # Scales by row do not depend on how context parallelism splits a tensor.
         config.converters = (Float8.Config(emulate=True, recipe="rowwise"),)
+    if kind == "float8_moe":
+        config.converters = (*config.converters, Float8GroupedMM.Config(emulate=True))
     if "lora" in kind:
         adapter = assets["adapter" if kind == "lora" else "even adapter"]
         lora = LoRA.Config(rank=RANK, alpha=2.0 * RANK, unembedding=kind == "lora", initial_adapter=adapter)

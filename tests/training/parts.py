@@ -70,6 +70,12 @@ def even_spec(*, tie: bool = True) -> ModelSpec:
     return spec_like(qwen3, dim=32, head_dim=16, feed_forward=FeedForward.Config(hidden_dim=64), tie=tie)
 
 
+def even_moe_spec() -> ModelSpec:
+    """Return `even_spec` with four experts in each layer."""
+    experts = MoE.Config(num_experts=4, num_experts_per_token=2, hidden_dim=32)
+    return spec_like(qwen3_moe, dim=32, head_dim=16, feed_forward=experts)
+
+
 def moe_spec() -> ModelSpec:
     """Return two layers of width 36, six experts of width 20: sizes that not all shards divide evenly."""
     experts = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=20)

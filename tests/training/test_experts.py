@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from rl.distributed.mesh import ParallelismConfig
 from rl.models.decoder import persistent_buffers
-from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
 from rl.models.moe import ExpertRouter, MoE
 from rl.training.config import ExpertBalanceConfig, check_experts
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
-from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
+from tests.training.parts import make_sample, make_samples, small_spec
 
 
 def balance(*, num_layers=1, **settings):
@@ -119,9 +117,5 @@ def test_settings_without_effect_are_refused():
     dense = small_spec().model
     with pytest.raises(ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"):
         check_experts(dense, balance=ExpertBalanceConfig(force_load_balance=True))
-    with pytest.raises(ValueError, match="Float8 must not be there for a model with experts"):
-        Float8.Config(emulate=True).build(
-            spec=moe_spec(), degrees=ParallelismConfig().degrees(1), device=torch.device("meta")
-        )
     with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
         ExpertBalanceConfig(load_balance_rate=0.1, force_load_balance=True)
