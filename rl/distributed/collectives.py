@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed.mesh import CP, TP
@@ -73,6 +74,25 @@ class GatherAlike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0].narrow(0, ctx.start, ctx.length), None, None, None
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients travel back.
+
+    Every rank of the group has to call it, even with nothing to send.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        return all_to_all(rows, sent=sent, received=received, group=group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.splits
+        grad = all_to_all(grad, sent=received, received=sent, group=ctx.group)
+        return grad, None, None, None
 
 
 def reduce_sums_and_maxima(

@@ -2,12 +2,12 @@
 
 The T packed tokens are cut into 2n pieces for n ranks; rank r takes pieces r and 2n - 1 - r, one that sees few
 keys and one that sees many, so that causal attention costs about the same everywhere. All layers except
-attention see a rank's own tokens alone; attention gathers the keys and values of all ranks, so that each query
-sees exactly the keys that it sees on one device. The logprobs of all tokens are then gathered on every rank,
-which computes the whole loss and sends back the gradient of its own tokens: any loss stays exact, and each token
-counts once.
+attention see a rank's own tokens alone. Attention gathers the keys and values of all ranks (allgather), or exchanges
+tokens for heads: each rank gets all tokens of its share of the heads (alltoall). Either way each query sees exactly
+the keys that it sees on one device. The logprobs of all tokens are then gathered on every rank, which computes the
+whole loss and sends back the gradient of its own tokens: any loss stays exact, and each token counts once.
 
-Shape legend: T packed tokens, t = T / n tokens of this rank.
+Shape legend: T packed tokens, n ranks, t = T / n tokens of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.collectives import GatherAlike
+from rl.distributed.collectives import ExchangeRows, GatherAlike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,22 @@ class ContextParallel:
         """Return the values of all ranks' tokens, [T], in the order of `places`, alike on every rank."""
         gathered = GatherAlike.apply(values_t, self.rank, self.num_ranks, self.group)
         return gathered.index_select(0, places_T)
+
+    def to_all_tokens(self, x_tn: Tensor) -> Tensor:
+        """Send part p of each token, of [t, n, ...], to rank p; return this rank's part of all tokens, [T, ...]."""
+        early, late = self._exchanged(x_tn.transpose(0, 1)).chunk(2, dim=1)
+        return torch.cat((early, late.flip(0))).flatten(0, 1)
+
+    def to_own_tokens(self, x_T: Tensor) -> Tensor:
+        """Undo `to_all_tokens`: return all parts of this rank's tokens, [t, n, ...]."""
+        early, late = x_T.unflatten(0, (2 * self.num_ranks, -1)).chunk(2)
+        return self._exchanged(torch.cat((early, late.flip(0)), dim=1)).transpose(0, 1)
+
+    def _exchanged(self, x_nt: Tensor) -> Tensor:
+        """Send row p to rank p and return the rows received, in the order of their ranks."""
+        rows = [x_nt.size(1)] * self.num_ranks
+        exchanged: Tensor = ExchangeRows.apply(x_nt.flatten(0, 1), rows, rows, self.group)
+        return exchanged.view(x_nt.shape)
 
     def places(self, num_tokens: int) -> Tensor:
         """Return the index of each token in the concatenation of all ranks' tokens, [T] int64."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl.distributed.collectives import all_to_all
+from rl.distributed.collectives import ExchangeRows, all_to_all
 
 
 class ExpertExchange:
@@ -44,7 +44,7 @@ class ExpertExchange:
         arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
         # Both counts in one copy, so that the host waits once.
         num_sent, num_arrived = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
-        arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group)
+        arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group.group_name)
 
         # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
         num_local = sent_PL.size(1)
@@ -56,7 +56,7 @@ class ExpertExchange:
             select_rows(arrived_AE, rows_S=order_A, places_S=places_A), arrived_PL.sum(0).cumsum(0)
         )
         returned_AE = select_rows(computed_AE, rows_S=places_A, places_S=order_A)
-        returned_SE: Tensor = ExchangeRows.apply(returned_AE, num_arrived, num_sent, self.group)
+        returned_SE: Tensor = ExchangeRows.apply(returned_AE, num_arrived, num_sent, self.group.group_name)
         return returned_SE
 
 
@@ -91,24 +91,3 @@ def inverse_permutation(order_S: Tensor) -> Tensor:
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
     return inverse_S
-
-
-class ExchangeRows(torch.autograd.Function):
-    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients travel back.
-
-    Every rank of the group has to call it, even with nothing to send.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.splits, ctx.group = (sent, received), group
-        return all_to_all(rows, sent=sent, received=received, group=group.group_name)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.splits
-        grad = all_to_all(grad, sent=received, received=sent, group=ctx.group.group_name)
-        return grad, None, None, None

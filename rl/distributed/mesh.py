@@ -54,10 +54,6 @@ _NO_COMPILED_AUTOGRAD = refused(
     "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
     "each block's backward"
 )
-_NO_ROTATION = refused(
-    "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
-    "attention kernels for packed sequences do not return with a gradient"
-)
 _IN_PIPELINE = unless("pipeline_parallel_degree", 1)
 
 
@@ -91,9 +87,10 @@ class ParallelismConfig:
     context_parallel_degree: int = 1
     """Number of ranks that share the tokens of each micro-batch, and the parameters as shards do."""
     context_parallel_rotation: Literal["allgather", "alltoall"] = field(
-        default="allgather", metadata=_NO_ROTATION
+        default="allgather", metadata=unless("context_parallel_degree", 1)
     )
-    """Transport of keys and values to the queries of other ranks; alltoall is refused."""
+    """Exchange around attention. allgather: each rank gets all keys and values. alltoall: each rank gets all tokens of
+    its share of the heads, whose number must be a multiple of the ranks."""
     expert_parallel_degree: int = 1
     """Number of ranks, among those that shard parameters, that hold different experts and exchange tokens; 1 for
     a dense model."""
@@ -136,6 +133,11 @@ class ParallelismConfig:
                 check_bounds(self, f"pipeline_parallel_{name}", at_least=1)
         for end in ("first", "last"):
             check_bounds(self, f"pipeline_parallel_{end}_stage_less_layers", at_least=0)
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """True if context-parallel ranks exchange tokens for heads."""
+        return self.context_parallel_degree > 1 and self.context_parallel_rotation == "alltoall"
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes for a number of processes; raise ValueError if the degrees do not fit."""

@@ -6,6 +6,7 @@ D head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -176,6 +177,26 @@ class PackedAttention(nn.Module):
         out = varlen_attn(q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options)
         assert isinstance(out, Tensor)
         return out
+
+
+class HeadExchange(nn.Module):
+    """Core attention of context-parallel ranks that each compute all packed tokens of their share of the heads."""
+
+    def __init__(self, core: nn.Module, *, context: ContextParallel) -> None:
+        super().__init__()
+        self.core = core
+        self.context = context
+
+    def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return [t, H, D]; the layout is that of all ranks' tokens."""
+        num_ranks, num_kv_heads = self.context.num_ranks, k_tKD.size(1)
+        # Ranks that share the queries of a key-value head get a copy each.
+        if (repeat := num_ranks // math.gcd(num_ranks, num_kv_heads)) > 1:
+            k_tKD, v_tKD = (x.repeat_interleave(repeat, dim=1) for x in (k_tKD, v_tKD))
+        parts = [x.unflatten(1, (num_ranks, -1)) for x in (q_tHD, k_tKD, v_tKD)]
+        sizes = [part.size(2) for part in parts]
+        q, k, v = self.context.to_all_tokens(torch.cat(parts, dim=2)).split(sizes, dim=1)
+        return self.context.to_own_tokens(self.core(q, k, v, layout)).flatten(1, 2)
 
 
 class AttentionBySegment(nn.Module):

@@ -4,8 +4,8 @@ The trainer has tensor parallelism with sequence parallelism, experts and FSDP2.
 tensor-parallel rank holds T / tp tokens at full width; inside attention and feed-forward all T tokens of its own
 heads and feed-forward rows. A fused projection gathers the tokens, the output projection scatters them again. Every
 parameter becomes a DTensor on the `tp` axis, including replicated ones, so that with FSDP2 all of them live on one
-two-dimensional mesh and each gradient is right. Context parallelism only changes the axis that FSDP2 shards over: the
-batch tells attention which tokens belong to this rank (`rl.models.attention`).
+two-dimensional mesh and each gradient is right. Context parallelism changes the axis that FSDP2 shards over; the batch
+tells attention which tokens belong to this rank, or ranks exchange tokens for heads around it (`rl.models.attention`).
 
 Pipeline parallelism divides the model into parts (`rl.distributed.pipeline`), each with some of the layers, which
 FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass of all micro-batches.
@@ -37,7 +37,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rl.distributed.mesh import DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
+from rl.distributed.context_parallel import ContextParallel
+from rl.distributed.mesh import CP, DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
 from rl.distributed.pipeline import Pipeline, plan_stages
 from rl.distributed.sharding import (
     ShardingOptions,
@@ -46,7 +47,9 @@ from rl.distributed.sharding import (
     prepare_blocks,
     shard_data_parallel,
 )
+from rl.models.attention import HeadExchange
 from rl.models.decoder import (
+    Attention,
     Decoder,
     Elsewhere,
     FeedForward,
@@ -87,6 +90,11 @@ def parallelize_decoder(
     if mesh is not None and mesh[TP].size() > 1:
         _shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
+    parallelism = config.parallelism
+    if mesh is not None and parallelism.exchanges_heads and (context := ContextParallel.of(mesh[CP])):
+        for module in list(model.modules()):
+            if isinstance(module, Attention):
+                module.core = HeadExchange(module.core, context=context)
     mixtures = _mixtures(model)
     if mesh is not None:
         for layer in mixtures:
@@ -127,6 +135,13 @@ def _mixtures(model: Decoder) -> list[Any]:
 def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """Raise ValueError for degrees that cannot split a model of these sizes."""
     check_tensor_parallel(config, parallelism.tensor_parallel_degree)
+    num_heads = config.block.attention.num_heads // parallelism.tensor_parallel_degree
+    if parallelism.exchanges_heads and num_heads % parallelism.context_parallel_degree:
+        raise ValueError(
+            f"context_parallel_degree={parallelism.context_parallel_degree} with context_parallel_rotation='alltoall' "
+            f"must divide the {num_heads} query heads of a tensor-parallel rank (num_heads="
+            f"{config.block.attention.num_heads}): choose another degree, or context_parallel_rotation='allgather'"
+        )
     if (degree := parallelism.pipeline_parallel_degree) > 1:
         owner: Any = config.owner
         if owner.forward is not Decoder.forward:

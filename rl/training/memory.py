@@ -142,7 +142,12 @@ def _of_rank(
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     kept, recomputed = _activations_of_token(
-        module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, checkpoint=config.activation_checkpoint
+        module,
+        degrees=degrees,
+        itemsize=computed,
+        on_gpu=on_gpu,
+        checkpoint=config.activation_checkpoint,
+        exchanges_heads=config.parallelism.exchanges_heads,
     )
     return MemoryEstimate(
         parameters=kept_on_device
@@ -248,6 +253,7 @@ def _activations_of_token(
     itemsize: int,
     on_gpu: bool,
     checkpoint: ActivationCheckpointConfig,
+    exchanges_heads: bool,
 ) -> tuple[float, float]:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
     model = module.config
@@ -273,13 +279,14 @@ def _activations_of_token(
     norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (queries + keys) * attention.qk_norm
     # Results of products, of rotation and attention (a GPU also repeats keys and values for each query head), and
     # of the feed-forward: gate and up, silu(gate), and their product.
-    # Context parallelism gathers keys and values.
-    cp = degrees.cp
+    # Context parallelism gathers keys and values, unless it exchanges heads, which is not kept.
+    cp = 1 if exchanges_heads else degrees.cp
     core = (2 + 2 * cp) * queries if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
     whole = norms + itemsize * (2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed)
     block_input = itemsize * width / tp
-    # Expert-parallel ranks exchange rows in both directions; an adapter has a result like its layer.
-    exchanged = 2 * routed * (degrees.ep > 1)
+    # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter has a result like
+    # its layer.
+    exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
     added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
     results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added)
     num_layers, every = len(blocks), checkpoint.selective_option

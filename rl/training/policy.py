@@ -127,7 +127,8 @@ class Policy:
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
         # A router would count a shared prompt only once for the balance of experts.
-        needs_own = spec.model.has_experts or self.context is not None or config.compile.includes("model")
+        splits_keys = self.context is not None and not config.parallelism.exchanges_heads
+        needs_own = spec.model.has_experts or splits_keys or config.compile.includes("model")
         self._shares_prompts = training.share_prompts and not needs_own
         if config.print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
@@ -398,7 +399,9 @@ class Policy:
             return batch.input_ids, options, lambda *values: values
         context, num_tokens = self.context, batch.input_ids.numel()
         mine_t = context.token_indices(num_tokens).to(self.device)
-        share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
+        share = batch.sequences
+        if not self._options.parallelism.exchanges_heads:
+            share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
         head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
         places_T = context.places(num_tokens).to(self.device)
         options = {"positions": batch.positions[mine_t], "sequences": share, "head": head}

@@ -45,7 +45,6 @@ def test_degrees_that_do_not_fit_the_world_are_rejected(settings, world_size, me
         ("data_parallel_replicate_degree", 0, ""),
         (SHARD, 0, ""),
         ("expert_parallel_degree", 0, ""),
-        ("context_parallel_rotation", "alltoall", "must be 'allgather'"),
         ("pipeline_parallel_degree", 0, "at least 1"),
         ("pipeline_parallel_layers_per_stage", 0, "at least 1"),
         ("pipeline_parallel_microbatch_size", 0, "at least 1"),

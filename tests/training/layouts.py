@@ -1,7 +1,7 @@
 """Measurements of one rank of parallel layouts, for the tests of layouts.
 
-A layout is named by its degrees and the schedule of its pipeline: `fsdp2_tp2`, `fsdp4_ep2`, `pp2_zbv`, `pp2_csv`. All
-layouts of one number of ranks share their processes.
+A layout is named by its degrees, the schedule of its pipeline and the exchange of context parallelism: `fsdp2_tp2`,
+`fsdp4_ep2`, `pp2_zbv`, `pp2_csv`, `cp2_alltoall`. All layouts of one number of ranks share their processes.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def parallelism(layout: str) -> ParallelismConfig:
             degrees["module_fqns_per_model_part"] = FOUR_STAGES
     if "csv" in layout:
         degrees["pipeline_parallel_schedule_csv"] = str(SCHEDULE_CSV)
+    if "alltoall" in layout.split("_"):
+        degrees["context_parallel_rotation"] = "alltoall"
     return ParallelismConfig(**degrees)
 
 

@@ -130,7 +130,7 @@ def test_recomputed_activations_give_the_same_gradients(windowed_assets):
 
 @pytest.mark.medium
 def test_data_and_context_parallel_ranks_have_the_bits_of_one_device(windowed_assets, one_device):
-    layouts = ["fsdp2", "ddp2", "cp2"]
+    layouts = ["fsdp2", "ddp2", "cp2", "cp2_alltoall"]
     for rank in run_ranks(trained_logprobs, 2, windowed_assets, layouts, timeout_s=RANKS_TIMEOUT_S):
         for layout, logprobs in rank.items():
             assert same_bits(logprobs, one_device), layout

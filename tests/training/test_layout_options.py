@@ -46,7 +46,7 @@ GROUPS = ((0, 2, 8, 12), (1, 5, 8, 10), (3, 4, 9, 11), (5, 6, 7, 13))
 LAYOUTS = {
     "dense": ("fsdp2", "tp2", "ddp2", "cp2"),
     "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "cp2_ep2"),
-    "float8_lora": ("fsdp2", "tp2", "cp2", "pp2"),
+    "float8_lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
 }
 CASES = [
     (kind, layout, ROWS[row])

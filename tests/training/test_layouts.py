@@ -26,14 +26,15 @@ from tests.training.parts import BIAS_RATE, assert_near
 
 MEDIUM = {
     "dense": (
-        "fsdp2", "tp2", "ddp2", "cp2", "pp2", "pp2_interleaved", "pp2_zbv", "fsdp2_tp2", "pp2_fsdp2", "pp2_tp2",
+        "fsdp2", "tp2", "ddp2", "cp2", "cp2_alltoall", "pp2", "pp2_interleaved", "pp2_zbv", "fsdp2_tp2", "pp2_fsdp2",
+        "pp2_tp2", "cp2_tp2_alltoall",
     ),
     "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2", "pp2_fsdp2_ep2"),
-    "lora": ("fsdp2", "tp2", "cp2", "pp2"),
+    "lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
-    "dense": ("ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2"),
+    "dense": ("ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2", "fsdp2_cp2_alltoall", "cp4_alltoall"),
     "moe": (
         "fsdp2", "ddp2", "fsdp4_ep2", "ddp2_fsdp2_ep2", "fsdp2_ep2_tp2", "fsdp2_tp2_etp2", "fsdp2_tp2", "ddp2_tp2",
         "cp2_tp2", "ddp2_fsdp2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
@@ -118,6 +119,8 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
         assert all(rank[name] == ranks[0][name] for name in ("whole", "sparse", "norms"))  # same bits
         np.testing.assert_array_equal(np.concatenate(rank["logprobs"]), np.concatenate(ranks[0]["logprobs"]))
         assert_same_result(rank["whole"], expected["whole"])
+        if case == ("dense", "cp2_alltoall"):  # Prompts are shared.
+            assert rank["whole"].packing.num_packed < rank["whole"].num_tokens
         assert_same_result(rank["sparse"], expected["sparse"])  # All data ranks but one have no sample.
         parts = rank["parts"]
         assert sum(part.loss_sum for part in parts) == pytest.approx(expected["whole"].loss_sum, rel=1e-5)
