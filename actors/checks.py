@@ -121,6 +121,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
             "trainer.reference.enable True"
         )
+    if trainer.optimizer.early_step_in_backward and config.warmup is not None:
+        yield (
+            "trainer.optimizer.early_step_in_backward=True with a warm-up, whose loss is divided by its number of "
+            "tokens: must be False, or warmup None"
+        )
     try:
         loop.overlong.check(max_tokens=loop.sampling.max_tokens)
     except ValueError as error:

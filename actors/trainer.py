@@ -50,7 +50,9 @@ def _on_engine(
     @span(span_name or name)
     async def on_engine(self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any) -> Any:
         call = partial(getattr(self.engine_of(model_id), name), *args, **options)
-        answer = await (self._change_weights(call) if changes_weights else self._compute(call))
+        steps_early = name == "forward_backward" and self.config.optimizer.early_step_in_backward
+        changes = changes_weights or steps_early
+        answer = await (self._change_weights(call) if changes else self._compute(call))
         return answer if self._rank == 0 else None
 
     return on_engine

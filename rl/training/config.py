@@ -135,6 +135,7 @@ def trainer_checks(
     yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
     yield partial(_check_reference, config)
+    yield partial(_check_early_step, config)
 
 
 def _check_layout(config: TrainingEngine.Config, spec: ModelSpec) -> None:
@@ -182,6 +183,26 @@ def _check_split_backward(config: TrainingEngine.Config, spec: ModelSpec) -> Non
             raise ValueError(
                 f"{name}={value!r}: must be {rule} with parallelism.{option}={getattr(parallelism, option)!r}, "
                 "which takes the backwards of inputs and of weights apart"
+            )
+
+
+def _check_early_step(config: TrainingEngine.Config) -> None:
+    """Raise ValueError for options that need all gradients at once, if parameters are stepped in the backward."""
+    if not config.optimizer.early_step_in_backward:
+        return
+    training, degree = config.training, config.parallelism.pipeline_parallel_degree
+    normalization = getattr(config.loss, "normalization", "none")  # The first call checks other losses.
+    for name, value, is_valid, rule in (
+        ("optimizer.name", config.optimizer.name, config.optimizer.name != "Muon", "'AdamW' or 'Adam'"),
+        ("loss.normalization", normalization, normalization == "none", "'none'"),
+        ("training.max_norm", training.max_norm, training.max_norm == float("inf"), "inf"),
+        ("training.cpu_offload", training.cpu_offload, not training.cpu_offload, "False"),
+        ("parallelism.pipeline_parallel_degree", degree, degree == 1, "1"),
+    ):
+        if not is_valid:
+            raise ValueError(
+                f"{name}={value!r}: must be {rule} with optimizer.early_step_in_backward=True, which steps a parameter "
+                "before the other gradients are known"
             )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from losses.policy import GRPOLoss
 from losses.types import Loss
@@ -38,7 +38,7 @@ from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
-from rl.training.failures import unwritten
+from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import LRSchedule, Optimizer
@@ -53,7 +53,8 @@ class TrainingEngine(Configurable):
     """One policy in training. `policy_version` counts its optimizer steps.
 
     A call of `forward_backward` or `optim_step` that fails after it has started drops the whole accumulated
-    gradient.
+    gradient. With `optimizer.early_step_in_backward` parameters may have been stepped by then: only
+    `load_checkpoint` mends that.
     """
 
     optimizer: Optimizer
@@ -157,7 +158,11 @@ class TrainingEngine(Configurable):
         )
         self.policy_version = 0
         self._gradient = GradientAccumulator(
-            policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
+            policy=self.policy,
+            reference=self.reference,
+            experts=self.experts,
+            failure_folder=failure_folder,
+            early_step=self._step_early if config.optimizer.early_step_in_backward else None,
         )
         self._enable_gc_again = _stop_collections(config.training)
         barrier()
@@ -212,10 +217,15 @@ class TrainingEngine(Configurable):
         Raises:
             ValueError: nothing is accumulated, no token was valid, or a setting is out of range; the gradient
                 is kept.
-            NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated.
+            NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated, unless parameters were
+                stepped early.
         """
-        lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
-        settings = self.optimizer.settings(lr=lr, params=params)
+        if params is not None and self.config.optimizer.early_step_in_backward:
+            raise ValueError(
+                f"optim_step({params}) with optimizer.early_step_in_backward=True: must have no settings, because "
+                "forward_backward has stepped"
+            )
+        settings = self._settings(params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
             check_bounds(params, "max_norm", above=0)
@@ -223,11 +233,13 @@ class TrainingEngine(Configurable):
         scale = self._gradient.scale(allow_empty=allow_empty)
         with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
-            self.optimizer.step(settings)
+            if not self._gradient.has_stepped:
+                self.optimizer.step(settings)
             self.policy.converters.post_optimizer_hook(self.policy.model)
             if self.experts is not None:
                 self.experts.step()
         self.drop_gradient()
+        self._gradient.has_stepped = False
         self.policy_version += 1
         self._collect_garbage()
         return OptimStepResult(
@@ -235,6 +247,14 @@ class TrainingEngine(Configurable):
             lr=settings["lr"],
             policy_version=self.policy_version,
         )
+
+    def _settings(self, params: OptimParams | None = None) -> dict[str, Any]:
+        """Return the optimizer's settings for the next step."""
+        lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
+        return self.optimizer.settings(lr=lr, params=params)
+
+    def _step_early(self, parameter: nn.Parameter) -> None:
+        self.optimizer.step_one(parameter, self._settings())
 
     def drop_gradient(self) -> None:
         self._gradient.drop()
@@ -267,10 +287,14 @@ class TrainingEngine(Configurable):
         Raises:
             FileExistsError: the folder exists.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
-            CheckpointError: this save, or the background save before it, failed.
+            CheckpointError: this save, or the background save before it, failed, or the weights are those of no step.
         """
         if self._gradient.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
+        if self._gradient.has_stepped:
+            raise CheckpointError(
+                "a call that failed has stepped some of the weights early: load a checkpoint"
+            )
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
             self.checkpointer.save(
                 folder,
@@ -296,6 +320,7 @@ class TrainingEngine(Configurable):
             self.policy_version = self.checkpointer.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
+        self._gradient.has_stepped = False
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:

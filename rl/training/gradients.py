@@ -9,7 +9,7 @@ Shape legend: T packed tokens of one micro-batch, K targets of each where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,8 +49,11 @@ class GradientAccumulator:
         reference: ReferencePolicy | None,
         experts: Any,
         failure_folder: str | None,
+        early_step: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        """`failure_folder` receives the samples of a loss that is not finite."""
+        """`failure_folder` receives the samples of a loss that is not finite; `early_step` steps a parameter as soon
+        as its gradient is complete, which is then freed.
+        """
         self._policy = policy
         self._reference = reference
         self._experts = experts
@@ -62,6 +65,22 @@ class GradientAccumulator:
         """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no division."""
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
+        self._early_step = early_step
+        self.has_stepped = False
+        """True after parameters were stepped early: the weights are between two versions."""
+        self._early_squares: list[Tensor] = []
+        if early_step is not None:
+            for parameter in policy.trained_parameters.values():
+                parameter.register_post_accumulate_grad_hook(self._step_early)
+
+    def _step_early(self, parameter: nn.Parameter) -> None:
+        """Step a parameter in the backward of the last micro-batch."""
+        if self.has_stepped:
+            assert self._early_step is not None
+            sum_partial_gradients([parameter])
+            self._early_squares.append(squared_norm([parameter], mesh=self._policy.mesh))
+            self._early_step(parameter)
+            parameter.grad = None
 
     def add(
         self,
@@ -72,6 +91,11 @@ class GradientAccumulator:
         return_logprobs: bool | Sequence[int],
     ) -> ForwardBackwardResult:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
+        if self.has_stepped:
+            raise ValueError(
+                "forward_backward with optimizer.early_step_in_backward=True: the call before has changed weights "
+                "already; call optim_step after each call, or load_checkpoint if it failed"
+            )
         wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
         call = CallSums(samples, policy=self._policy, wanted=wanted)
         with self.dropped_on_error(f"forward_backward of step {version}"):
@@ -118,12 +142,17 @@ class GradientAccumulator:
 
     def finish(self, *, scale: float, max_norm: float, version: int) -> float:
         """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises NonFiniteLossError."""
-        parameters = list(self._policy.trained_parameters.values())
+        parameters, mesh = list(self._policy.trained_parameters.values()), self._policy.mesh
         if not self.num_calls:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
         sum_partial_gradients(parameters)
-        norm = global_norm(parameters, mesh=self._policy.mesh) * scale
+        squares = (
+            torch.stack(self._early_squares).sum()
+            if self.has_stepped
+            else squared_norm(parameters, mesh=mesh)
+        )
+        norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
         factor = scale * min(1.0, max_norm / (norm + 1e-6))
         if factor != 1.0:
@@ -134,7 +163,7 @@ class GradientAccumulator:
         """Drop the accumulated gradient."""
         for parameter in self._policy.parameters.values():
             parameter.grad = None
-        self.num_calls, self.denominator, self._samples = 0, None, []
+        self.num_calls, self.denominator, self._samples, self._early_squares = 0, None, [], []
         if self._experts is not None:
             self._experts.forget()
 
@@ -161,6 +190,7 @@ class GradientAccumulator:
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
                 self._check_denominator(output)
+                self.has_stepped = self._early_step is not None and call.is_complete
             # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
             return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
 
@@ -173,6 +203,11 @@ class GradientAccumulator:
         )
 
     def _check_denominator(self, output: LossOutput) -> None:
+        if self._early_step is not None and output.denominator is not None:
+            raise ValueError(
+                "optimizer.early_step_in_backward=True with a loss that has a denominator: give it normalization "
+                "'none', or set early_step_in_backward to False"
+            )
         if self.num_calls and (output.denominator is None) != (self.denominator is None):
             raise ValueError(
                 "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "
@@ -199,6 +234,11 @@ class CallSums:
         self._sums: list[dict[str, Tensor]] = []
         """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with METRIC."""
         self._largest: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the sums of all micro-batches are there."""
+        return len(self._sums) == len(self.batches)
 
     def returns_logprobs(self, batch: PackedBatch) -> bool:
         """Return whether a sample of the micro-batch is wanted."""
@@ -296,8 +336,8 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.data.placements)
 
 
-def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> float:
-    """Return the 2-norm of all gradients, the same number on every rank, with one collective.
+def squared_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> Tensor:
+    """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the world is whole.
 
     Each rank adds the squares of its own shards, divided by the number of ranks that hold the same shard, which
     are of one stage.
@@ -306,8 +346,7 @@ def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) 
     norms = torch._foreach_norm(_local_gradients(with_grad))
     squares = torch.stack(norms).double().square()
     shares = [num_shards(p) / ranks_of_stage(mesh) for p in with_grad]
-    total = (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
-    return math.sqrt(sum_over_world(total, mesh=mesh))
+    return (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
 
 
 def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

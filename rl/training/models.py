@@ -231,6 +231,11 @@ def check_config(config: TrainingEngine.Config) -> None:
     """Raise ValueError for options that several models cannot have."""
     if config.training.cpu_offload:
         raise ValueError("training.cpu_offload=True: must be False, models share their base's memory")
+    if config.optimizer.early_step_in_backward:
+        raise ValueError(
+            "optimizer.early_step_in_backward=True: must be False, clients give the settings of a step after its "
+            "gradient"
+        )
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree={degree}: must be 1, each rank keeps the adapters of all layers"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rl.config.configurable import Configurable, check_refused, only_if, refused, unless
+from rl.config.configurable import Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
@@ -44,17 +44,11 @@ class Optimizer(Configurable):
         only."""
         muon: MuonConfig = field(default_factory=MuonConfig, metadata=only_if("name", "Muon"))
         """Settings of Muon."""
-        early_step_in_backward: bool = field(
-            default=False,
-            metadata=refused(
-                "optim_step divides the gradient by the denominators of all forward_backward calls and clips it "
-                "by its norm over all parameters, and neither is known during a backward pass"
-            ),
-        )
-        """Step each parameter during backward; refused."""
+        early_step_in_backward: bool = False
+        """Step each parameter during the backward of a call's last micro-batch, and free its gradient; for a loss
+        with normalization none, without clipping, and one forward_backward a step."""
 
         def __post_init__(self) -> None:
-            check_refused(self)
             _check_settings(self)
 
     def __init__(
@@ -113,6 +107,14 @@ class Optimizer(Configurable):
                 lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
             )
         self.inner.step()  # Last, so that its hooks find every parameter stepped.
+
+    def step_one(self, parameter: nn.Parameter, settings: dict[str, Any]) -> None:
+        """Update one parameter as `step` would; not with Muon."""
+        (group,) = self.inner.param_groups
+        parameters = group["params"]
+        group.update(settings | {"params": [parameter]})
+        self.inner.step()
+        group["params"] = parameters
 
     def reset(self) -> None:
         """Drop the running means."""

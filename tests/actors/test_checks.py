@@ -46,6 +46,7 @@ def test_config_without_contradictions_has_no_faults(edits):
         ({"weights__timeout_s": 601.0}, "weights.timeout_s=601 is more than timeouts.sync_s=600, after"),
         ({**LORA, "trainer__converters": (ADAPTER,)},
          "trainer.converters.0.initial_adapter='adapters/mine' with a warm-up"),
+        ({"trainer__optimizer__early_step_in_backward": True}, "early_step_in_backward=True with a warm-up"),
         ({"generator__num_replicas": 3, "num_gpus": 3}, "need 4 GPUs on this machine, which has 3"),
         ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2, "launch__gpus_per_host": 0,
           "trainer__checkpoint__async_mode": "async_with_pinned_mem"}, "async_with_pinned_mem"),

@@ -169,6 +169,8 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
         found["continued"].append((engine.forward_backward(samples).loss_sum, engine.optim_step().grad_norm))
     engine.close()
 
+    if kind == "dense" and "pp" not in sizes(layout):
+        found["early"] = step_in_backward(layout, assets)
     if kind in ("dense", "lora"):
         found["muon"] = step_with_muon(case, assets)
     if kind == "dense":
@@ -235,6 +237,17 @@ def step_with_muon(case: Case, assets: Assets) -> tuple[Tensors, Tensors]:
         engine.optim_step()
     weights = whole_weights(engine)
     return weights, {name: tensor - start[name] for name, tensor in weights.items()}
+
+
+def step_in_backward(layout: str, assets: Assets) -> tuple[Tensors, list[float]]:
+    """Return the weights and norms of two steps in the backward."""
+    config = config_of("dense", layout, assets, max_norm=math.inf)
+    config.loss, config.optimizer.early_step_in_backward = GRPOLoss(normalization="none"), layout != "one"
+    engine, norms = built(config, assets["dense"], spec=spec_of("dense")), []
+    for _ in range(2):
+        engine.forward_backward(make_samples())
+        norms.append(engine.optim_step().grad_norm)
+    return whole_weights(engine), norms
 
 
 def reduced(layout: str, assets: Assets, dtype: str) -> Tensors:

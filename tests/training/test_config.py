@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import re
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from losses.policy import GRPOLoss
 from losses.types import LossOutput
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
@@ -34,7 +36,6 @@ SAMPLES = make_samples()
     ("component", "field", "value", "says"),
     [
         ("activation_checkpoint", "mode", "selectve", "must be 'none' | 'selective' | 'full'"),
-        ("optimizer", "early_step_in_backward", True, "must be False: optim_step divides the gradient"),
         ("optimizer", "lr", float("inf"), "must be at least 0 and below inf"),
         ("training", "max_norm", 0.0, "must be above 0"),
         ("training", "max_tokens_per_microbatch", 0, "must be at least 1"),
@@ -78,6 +79,23 @@ def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
             ValueError, match=f"has {limit + 1} tokens, more than max_sequence_length={limit}"
         ):
             engine.forward_backward([make_sample(length=limit + 1, seed=0)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"loss": GRPOLoss()}, "loss.normalization='token_mean': must be 'none'"),
+        ({"max_norm": 1.0}, "training.max_norm=1.0: must be inf"),
+        ({"cpu_offload": True}, "training.cpu_offload=True: must be False"),
+        ({"parallelism": parallelism("pp2")}, "parallelism.pipeline_parallel_degree=2: must be 1"),
+    ],
+)
+def test_step_in_the_backward_is_refused_where_all_gradients_are_needed(settings, says):
+    valid = {"loss": GRPOLoss(normalization="none"), "max_norm": math.inf}
+    config = engine_config(**(valid | settings))
+    config.optimizer.early_step_in_backward = True
+    with pytest.raises(ValueError, match=f"{says} with optimizer.early_step_in_backward=True"):
+        [check() for check in trainer_checks(config, small_spec(), world_size=2, device_type="cpu")]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,15 @@ def test_losses_equal_one_device(measured, one, case):
             assert_near_logprobs([actual], [expected])
 
 
+@of_kinds("dense")
+def test_steps_in_the_backward_equal_those_after_it_on_one_device(measured, one, case):
+    weights, norms = one("dense")["early"]
+    for rank in measured(case):
+        if "pp" not in sizes(case[1]):
+            assert rank["early"][1] == pytest.approx(norms, rel=1e-5)
+            assert_near(rank["early"][0], weights, relative=1e-6)
+
+
 @of_kinds("dense", "lora")
 def test_muon_steps_sharded_matrices_like_whole_ones(measured, one, case):
     _, expected = one(case[0])["muon"]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -6,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from losses.policy import GRPOLoss
+from rl.training.failures import CheckpointError, NonFiniteLossError
 from rl.training.muon import Muon, MuonConfig
 from rl.training.optimizer import LRSchedule, Optimizer, check_total_steps
 from rl.types import OptimParams
@@ -155,6 +158,65 @@ def test_step_divides_clips_and_takes_the_settings_of_this_step(assets, params):
         assert (result.lr, result.policy_version) == (settings["lr"], version + 1)
         assert_near(weights(engine), dict(model.named_parameters()), relative=1e-6)
         assert all(p.grad is None for p in engine.policy.parameters.values())
+
+
+def early_engine(assets, *, early, **settings):
+    """Return an engine whose parameters are perhaps stepped in the backward, and its numbers of live gradients."""
+    config = engine_config(loss=GRPOLoss(normalization="none"), max_norm=math.inf, **settings)
+    config.optimizer.early_step_in_backward = early
+    engine, alive = built(config, assets), []
+    parameters = engine.policy.parameters.values()
+
+    def count(own):
+        # The gradient of `own` was there until its step.
+        alive.append(sum(p.numel() for p in parameters if p is own or p.grad is not None))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(count)
+    return engine, alive
+
+
+@pytest.mark.parametrize("max_tokens", [40, 400])
+def test_step_in_the_backward_takes_the_same_steps_and_frees_gradients(assets, max_tokens):
+    (late, of_late), (early, of_early) = (
+        early_engine(assets, early=early, max_tokens_per_microbatch=max_tokens) for early in (False, True)
+    )
+    for _ in range(3):
+        results = [engine.forward_backward(SAMPLES) for engine in (late, early)]
+        assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-6)
+        assert all(p.grad is None for p in early.policy.parameters.values())
+        steps = [engine.optim_step() for engine in (late, early)]
+        assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-6)
+        assert steps[0].policy_version == steps[1].policy_version
+        assert_near(weights(early), weights(late), relative=1e-6)
+    sizes = [p.numel() for p in early.policy.parameters.values()]
+    assert max(of_late) == sum(sizes)
+    # With several micro-batches all gradients wait for the last one.
+    assert max(of_early) == (sum(sizes) if max_tokens == 40 else max(sizes))
+
+
+def test_step_in_the_backward_refuses_what_comes_too_late(assets):
+    engine, _ = early_engine(assets, early=True)
+    with pytest.raises(ValueError, match="with a loss that has a denominator: give it normalization 'none'"):
+        engine.forward_backward(SAMPLES, loss=GRPOLoss())
+    engine.forward_backward(SAMPLES)
+    with pytest.raises(ValueError, match="call optim_step after each call"):
+        engine.forward_backward(SAMPLES)
+    with pytest.raises(ValueError, match="must have no settings"):
+        engine.optim_step(OptimParams(lr=1e-3))
+    assert engine.optim_step().policy_version == 1
+
+
+def test_weights_of_a_failed_step_in_the_backward_are_not_saved(assets, tmp_path):
+    engine, _ = early_engine(assets, early=True)
+    broken = replace(SAMPLES[4], advantages=np.full_like(SAMPLES[4].advantages, np.nan))
+    with pytest.raises(NonFiniteLossError):
+        engine.forward_backward([broken])
+    with pytest.raises(CheckpointError, match="load a checkpoint"):
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.load_checkpoint(assets)
+    engine.forward_backward(SAMPLES)
+    assert math.isfinite(engine.optim_step().grad_norm)
 
 
 def factors(steps, **config):
