@@ -18,7 +18,9 @@ from actors.cluster import trains_on_gpu
 from actors.config import ClusterConfig, RunConfig
 from actors.placement import place_actors
 from rl.config.tree import named_as_options
+from rl.distributed.pipeline import plan_stages
 from rl.models.converter import ModelConverters
+from rl.models.decoder import module_names
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
@@ -226,6 +228,9 @@ def converted_model(
         with torch.device("meta"):
             model: nn.Module = model_spec.model.build()
             converters.convert(model)
+        if degrees.pp > 1:
+            plan = plan_stages(fleet.trainer.parallelism, module_names(model_spec.model))
+            plan.check_trained(name for name, p in model.named_parameters() if p.requires_grad)
     return model, converters
 
 

@@ -313,6 +313,8 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         degrees = _degrees(config)
     is_whole = degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
     on_policy = loop.max_off_policy_steps == 0
+    parallelism = trainer.parallelism
+    has_names = parallelism.module_fqns_per_model_part is not None
     ratios_are_1 = config.batch_invariant and on_policy and loop.num_minibatches == 1
     rules = {
         "generator.on_update": on_policy,  # nothing is generated while weights change
@@ -322,6 +324,11 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         "generator.can_sleep": not launch.share_gpus,
         "trainer.comm": trainer.num_procs == 1,
         "trainer.parallelism.reshard_after_forward": is_whole,
+        "trainer.parallelism.pipeline_parallel_layers_per_stage": has_names,
+        "trainer.parallelism.pipeline_parallel_first_stage_less_layers": has_names,
+        "trainer.parallelism.pipeline_parallel_last_stage_less_layers": has_names,
+        "trainer.parallelism.pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule_csv
+        is not None,
         "trainer.training.cpu_offload": not on_gpu,
         "trainer.training.reduce_dtype": is_whole,
         "trainer.training.share_prompts": (

@@ -77,7 +77,13 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
         if f.init:
             value, annotation = getattr(node, f.name), _hints(cls)[f.name]
             kind = "hidden" if f.metadata.get("hidden") else _kind(value, annotation)
-            if kind == "leaf" and callable(value) and not _is_component(annotation):
+            # A class in place of a component is a mistake of the user's; `rebuild` says so.
+            if (
+                kind == "leaf"
+                and callable(value)
+                and not _is_component(annotation)
+                and _fits(value, annotation)
+            ):
                 raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
             if kind == "leaf" and isinstance(value, enum.Enum):
                 raise TypeError(f"{cls.__qualname__}.{f.name} is an enum: make it a Literal of strings")
@@ -92,6 +98,13 @@ def _kind(value: Any, annotation: Any) -> Literal["leaf", "node", "absent"]:
         return "node"
     is_empty = value is None or (isinstance(value, list | tuple) and not value)
     return "absent" if is_empty and any(map(_is_component, typing.get_args(annotation))) else "leaf"
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        convert(value, annotation)
+        return True
+    return False
 
 
 def _is_component(annotation: Any) -> bool:

@@ -118,6 +118,7 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     PyTorch has neither a public reader nor a public check. Raises ValueError naming the file.
     """
     field = f"pipeline_parallel_schedule_csv={file!r}"
+    lowered: dict[int, Any] = {}
     try:
         with open(file, newline="") as opened:
             rows = [[schedules._Action.from_str(cell.strip()) for cell in row] for row in csv.reader(opened)]
@@ -129,6 +130,8 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
         num_micro_batches = 1 + max(action.microbatch_index or 0 for action in done)
         if len(set(done)) < len(done):
             raise ValueError("an entry is there twice")
+        if sent := [action for action in done if not action.is_compute_op]:
+            raise ValueError(f"has {sent[0]}: must have no transfers, which follow from the rest")
         # PyTorch takes the losses of the last stage in this order.
         of_last = [action for action in done if action.stage_index == num_stages - 1]
         order = [a.microbatch_index for a in of_last if a.computation_type == schedules.FORWARD]
@@ -137,6 +140,13 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
                 f"stage {num_stages - 1}, the last, must take the micro-batches forward in order"
             )
         ranks = schedules._validate_schedule(actions, num_ranks, num_stages, num_micro_batches)
+        if idle := set(range(num_ranks)) - set(ranks.values()):
+            raise ValueError(f"row {min(idle) + 1} has no entry: every rank must have a stage")
+        for rank, row in actions.items():
+            unsharded: Any = schedules._add_unshard_reshard(row)
+            lowered[rank] = schedules._add_reduce_grad(unsharded, num_micro_batches)
+        # Finds actions that wait for each other.
+        schedules._add_send_recv(lowered, stage_to_rank=ranks.__getitem__, num_stages=num_stages)
     except (OSError, ValueError, RuntimeError, AssertionError, KeyError) as error:
         raise ValueError(f"{field}: {error}") from error
     return FileSchedule(

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 STAGES_OF_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 """Stages of each rank by schedule, unless layers_per_stage says otherwise."""
+FORWARDS_OF_STAGE = 8
+"""Micro-batches a stage of a forward without backward: each is held from its arrival until all are sent."""
 FOLDED = "ZBVZeroBubble"
 """Schedule that returns through the ranks: the first rank has the first stage and the last."""
 
@@ -54,6 +56,18 @@ class StagePlan:
     def modules_of(self, rank: int) -> set[str]:
         """Return the names of the modules of a rank's stages."""
         return {name for stage in self.of_rank(rank) for name in self.modules[stage]}
+
+    def check_trained(self, trained: Iterable[str]) -> None:
+        """Raise ValueError for a stage without any of the trained parameters, whose backward would fail."""
+        trained = list(trained)
+        for stage, modules in enumerate(self.modules):
+            # The head's adapter is beside the head.
+            own = tuple(f"{module}{end}" for module in modules for end in (".", "_lora."))
+            if not any(name.startswith(own) for name in trained):
+                raise ValueError(
+                    f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt "
+                    "layers of every stage (converters), or set parallelism.pipeline_parallel_degree to 1"
+                )
 
     def held_at_once(self, rank: int, *, schedule: str) -> float:
         """Return for how many micro-batches a rank keeps activations at once.
@@ -225,7 +239,9 @@ class Pipeline:
         try:
             self._copy_tied()
             if not backward:
-                self._forward(num_micro_batches, hidden)
+                at_once = FORWARDS_OF_STAGE * self.num_stages
+                for begin in range(0, num_micro_batches, at_once):
+                    self._forward(range(begin, min(begin + at_once, num_micro_batches)), hidden)
                 return
             file = self.plan.file
             of_pass = num_micro_batches if file is None else file.num_micro_batches
@@ -239,8 +255,8 @@ class Pipeline:
                 head.grad = None  # Also after an error.
 
     @torch.no_grad()
-    def _forward(self, num_micro_batches: int, hidden: Hidden) -> None:
-        """Take all micro-batches through one stage of this rank after the other."""
+    def _forward(self, numbers: Sequence[int], hidden: Hidden) -> None:
+        """Take micro-batches through one stage of this rank after the other."""
         sent: list[tuple[dist.Work | None, Tensor]] = []
         kept: dict[tuple[int, int], Tensor] = {}
         """Hidden states for another stage of this rank, by stage and micro-batch."""
@@ -249,13 +265,13 @@ class Pipeline:
             received: list[tuple[dist.Work | None, Tensor]] = []
             if source != self.rank:
                 # All before the first send: NCCL takes those to and from one rank in their order.
-                for _ in range(num_micro_batches):
+                for _ in numbers:
                     x = hidden.like(device=self.device)
                     received.append((dist.irecv(x, group_src=source, group=self.group), x))
-            for number in range(num_micro_batches):
+            for place, number in enumerate(numbers):
                 given: Tensor | None = None
                 if received:
-                    work, given = received[number]
+                    work, given = received[place]
                     if work is not None:
                         work.wait()
                 elif stage:

@@ -141,8 +141,15 @@ def trainer_checks(
 def _check_layout(config: TrainingEngine.Config, spec: ModelSpec) -> None:
     with named_as_options("parallelism", config.parallelism):
         check_decoder_layout(spec.model, config.parallelism)
-    if config.parallelism.pipeline_parallel_degree > 1:
+    degree, dtype = config.parallelism.pipeline_parallel_degree, config.training.reduce_dtype
+    if degree > 1:
         _check_split_backward(config, spec)
+        if dtype != "float32":
+            raise ValueError(
+                f"training.reduce_dtype={dtype!r}: must be 'float32' with "
+                f"parallelism.pipeline_parallel_degree={degree}, because FSDP would add the gradients of micro-batches "
+                "in it"
+            )
 
 
 def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:

@@ -86,6 +86,7 @@ class TrainingEngine(Configurable):
             Raises ValueError for a field that is out of range, or contradicts another field, the model or the machine.
             """
             check_fields(self)
+            self.lr_scheduler.build()
             for check in trainer_checks(self, spec, world_size=world_size, device_type=device.type):
                 check()
             degrees = self.parallelism.degrees(world_size)
@@ -158,12 +159,10 @@ class TrainingEngine(Configurable):
         )
         self.policy_version = 0
         self._gradient = GradientAccumulator(
-            policy=self.policy,
-            reference=self.reference,
-            experts=self.experts,
-            failure_folder=failure_folder,
-            early_step=self._step_early if config.optimizer.early_step_in_backward else None,
+            policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
         )
+        if config.optimizer.early_step_in_backward:
+            self._gradient.step_early_with(self._step_early)
         self._enable_gc_again = _stop_collections(config.training)
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)

@@ -49,11 +49,8 @@ class GradientAccumulator:
         reference: ReferencePolicy | None,
         experts: Any,
         failure_folder: str | None,
-        early_step: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        """`failure_folder` receives the samples of a loss that is not finite; `early_step` steps a parameter as soon
-        as its gradient is complete, which is then freed.
-        """
+        """`failure_folder` receives the samples of a loss that is not finite."""
         self._policy = policy
         self._reference = reference
         self._experts = experts
@@ -65,13 +62,16 @@ class GradientAccumulator:
         """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no division."""
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
-        self._early_step = early_step
+        self._early_step: Callable[[nn.Parameter], None] | None = None
         self.has_stepped = False
         """True after parameters were stepped early: the weights are between two versions."""
         self._early_squares: list[Tensor] = []
-        if early_step is not None:
-            for parameter in policy.trained_parameters.values():
-                parameter.register_post_accumulate_grad_hook(self._step_early)
+
+    def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
+        """Step each parameter as soon as its gradient is complete, which is then freed."""
+        self._early_step = step
+        for parameter in self._policy.trained_parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._step_early)
 
     def _step_early(self, parameter: nn.Parameter) -> None:
         """Step a parameter in the backward of the last micro-batch."""

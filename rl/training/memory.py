@@ -149,16 +149,18 @@ def _of_rank(
         checkpoint=config.activation_checkpoint,
         exchanges_heads=config.parallelism.exchanges_heads,
     )
+    has_head = plan is None or plan.ranks[-1] == rank
+    logits = _logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
     return MemoryEstimate(
         parameters=kept_on_device
         * (num_all + num_copied_head)
         * (stored + config.reference.enable * computed),
         gradients=kept_on_device * (num_trained + num_copied_head) * stored,
         optimizer=kept_on_device * (num_trained + num_adam) * stored,
-        gathered=_gathered(on_rank, named, config=config),
+        gathered=_gathered(on_rank, named, config=config) + math.ceil(copied / degrees.tp) * 2 * computed,
         activations=int(num_tokens * (held_at_once * kept + num_buffers * model.dim * computed / degrees.tp)),
         recomputed=int(num_tokens * recomputed),
-        logits=_logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu),
+        logits=logits if has_head else 0,
         copies=kept_on_device * num_copied * stored,
     )
 

@@ -145,7 +145,7 @@ class Policy:
         whole, pipeline = self.whole, self.pipeline
         trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
         if pipeline is not None:
-            _check_trained(pipeline, trained)
+            pipeline.plan.check_trained(name for name, is_trained in trained.items() if is_trained)
         parts = parallelize_decoder(whole, mesh=self.mesh, config=self._options, pipeline=pipeline)
         tied = {"lm_head.weight": trained["embed_tokens.weight"]}
         if self.device.type == "cpu":
@@ -461,19 +461,6 @@ def _sendable(error: Exception | None) -> Exception | None:
     except Exception:  # noqa: BLE001 - whatever an exception of somebody else holds
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _check_trained(pipeline: Pipeline, trained: dict[str, bool]) -> None:
-    """Raise ValueError, on every rank, for a stage in which nothing is trained: it would end the backward."""
-    for stage, modules in enumerate(pipeline.plan.modules):
-        if not any(
-            requires_grad and name.startswith(tuple(f"{module}." for module in modules))
-            for name, requires_grad in trained.items()
-        ):
-            raise ValueError(
-                f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt layers "
-                "of every stage (converters), or set pipeline_parallel_degree to 1"
-            )
 
 
 def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

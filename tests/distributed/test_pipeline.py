@@ -114,6 +114,9 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
             "stage 1, the last, must take the micro-batches forward in order",
         ),
         (GPIPE.replace("1F1", "1F1,1F1"), "an entry is there twice"),
+        (GPIPE.replace("0F1", "0SEND_F0,0F1"), "has 0SEND_F0: must have no transfers"),
+        ("0F0,1F0,1B0,0B0\n\n", "row 2 has no entry: every rank must have a stage"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "Malformed compute schedule"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
@@ -121,3 +124,13 @@ def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError, match=f"schedule_csv={re.escape(repr(str(file)))}.*{message}"):
         plan(4, degree=2, schedule_csv=str(file))
+
+
+def test_every_stage_needs_something_that_is_trained():
+    stages = plan(4, degree=2)
+    head = ("layers.0.attention.qkv_proj.lora_a", "lm_head_lora.lora_a")
+    stages.check_trained(head)
+    with pytest.raises(
+        ValueError, match=r"stage 1 of the pipeline \(layers.2, .*\) has no parameter that is trained"
+    ):
+        stages.check_trained(head[:1])

@@ -34,15 +34,15 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "path", "value", "message"),
     [
-        (SinksConfig(), "console.num_rows", 0, "console: num_rows=0: must be at least 1"),
+        (SinksConfig(), "console.num_rows", 0, "console.num_rows=0: must be at least 1"),
         (SinksConfig(), "close_s", float("inf"), "close_s=inf: must be above 0 and below inf"),
         (
             SinksConfig(),
             "wandb.project",
             "a/b",
-            r"wandb: project='a/b': must be a name without / \\ # \? % or :",
+            r"wandb.project='a/b': must be a name without / \\ # \? % or :",
         ),
-        (SinksConfig(), "trackio.project", "", "trackio: project='': must be a name"),
+        (SinksConfig(), "trackio.project", "", "trackio.project='': must be a name"),
         (SinksConfig(), "console.style", "loud", "console.style='loud': must be 'auto'"),
         (RecorderConfig(), "num_groups", -1, "num_groups=-1: must be at least 0"),
         (RecorderConfig(), "num_eval_problems", -1, "num_eval_problems=-1: must be at least 0"),

@@ -10,7 +10,9 @@ from configs import sum_digits
 from losses.policy import GRPOLoss
 from rl.config.cli import main
 from rl.config.tree import ConfigError, rebuild
+from rl.loop.warmup import SupervisedWarmup
 from rl.models.float8 import Float8
+from rl.models.lora import LoRA
 from rl.training.optimizer import Optimizer
 
 COMPONENTS = (
@@ -57,6 +59,13 @@ def test_no_component_passes_for_another():
         ("model", "0.6B", "model='0.6B': must be ModelSpec | None"),
         ("loop.sampling", "greedy", "loop.sampling='greedy': must be Sampling"),
         ("task", None, "task=None: must be"),
+        (
+            "warmup",
+            SupervisedWarmup,
+            "warmup=SupervisedWarmup (the class; SupervisedWarmup() is an instance): must be",
+        ),
+        ("trainer.converters", LoRA, "trainer.converters=LoRA (the class; "),
+        ("loop.num_steps", len, "loop.num_steps=<built-in function len>: must be int"),
     ],
 )
 def test_a_wrong_component_ends_the_command_in_one_line(monkeypatch, capsys, tmp_path, path, value, says):

@@ -56,6 +56,8 @@ DEGREES = {
 SCHEDULES = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 SCHEDULE_CSV = Path(__file__).with_name("pipeline.csv")
 """Two stages from the last rank to the first, three micro-batches, backwards whole and in two parts."""
+REDUCED = ("fsdp2", "ddp2")
+"""Layouts whose gradients are measured in both dtypes of the reduction."""
 FOUR_STAGES = ("embed_tokens", "layers.0", "layers.1", "norm")
 
 Tensors = dict[str, np.ndarray]
@@ -175,7 +177,8 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
         found["muon"] = step_with_muon(case, assets)
     if kind == "dense":
         found["losses"] = measure_losses(layout, assets)
-        found["reduced"] = {dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")}
+        if layout in REDUCED:
+            found["reduced"] = {dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")}
     return found
 
 

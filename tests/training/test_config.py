@@ -123,6 +123,10 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
     third = ActivationCheckpointConfig(mode="selective", selective_option="3")
     for settings, model, world_size, says in (
         ({"parallelism": parallelism("tp2")}, odd, 2, r"^parallelism\.tensor_parallel_degree=2 does not"),
+        (
+            {"parallelism": parallelism("pp2"), "reduce_dtype": "bfloat16"}, spec, 2,
+            "training.reduce_dtype='bfloat16': must be 'float32' with parallelism.pipeline_parallel_degree=2",
+        ),
         ({"parallelism": parallelism("cp3_alltoall")}, spec, 3, "degree=3 .* must divide the 4 query heads"),
         ({"parallelism": parallelism("cp4_tp2_alltoall")}, spec, 8, "the 2 query heads of a tensor-parallel rank"),
         ({"activation_checkpoint": third}, spec, 1, r"selective_option='3': .* up to '2', the la"),

@@ -13,6 +13,7 @@ from rl.models.hf import HFFolder, read_parameters
 from rl.training.checkpoint_tensors import saved_shapes
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
+    REDUCED,
     measure,
     measure_all,
     measure_gradients,
@@ -34,7 +35,10 @@ MEDIUM = {
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
-    "dense": ("ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2", "fsdp2_cp2_alltoall", "cp4_alltoall"),
+    "dense": (
+        "ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2", "fsdp2_cp2_alltoall", "cp4_alltoall", "pp2_gpipe",
+        "pp2_ddp2",
+    ),
     "moe": (
         "fsdp2", "ddp2", "fsdp4_ep2", "ddp2_fsdp2_ep2", "fsdp2_ep2_tp2", "fsdp2_tp2_etp2", "fsdp2_tp2", "ddp2_tp2",
         "cp2_tp2", "ddp2_fsdp2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
@@ -211,7 +215,7 @@ def test_muon_steps_sharded_matrices_like_whole_ones(measured, one, case):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2"])
+@pytest.mark.parametrize("layout", REDUCED)
 def test_gradients_are_summed_between_ranks_in_the_reduce_dtype(measured, layout):
     for rank in measured(("dense", layout)):
         exact, rounded = rank["reduced"]["float32"], rank["reduced"]["bfloat16"]
