@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from losses.types import uses_entropy
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import Degrees
 from rl.distributed.pipeline import StagePlan, plan_stages
 from rl.models.converter import ModelConverters
@@ -142,12 +141,7 @@ def _of_rank(
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     kept, recomputed = _activations_of_token(
-        module,
-        degrees=degrees,
-        itemsize=computed,
-        on_gpu=on_gpu,
-        checkpoint=config.activation_checkpoint,
-        exchanges_heads=config.parallelism.exchanges_heads,
+        module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, config=config
     )
     has_head = plan is None or plan.ranks[-1] == rank
     logits = _logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
@@ -254,12 +248,12 @@ def _activations_of_token(
     degrees: Degrees,
     itemsize: int,
     on_gpu: bool,
-    checkpoint: ActivationCheckpointConfig,
-    exchanges_heads: bool,
+    config: TrainingEngine.Config,
 ) -> tuple[float, float]:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
     model = module.config
     tp, width, attention = degrees.tp, model.dim, model.block.attention
+    checkpoint, exchanges_heads = config.activation_checkpoint, config.parallelism.exchanges_heads
     blocks: list[Any] = [block for block in module.layers if not isinstance(block, Elsewhere)]
     if not blocks:
         return 4.0 * width * itemsize, 0.0
