@@ -231,9 +231,11 @@ def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEng
     # torchao's wrapper casts a shard to one byte a number before its gather.
     in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
     of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
-    block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (computed + reduced)
-    if degrees.pp > 1:  # Those of all blocks wait for the end of the pass.
-        block_gradients *= num_layers
+    # In a pipeline those of all blocks wait for the end of the pass, and are then copied block by block.
+    num_waiting = num_layers if degrees.pp > 1 else 1
+    block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (
+        computed * num_waiting + reduced
+    )
     root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
     return (
         on_rank.gathered(root.values()) * computed
