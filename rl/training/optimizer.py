@@ -113,8 +113,10 @@ class Optimizer(Configurable):
         (group,) = self.inner.param_groups
         parameters = group["params"]
         group.update(settings | {"params": [parameter]})
-        self.inner.step()
-        group["params"] = parameters
+        try:
+            self.inner.step()
+        finally:
+            group["params"] = parameters
 
     def reset(self) -> None:
         """Drop the running means."""

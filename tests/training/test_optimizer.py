@@ -272,3 +272,18 @@ def test_schedule_with_another_number_of_steps_than_the_loop_is_refused():
     for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
         with pytest.raises(ValueError, match=f"total_steps=80 with decay='linear': must be 0 or {steps}, "):
             check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)
+
+
+def test_an_early_step_that_fails_leaves_every_parameter_to_the_optimizer():
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
+    optimizer = Optimizer(config=Optimizer.Config(), parameters=parameters)
+    parameters["a"].grad = torch.ones(2)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    handle = optimizer.inner.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.step_one(parameters["a"], optimizer.settings(lr=0.1, params=None))
+    handle.remove()
+    assert len(optimizer.inner.param_groups[0]["params"]) == 2
