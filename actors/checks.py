@@ -18,7 +18,7 @@ from actors.cluster import trains_on_gpu
 from actors.config import ClusterConfig, RunConfig
 from actors.placement import place_actors
 from rl.config.tree import named_as_options
-from rl.distributed.pipeline import plan_stages
+from rl.distributed.stages import plan_stages
 from rl.models.converter import ModelConverters
 from rl.models.decoder import module_names
 from rl.models.hf import HFFolder

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: which layers each rank has, and the way of the micro-batches through them.
+"""Pipeline parallelism: the way of the micro-batches through the stages that `rl.distributed.stages` plans.
 
-A model is divided into stages. Each rank of the `pp` axis has one of them, or several, and a schedule of
-`torch.distributed.pipelining` orders their forwards and backwards. Between stages travel hidden states, and their
-gradients on the way back. All micro-batches of a call have the same length.
+Each rank of the `pp` axis has a stage of the model, or several, and a schedule of `torch.distributed.pipelining` orders
+their forwards and backwards. Between stages travel hidden states, and their gradients on the way back. All
+micro-batches of a call have the same length.
 
 Every rank has all micro-batches. What a schedule passes on is the number of one; a hook on each stage replaces it
 by the stage's arguments. The last stage computes the loss within its forward, so that its result is one number.
@@ -12,9 +12,9 @@ Shape legend: t tokens of a micro-batch on one context- and tensor-parallel rank
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,158 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from rl.distributed.compat import FileSchedule, csv_schedule, read_csv_schedule
+from rl.distributed.compat import csv_schedule
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.sharding import local_tensor, reshard, whole_tensor
+from rl.distributed.stages import StagePlan
 
 T = TypeVar("T")
 
-STAGES_OF_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
-"""Stages of each rank by schedule, unless layers_per_stage says otherwise."""
 FORWARDS_OF_STAGE = 8
 """Micro-batches a stage of a forward without backward: each is held from its arrival until all are sent."""
-FOLDED = "ZBVZeroBubble"
-"""Schedule that returns through the ranks: the first rank has the first stage and the last."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagePlan:
-    """The stages of a model, in order."""
-
-    modules: tuple[tuple[str, ...], ...]
-    """Names of the modules of each stage."""
-    ranks: tuple[int, ...]
-    """Rank of each stage on the `pp` axis."""
-    file: FileSchedule | None = None
-    """The schedule, where a file describes it."""
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the stages of a rank, in order."""
-        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
-
-    def modules_of(self, rank: int) -> set[str]:
-        """Return the names of the modules of a rank's stages."""
-        return {name for stage in self.of_rank(rank) for name in self.modules[stage]}
-
-    def check_trained(self, trained: Iterable[str]) -> None:
-        """Raise ValueError for a stage without any of the trained parameters, whose backward would fail."""
-        trained = list(trained)
-        for stage, modules in enumerate(self.modules):
-            # The head's adapter is beside the head.
-            own = tuple(f"{module}{end}" for module in modules for end in (".", "_lora."))
-            if not any(name.startswith(own) for name in trained):
-                raise ValueError(
-                    f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt "
-                    "layers of every stage (converters), or set parallelism.pipeline_parallel_degree to 1"
-                )
-
-    def held_at_once(self, rank: int, *, schedule: str) -> float:
-        """Return for how many micro-batches a rank keeps activations at once.
-
-        GPipe keeps all; here as if there were one for each stage.
-        """
-        if self.file is not None:
-            return self.file.held_at_once(rank)
-        size, num_stages = max(self.ranks) + 1, len(self.ranks)
-        if schedule == "1F1B":
-            return size - rank
-        if schedule == "Interleaved1F1B":
-            return (num_stages - size + 2 * (size - rank - 1) + 1) * size / num_stages
-        return size
-
-
-def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
-    """Divide a model's modules (embed_tokens, layers.0, ..., norm, lm_head), in order, into stages.
-
-    Raises ValueError for a division that the schedule or the model does not allow.
-    """
-    degree, schedule = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
-    path, file, needed = config.pipeline_parallel_schedule_csv, None, STAGES_OF_RANK[schedule] * degree
-    if path is not None:
-        file = read_csv_schedule(path, num_ranks=degree)
-        needed = len(file.ranks)
-    divided = _divide(config, modules, default=needed)
-    num_stages = len(divided)
-    if file is not None:
-        ranks = file.ranks
-        if num_stages != needed:
-            raise ValueError(
-                f"pipeline_parallel_schedule_csv={path!r} has {needed} stages, but the model is divided into "
-                f"{num_stages}"
-            )
-    else:
-        per_rank, rest = divmod(num_stages, degree)
-        several = schedule == "Interleaved1F1B"
-        if rest or (per_rank < 2 if several else per_rank != STAGES_OF_RANK[schedule]):
-            valid = "2 or more" if several else STAGES_OF_RANK[schedule]
-            raise ValueError(
-                f"pipeline_parallel_schedule={schedule!r} on pipeline_parallel_degree={degree} ranks: the model is "
-                f"divided into {num_stages} stages: must be {valid} for each rank"
-            )
-        turns = [list(range(degree)), list(range(degree))[:: -1 if schedule == FOLDED else 1]]
-        ranks = tuple(rank for turn in range(per_rank) for rank in turns[turn % 2])
-    plan = StagePlan(modules=divided, ranks=ranks, file=file)
-    if "norm" not in plan.modules[-1]:
-        raise ValueError("module_fqns_per_model_part: norm and lm_head must be in one stage, the last")
-    return plan
-
-
-def _divide(
-    config: ParallelismConfig, modules: Sequence[str], *, default: int
-) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each stage; `default` is the number of stages if nothing says otherwise."""
-    if config.module_fqns_per_model_part is not None:
-        parts = tuple(
-            tuple(name.strip() for name in part.split(",")) for part in config.module_fqns_per_model_part
-        )
-        if [name for part in parts for name in part] != list(modules):
-            raise ValueError(
-                f"module_fqns_per_model_part={config.module_fqns_per_model_part}: must have, in this order and once "
-                f"each, {', '.join(modules)}"
-            )
-        return parts
-    layers = [name for name in modules if name.startswith("layers.")]
-    first, last = (
-        config.pipeline_parallel_first_stage_less_layers,
-        config.pipeline_parallel_last_stage_less_layers,
-    )
-    total, of_stage = len(layers) + first + last, config.pipeline_parallel_layers_per_stage
-    num_stages = default if of_stage is None else -(-total // of_stage)
-    counts = [total // num_stages + (stage < total % num_stages) for stage in range(num_stages)]
-    counts[0] -= first
-    counts[-1] -= last
-    if min(counts) < 1:
-        raise ValueError(
-            f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {len(layers)} layers cannot be divided into "
-            f"{num_stages} stages with "
-            f"pipeline_parallel_first_stage_less_layers={first} and pipeline_parallel_last_stage_less_layers={last}: "
-            f"a stage would have {min(counts)} layers: lower these, or the number of stages"
-        )
-    rest = iter(layers)
-    stages = [[next(rest) for _ in range(count)] for count in counts]
-    begin, end = modules.index(layers[0]), modules.index(layers[-1]) + 1
-    stages[0] = [*modules[:begin], *stages[0]]
-    stages[-1] += modules[end:]
-    return tuple(map(tuple, stages))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hidden:
-    """Hidden states that travel between stages."""
-
-    num_tokens: int
-    width: int
-    dtype: torch.dtype
-
-    def like(self, *, device: torch.device | str = "meta", requires_grad: bool = False) -> Tensor:
-        """Return an uninitialized [t, E]."""
-        return torch.empty(
-            self.num_tokens, self.width, dtype=self.dtype, device=device, requires_grad=requires_grad
-        )
-
-
-Arguments = Callable[[int, bool], tuple[Tensor, dict[str, Any]]]
-"""(number of the micro-batch, whether the stage is the last) -> the model's input ids and other arguments."""
+Arguments = tuple[Tensor, dict[str, Any]]
+"""The model's input ids and its other arguments."""
+HiddenStates = Callable[..., Tensor]
+"""`torch.empty` with the size [t, E] and the dtype of hidden states, on the meta device."""
 
 
 class Pipeline:
@@ -194,11 +56,18 @@ class Pipeline:
         self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
         """Weight of the embedding, if this rank has it, and the copy that serves as output head, if this rank has that;
         both None for a model whose head has a weight of its own."""
-        self._arguments: Arguments | None = None
+        self._arguments: Callable[[int, bool], Arguments] | None = None
+        """(number of a micro-batch, whether the stage is the last) -> the stage's arguments."""
 
-    def attach(self, parts: Sequence[nn.Module]) -> None:
-        """Take this rank's stages, sharded, in order."""
+    def attach(self, parts: Sequence[nn.Module], *, tied: bool) -> None:
+        """Take this rank's stages, sharded, in order; the last head of a `tied` model is a copy of the embedding."""
         self.parts = list(parts)
+        if tied:
+            first, last = self.stages[0] == 0, self.stages[-1] == self.num_stages - 1
+            self.tied = (
+                parts[0].get_parameter("embed_tokens.weight") if first else None,
+                parts[-1].get_parameter("lm_head.weight") if last else None,
+            )
         for stage, part in zip(self.stages, parts, strict=True):
             # Before FSDP's own hook, which casts the arguments.
             part.register_forward_pre_hook(
@@ -227,35 +96,65 @@ class Pipeline:
 
     def run(
         self,
-        num_micro_batches: int,
-        arguments: Arguments,
+        batches: Sequence[T],
+        prepared: Callable[[T], tuple[T, *Arguments]],
+        read: Callable[..., Tensor | None],
         *,
-        hidden: Hidden,
+        hidden: HiddenStates,
         backward: bool,
     ) -> None:
-        """Take all micro-batches forward through all stages and, if asked, backward from the numbers that the last
-        stage returns."""
+        """Take all micro-batches forward through all stages and, if asked, backward from the numbers that `read`
+        returns.
+
+        An error of `read` is raised on all ranks, after the micro-batches: the other stages wait for gradients.
+
+        Args:
+            prepared: gives a micro-batch as this rank takes it, and its arguments; `head` among them is for the last
+                stage, which calls `read` with the micro-batch and the head's values.
+        """
+        errors: list[Exception] = []
+
+        def arguments(index: int, is_last: bool) -> Arguments:
+            batch, ids, options = prepared(batches[index])
+            head = options.pop("head")
+
+            def result(states: Tensor, weight: Tensor) -> Tensor:
+                values, number = head(states, weight), None
+                try:
+                    number = read(batch, *values)
+                except Exception as error:  # noqa: BLE001 - raised below
+                    errors.append(error)
+                return 0.0 * values[0].sum() if number is None else number
+
+            return ids, options | ({"head": result} if is_last else {})
+
         self._arguments = arguments
         try:
-            self._copy_tied()
-            if not backward:
-                at_once = FORWARDS_OF_STAGE * self.num_stages
-                for begin in range(0, num_micro_batches, at_once):
-                    self._forward(range(begin, min(begin + at_once, num_micro_batches)), hidden)
-                return
-            file = self.plan.file
-            of_pass = num_micro_batches if file is None else file.num_micro_batches
-            for begin in range(0, num_micro_batches, of_pass):
-                with self._earlier_gradients_added():
-                    self._forward_backward(range(begin, begin + of_pass), hidden)
-            self._add_tied_gradient()
+            self._pass(len(batches), hidden, backward=backward)
         finally:
             self._arguments = None
             if (head := self.tied[1]) is not None:
                 head.grad = None  # Also after an error.
+        if (error := self.from_last(_sendable(next(iter(errors), None)))) is not None:
+            raise error
+
+    def _pass(self, num_micro_batches: int, hidden: HiddenStates, *, backward: bool) -> None:
+        """Order the micro-batches forward and, if asked, backward, as many at once as the stages can hold."""
+        self._copy_tied()
+        if not backward:
+            at_once = FORWARDS_OF_STAGE * self.num_stages
+            for begin in range(0, num_micro_batches, at_once):
+                self._forward(range(begin, min(begin + at_once, num_micro_batches)), hidden)
+            return
+        file = self.plan.file
+        of_pass = num_micro_batches if file is None else file.num_micro_batches
+        for begin in range(0, num_micro_batches, of_pass):
+            with self._earlier_gradients_added():
+                self._forward_backward(range(begin, begin + of_pass), hidden)
+        self._add_tied_gradient()
 
     @torch.no_grad()
-    def _forward(self, numbers: Sequence[int], hidden: Hidden) -> None:
+    def _forward(self, numbers: Sequence[int], hidden: HiddenStates) -> None:
         """Take micro-batches through one stage of this rank after the other."""
         sent: list[tuple[dist.Work | None, Tensor]] = []
         kept: dict[tuple[int, int], Tensor] = {}
@@ -266,7 +165,7 @@ class Pipeline:
             if source != self.rank:
                 # All before the first send: NCCL takes those to and from one rank in their order.
                 for _ in numbers:
-                    x = hidden.like(device=self.device)
+                    x = hidden(device=self.device)
                     received.append((dist.irecv(x, group_src=source, group=self.group), x))
             for place, number in enumerate(numbers):
                 given: Tensor | None = None
@@ -299,7 +198,7 @@ class Pipeline:
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _forward_backward(self, numbers: Iterable[int], hidden: Hidden) -> None:
+    def _forward_backward(self, numbers: Iterable[int], hidden: HiddenStates) -> None:
         which = torch.tensor(list(numbers))
         stages = []
         for stage, part in zip(self.stages, self.parts, strict=True):
@@ -310,8 +209,8 @@ class Pipeline:
                     stage,
                     self.num_stages,
                     self.device,
-                    input_args=hidden.like(requires_grad=True) if stage else which[:1],
-                    output_args=torch.empty(()) if is_last else hidden.like(requires_grad=True),
+                    input_args=hidden(requires_grad=True) if stage else which[:1],
+                    output_args=torch.empty(()) if is_last else hidden(requires_grad=True),
                     group=self.group,
                 )
             )
@@ -406,3 +305,12 @@ class Pipeline:
                 for tensor in whole:
                     dist.broadcast(tensor, group_src=rank, group=self.group)
                 yield name, *whole
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """Return the error as other processes can receive it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever an exception of somebody else holds
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -7,7 +7,7 @@ parameter becomes a DTensor on the `tp` axis, including replicated ones, so that
 two-dimensional mesh and each gradient is right. Context parallelism changes the axis that FSDP2 shards over; the batch
 tells attention which tokens belong to this rank, or ranks exchange tokens for heads around it (`rl.models.attention`).
 
-Pipeline parallelism divides the model into parts (`rl.distributed.pipeline`), each with some of the layers, which
+Pipeline parallelism divides the model into parts (`rl.distributed.stages`), each with some of the layers, which
 FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass of all micro-batches.
 
 The generator has tensor parallelism alone, for any number of tokens, and no backward. Every rank sees all tokens. The
@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, DP_REPLICATE, EXPERT_SHARD, TP, ParallelismConfig
-from rl.distributed.pipeline import Pipeline, plan_stages
+from rl.distributed.pipeline import Pipeline
 from rl.distributed.sharding import (
     ShardingOptions,
     distributed,
@@ -47,6 +47,7 @@ from rl.distributed.sharding import (
     prepare_blocks,
     shard_data_parallel,
 )
+from rl.distributed.stages import plan_stages
 from rl.models.attention import HeadExchange
 from rl.models.decoder import (
     Attention,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds, named_as_options
 from rl.distributed.compile import check_async_tensor_parallel, check_compiler
-from rl.distributed.pipeline import FOLDED, plan_stages
+from rl.distributed.stages import FOLDED, plan_stages
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
 from rl.models.decoder import Decoder, module_names
 from rl.models.parallelize import check_decoder_layout

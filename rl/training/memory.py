@@ -21,7 +21,7 @@ from torch import Tensor
 
 from losses.types import uses_entropy
 from rl.distributed.mesh import Degrees
-from rl.distributed.pipeline import StagePlan, plan_stages
+from rl.distributed.stages import StagePlan, plan_stages
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
 from rl.models.low_rank import adapted_layers

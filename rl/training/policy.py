@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rl.distributed.compile import compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, pipeline_axis
-from rl.distributed.pipeline import Hidden, Pipeline, plan_stages
+from rl.distributed.pipeline import Pipeline
 from rl.distributed.process_group import RankInfo, barrier
 from rl.distributed.sharding import (
     ShardingOptions,
@@ -36,6 +35,7 @@ from rl.distributed.sharding import (
     reshard,
     whole_tensor,
 )
+from rl.distributed.stages import plan_stages
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
@@ -157,14 +157,8 @@ class Policy:
             materialize(part, device=self.device, cpu_offload=self._options.cpu_offload)
             reset_buffers(part)
         if pipeline is not None:
-            pipeline.attach(parts)
+            pipeline.attach(parts, tied=self.spec.model.tie_embeddings)
             self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
-            if self.spec.model.tie_embeddings:
-                first, last = pipeline.stages[0] == 0, pipeline.stages[-1] == pipeline.num_stages - 1
-                pipeline.tied = (
-                    parts[0].embed_tokens.weight if first else None,
-                    parts[-1].head_weight if last else None,
-                )
         return parts
 
     @property
@@ -338,52 +332,28 @@ class Policy:
             of_loss: True for a micro-batch of which `read` needs the tokens of the loss alone; the values of others
                 may be 0.
         """
-        if self.pipeline is None:
-            for batch in (batch.to(self.device) for batch in batches):
-                ids, options, finish = self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
-                model, dtype = self.model, self._options.param_dtype
-                number = read(batch, *finish(*call_in_dtype(model, dtype, ids, **options)))
-                if backward:
-                    assert number is not None
-                    number.backward()
+
+        def prepared(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
+            batch = batch.to(self.device)
+            return batch, *self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+
+        dtype = self._options.param_dtype
+        if self.pipeline is not None:
+            assert self.mesh is not None
+            num_tokens = batches[0].input_ids.numel() // (self.mesh[CP].size() * self.mesh[TP].size())
+            hidden = partial(torch.empty, num_tokens, self.spec.model.dim, dtype=dtype, device="meta")
+            self.pipeline.run(batches, prepared, read, hidden=hidden, backward=backward)
             return
-        errors: list[Exception] = []
-
-        def arguments(index: int, is_last: bool) -> tuple[Tensor, dict[str, Any]]:
-            batch = batches[index].to(self.device)
-            ids, options, finish = self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
-            head = options.pop("head")
-
-            def result(hidden: Tensor, weight: Tensor) -> Tensor:
-                values = finish(*head(hidden, weight))
-                try:
-                    number = read(batch, *values)
-                except Exception as error:  # noqa: BLE001 - raised below; the other stages wait for a gradient
-                    errors.append(error)
-                    number = None
-                return 0.0 * values[0].sum() if number is None else number
-
-            return ids, options | ({"head": result} if is_last else {})
-
-        length = batches[0].input_ids.numel()
-        if self.context is not None:
-            length = self.context.token_indices(length).numel()
-        assert self.mesh is not None
-        hidden = Hidden(
-            num_tokens=length // self.mesh[TP].size(),
-            width=self.spec.model.dim,
-            dtype=self._options.param_dtype,
-        )
-        self.pipeline.run(len(batches), arguments, hidden=hidden, backward=backward)
-        if (error := self.pipeline.from_last(_sendable(next(iter(errors), None)))) is not None:
-            raise error
+        for batch, ids, options in map(prepared, batches):
+            number = read(batch, *call_in_dtype(self.model, dtype, ids, **options))
+            if backward:
+                assert number is not None
+                number.backward()
 
     def _arguments(
         self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
-    ) -> tuple[Tensor, dict[str, Any], Callable[..., tuple[Tensor, Tensor]]]:
-        """Return the model's input ids and other arguments, and a function of the head's results on this rank that
-        gives those of all tokens.
-        """
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the model's input ids and its other arguments, among them a head that gives all tokens' values."""
         self._num_forwards += 1
         self._latest = batch
         if self.device.type == "cpu" and self._num_forwards % FORWARDS_BETWEEN_TRIMS == 0:
@@ -395,21 +365,20 @@ class Policy:
             )
             rows = batch.loss_rows if is_part else None
             head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
-            options = {"positions": batch.positions, "sequences": batch.sequences, "head": head}
-            return batch.input_ids, options, lambda *values: values
+            return batch.input_ids, {"positions": batch.positions, "sequences": batch.sequences, "head": head}
         context, num_tokens = self.context, batch.input_ids.numel()
         mine_t = context.token_indices(num_tokens).to(self.device)
         share = batch.sequences
         if not self._options.parallelism.exchanges_heads:
             share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
-        head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
+        own_head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
         places_T = context.places(num_tokens).to(self.device)
-        options = {"positions": batch.positions[mine_t], "sequences": share, "head": head}
-        return (
-            batch.input_ids[mine_t],
-            options,
-            lambda *values: tuple(context.gather(value_t, places_T) for value_t in values),
-        )
+
+        def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
+            return tuple(context.gather(value_t, places_T) for value_t in own_head(hidden_tE, weight_VE))
+
+        options = {"positions": batch.positions[mine_t], "sequences": share, "head": gathering_head}
+        return batch.input_ids[mine_t], options
 
     def real_tokens(self) -> Tensor:
         """Return a mask [t] of this rank's tokens of the latest micro-batch that are no padding."""
@@ -452,15 +421,6 @@ class Policy:
             chunk_logprobs=self._chunk_logprobs,
             entropy_gradient=entropy_gradient,
         )
-
-
-def _sendable(error: Exception | None) -> Exception | None:
-    """Return the error as other processes can receive it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever an exception of somebody else holds
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

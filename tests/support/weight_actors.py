@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rl.distributed.mesh import Degrees, ParallelismConfig, build_expert_mesh, build_mesh
-from rl.distributed.pipeline import Pipeline, plan_stages
+from rl.distributed.pipeline import Pipeline
 from rl.distributed.sharding import ShardingOptions
+from rl.distributed.stages import plan_stages
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import module_names, part_of, persistent_buffers
 from rl.models.parallelize import parallelize_decoder, parallelize_decoder_generator

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rl.distributed.mesh import ParallelismConfig
-from rl.distributed.pipeline import plan_stages
+from rl.distributed.stages import plan_stages
 
 
 def modules(num_layers, *, tied=False):

@@ -1,0 +1,135 @@
+"""Division of a model into the stages of a pipeline (`rl.distributed.pipeline`), and the rank of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rl.distributed.compat import FileSchedule, read_csv_schedule
+from rl.distributed.mesh import ParallelismConfig
+
+STAGES_OF_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
+"""Stages of each rank by schedule, unless layers_per_stage says otherwise."""
+FOLDED = "ZBVZeroBubble"
+"""Schedule that returns through the ranks: the first rank has the first stage and the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """The stages of a model, in order."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """Names of the modules of each stage."""
+    ranks: tuple[int, ...]
+    """Rank of each stage on the `pp` axis."""
+    file: FileSchedule | None = None
+    """The schedule, where a file describes it."""
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the stages of a rank, in order."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    def modules_of(self, rank: int) -> set[str]:
+        """Return the names of the modules of a rank's stages."""
+        return {name for stage in self.of_rank(rank) for name in self.modules[stage]}
+
+    def check_trained(self, trained: Iterable[str]) -> None:
+        """Raise ValueError for a stage without any of the trained parameters, whose backward would fail."""
+        trained = list(trained)
+        for stage, modules in enumerate(self.modules):
+            # The head's adapter is beside the head.
+            own = tuple(f"{module}{end}" for module in modules for end in (".", "_lora."))
+            if not any(name.startswith(own) for name in trained):
+                raise ValueError(
+                    f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt "
+                    "layers of every stage (converters), or set parallelism.pipeline_parallel_degree to 1"
+                )
+
+    def held_at_once(self, rank: int, *, schedule: str) -> float:
+        """Return for how many micro-batches a rank keeps activations at once.
+
+        GPipe keeps all; here as if there were one for each stage.
+        """
+        if self.file is not None:
+            return self.file.held_at_once(rank)
+        size, num_stages = max(self.ranks) + 1, len(self.ranks)
+        if schedule == "1F1B":
+            return size - rank
+        if schedule == "Interleaved1F1B":
+            return (num_stages - size + 2 * (size - rank - 1) + 1) * size / num_stages
+        return size
+
+
+def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
+    """Divide a model's modules (embed_tokens, layers.0, ..., norm, lm_head), in order, into stages.
+
+    Raises ValueError for a division that the schedule or the model does not allow.
+    """
+    degree, schedule = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
+    path, file, needed = config.pipeline_parallel_schedule_csv, None, STAGES_OF_RANK[schedule] * degree
+    if path is not None:
+        file = read_csv_schedule(path, num_ranks=degree)
+        needed = len(file.ranks)
+    divided = _divide(config, modules, default=needed)
+    num_stages = len(divided)
+    if file is not None:
+        ranks = file.ranks
+        if num_stages != needed:
+            raise ValueError(
+                f"pipeline_parallel_schedule_csv={path!r} has {needed} stages, but the model is divided into "
+                f"{num_stages}"
+            )
+    else:
+        per_rank, rest = divmod(num_stages, degree)
+        several = schedule == "Interleaved1F1B"
+        if rest or (per_rank < 2 if several else per_rank != STAGES_OF_RANK[schedule]):
+            valid = "2 or more" if several else STAGES_OF_RANK[schedule]
+            raise ValueError(
+                f"pipeline_parallel_schedule={schedule!r} on pipeline_parallel_degree={degree} ranks: the model is "
+                f"divided into {num_stages} stages: must be {valid} for each rank"
+            )
+        turns = [list(range(degree)), list(range(degree))[:: -1 if schedule == FOLDED else 1]]
+        ranks = tuple(rank for turn in range(per_rank) for rank in turns[turn % 2])
+    plan = StagePlan(modules=divided, ranks=ranks, file=file)
+    if "norm" not in plan.modules[-1]:
+        raise ValueError("module_fqns_per_model_part: norm and lm_head must be in one stage, the last")
+    return plan
+
+
+def _divide(
+    config: ParallelismConfig, modules: Sequence[str], *, default: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of each stage; `default` is the number of stages if nothing says otherwise."""
+    if config.module_fqns_per_model_part is not None:
+        parts = tuple(
+            tuple(name.strip() for name in part.split(",")) for part in config.module_fqns_per_model_part
+        )
+        if [name for part in parts for name in part] != list(modules):
+            raise ValueError(
+                f"module_fqns_per_model_part={config.module_fqns_per_model_part}: must have, in this order and once "
+                f"each, {', '.join(modules)}"
+            )
+        return parts
+    layers = [name for name in modules if name.startswith("layers.")]
+    first, last = (
+        config.pipeline_parallel_first_stage_less_layers,
+        config.pipeline_parallel_last_stage_less_layers,
+    )
+    total, of_stage = len(layers) + first + last, config.pipeline_parallel_layers_per_stage
+    num_stages = default if of_stage is None else -(-total // of_stage)
+    counts = [total // num_stages + (stage < total % num_stages) for stage in range(num_stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    if min(counts) < 1:
+        raise ValueError(
+            f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {len(layers)} layers cannot be divided into "
+            f"{num_stages} stages with "
+            f"pipeline_parallel_first_stage_less_layers={first} and pipeline_parallel_last_stage_less_layers={last}: "
+            f"a stage would have {min(counts)} layers: lower these, or the number of stages"
+        )
+    rest = iter(layers)
+    stages = [[next(rest) for _ in range(count)] for count in counts]
+    begin, end = modules.index(layers[0]), modules.index(layers[-1]) + 1
+    stages[0] = [*modules[:begin], *stages[0]]
+    stages[-1] += modules[end:]
+    return tuple(map(tuple, stages))
