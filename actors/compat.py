@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,6 +59,18 @@ def quiet_client_start() -> Iterator[None]:
 def prepare_client_gateway(job: Any) -> None:
     """Wait until the job's hosts can be reached; `job.state` would do it in the calling thread."""
     job._prepare_client_gateway()
+
+
+def slurm_worker(job: Any) -> tuple[str, str]:
+    """Return a shell assignment of the identities of a SlurmJob's workers, and the Python code of a worker.
+
+    Monarch only writes them into a script of its own, whose options are not safe (`actors.slurm_job`).
+    """
+    from monarch._src.job._slurm_batch import _worker_bootstrap
+    from monarch._src.job.service_identity import SERVICE_PROC_IDS_ENV, serialize_service_proc_ids
+
+    identities = shlex.quote(serialize_service_proc_ids(job._service_proc_ids))
+    return f"{SERVICE_PROC_IDS_ENV}={identities}", _worker_bootstrap(job._port, None)
 
 
 def simulated_host_pids(job: Any, group: str, num_hosts: int) -> list[int]:

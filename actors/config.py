@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -28,6 +29,8 @@ Strategy = Literal["least_loaded", "round_robin", "sticky"]
 
 # The formats that sbatch reads: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2})")
+# Options of sbatch with which it makes several jobs or none, elsewhere, waits for their end, or does not answer.
+_NOT_ONE_JOB = re.compile(r"--(array|clusters?|wait|wrap|test-only|quiet)([ =].*)?|-[aMWQ].*")
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?")
 _WORD = re.compile(r"\S+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?")
@@ -135,9 +138,17 @@ class SlurmConfig:
             _check_pattern(name, getattr(self, name), _WORD, "a name without spaces, or None")
         check_bounds(self, "cpus_per_host", at_least=1)
         for arg in self.sbatch_args:
-            if not arg.startswith("-") or "\n" in arg:
+            try:
+                shlex.split(arg)
+            except ValueError as error:
+                raise ValueError(f"sbatch_args has {arg!r}: {error}: close it") from error
+            if not arg.startswith("-"):
                 raise ValueError(
                     f"sbatch_args has {arg!r}: each must be one option of sbatch, as --name=value or -n value"
+                )
+            if _NOT_ONE_JOB.fullmatch(arg):
+                raise ValueError(
+                    f"sbatch_args has {arg!r}: must leave one job that sbatch submits and names: remove it"
                 )
 
 

@@ -4,7 +4,7 @@
 
 `sbatch` runs its script at once, `srun` starts the command once for each node, `squeue`, `scontrol` and `scancel`
 know the one job, whose state is FAKE_SLURM_STATE of the environment, or RUNNING. Beside the commands
-are what was submitted (`script`) and, in the end, `cancelled`.
+are what was submitted (`script`, `options`) and, in the end, `cancelled`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ def write_commands(folder: Path) -> Path:
 
 def nodes(folder: Path) -> list[str]:
     """Return the loopback addresses of the submitted job, one for each node."""
-    number = re.search(r"#SBATCH --nodes=(\d+)", (folder / "script").read_text())
+    number = re.search(r"--nodes=(\d+)", (folder / "options").read_text())
     assert number is not None
     return [f"127.0.0.{2 + i}" for i in range(int(number[1]))]
 
 
-def sbatch(folder: Path, _: list[str]) -> None:
+def sbatch(folder: Path, options: list[str]) -> None:
+    (folder / "options").write_text("\n".join(options))
     (folder / "script").write_text(sys.stdin.read())
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(
             ["bash", folder / "script"], start_new_session=True, stdout=output, stderr=output
         )
     (folder / "pid").write_text(str(job.pid))
-    print(f"Submitted batch job {JOB_ID}")
+    print(JOB_ID)
 
 
 def srun(folder: Path, command: list[str]) -> None:
-    python, option, code = command
+    *_, python, option, code = command
     workers = [
         subprocess.Popen(
             # The hostname of a node is its address.

@@ -29,64 +29,79 @@ ROLES = {"trainer": 8, "replicas": 2, "degree": 2}
 
 @pytest.fixture
 def submitted(tmp_path, monkeypatch):
-    """Return a function that gives the script of a job to an sbatch that only keeps it."""
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\n{shutil.which("cat")} > "$0.script"\necho "Submitted batch job 0"\n')
+    """Return a function that submits a job to an sbatch that only keeps its script, options and environment."""
+    sbatch, cat, env = tmp_path / "sbatch", shutil.which("cat"), shutil.which("env")
+    sbatch.write_text(
+        f"""#!/bin/sh\n{cat} > "$0.script"\nprintf '%s\\n' "$@" > "$0.options"\n{env} > "$0.env"\necho 0\n"""
+    )
     sbatch.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def submit(slurm=None, **fields):
-        slurm = replace(slurm or SlurmConfig(), log_folder=str(tmp_path / "logs"))
+        slurm = replace(slurm or SlurmConfig(), log_folder=str(tmp_path / "all logs"))
         launch = LaunchConfig(hosts="slurm", slurm=slurm, **fields)
         placements = placed(launch, **ROLES)
         with configured():
-            make_job(launch, placements, placements.host_groups()).apply()
-        return (tmp_path / "sbatch.script").read_text()
+            job = make_job(launch, placements, placements.host_groups())
+            job.apply()
+        kept = {name: (tmp_path / f"sbatch.{name}").read_text() for name in ("script", "options", "env")}
+        return SimpleNamespace(job=job, **kept)
 
     return submit
 
 
-def directives(script):
-    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
-    return dict(line.partition("=")[::2] for line in lines)
+def parsed(options):
+    """Return the values of options by name."""
+    return dict(line.removeprefix("--").partition("=")[::2] for line in options.splitlines())
 
 
 def test_one_job_has_the_nodes_of_all_roles(submitted, tmp_path):
     slurm = SlurmConfig(
         partition="gpu", account="me", qos="high", time_limit="2-00:00", cpus_per_host=32,
-        memory_per_host="512G", sbatch_args=("--constraint=h200",),
+        memory_per_host="512G", sbatch_args=("--constraint=h200", "--comment='a b'", "-L x"),
     )  # fmt: skip
-    script = submitted(slurm, trainer_hosts=2, reward_hosts=1, job_name="mine")
-    assert subprocess.run(["/bin/bash", "-n"], input=script, text=True).returncode == 0
+    options = submitted(slurm, trainer_hosts=2, reward_hosts=1, job_name="mine").options
     name = f"mine_{os.getpid()}"
-    assert directives(script) == {
+    assert parsed(options) == {
         "job-name": name, "ntasks-per-node": "1", "nodes": "5", "gpus-per-node": "4", "exclusive": "",
         "partition": "gpu", "account": "me", "qos": "high", "time": "2-00:00", "cpus-per-task": "32",
-        "mem": "512G", "constraint": "h200",
+        "mem": "512G", "constraint": "h200", "comment": "a b", "-L": "", "x": "", "parsable": "",
         "no-kill": "", "no-requeue": "", "export": "ALL,SLURM_NO_KILL=set",  # a job outlives a node
-        "output": f"{tmp_path}/logs/slurm_%j_{name}.out", "error": f"{tmp_path}/logs/slurm_%j_{name}.err",
+        "output": f"{tmp_path}/all logs/slurm_%j_{name}.out", "error": f"{tmp_path}/all logs/slurm_%j_{name}.err",
     }  # fmt: skip
 
 
 def test_each_node_gets_an_identity_and_starts_a_host(submitted):
-    script = submitted(SlurmConfig(port=23456), python="/opt/bin/python")
+    script = submitted(SlurmConfig(port=23456), python="/opt/my python").script
+    assert subprocess.run(["/bin/bash", "-n"], input=script, text=True).returncode == 0
     (identities,) = (line for line in script.splitlines() if line.startswith("export MONARCH_SERVICE"))
     assert len(set(json.loads(shlex.split(identities)[1].partition("=")[2]))) == 3
     (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
-    command, python, option, code = shlex.split(srun)
-    assert (command, python, option) == ("srun", "/opt/bin/python", "-c")
+    *command, python, option, code = shlex.split(srun)
+    # A cluster's own defaults may bind a task to one core, or end all tasks with the first.
+    assert command == ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
+    assert (python, option) == ("/opt/my python", "-c")
     compile(code, "host", "exec")
     assert "run_worker_loop_forever" in code
     assert "{socket.gethostname()}:23456" in code
 
 
 def test_device_count_is_that_of_the_largest_role_or_configured(submitted):
-    assert directives(submitted())["gpus-per-node"] == "8"
-    assert directives(submitted(gpus_per_host=16))["gpus-per-node"] == "16"
-    shared = directives(submitted(SlurmConfig(exclusive=False), gpus_per_host=0))
+    assert parsed(submitted().options)["gpus-per-node"] == "8"
+    assert parsed(submitted(gpus_per_host=16).options)["gpus-per-node"] == "16"
+    shared = parsed(submitted(SlurmConfig(exclusive=False), gpus_per_host=0).options)
     assert not {"gpus-per-node", "exclusive"} & set(shared)
-    shared = directives(submitted(SlurmConfig(exclusive=False, partition="gpu", cpus_per_host=4)))
+    shared = parsed(submitted(SlurmConfig(exclusive=False, partition="gpu", cpus_per_host=4)).options)
     assert (shared["gpus-per-node"], shared["cpus-per-task"], "exclusive" in shared) == ("8", "4", False)
+
+
+def test_a_job_around_the_controller_does_not_reach_the_run(submitted, monkeypatch):
+    # srun refuses to have both this and the memory of a node.
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "4096")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    passed = submitted(SlurmConfig(memory_per_host="512G")).env
+    assert "SLURM_MEM_PER_CPU" not in passed
+    assert "SLURM_CONF=/etc/slurm.conf" in passed
 
 
 async def start_and_end(launch):
@@ -115,7 +130,9 @@ def test_missing_slurm_is_an_error(tmp_path, monkeypatch):
 )
 def test_queue_is_read_as_plain_text(tmp_path, monkeypatch, caplog, answer, error):
     echo = f'[ -e "$0.asked" ] && echo "{answer}" || echo "PENDING||Resources"; : > "$0.asked"'
-    scripts = {"sbatch": "echo Submitted batch job 7", "squeue": echo, "scontrol": "echo node1; echo node2"}
+    # The first answer is an error: a controller of SLURM that restarts loses no job.
+    echo = f'[ -e "$0.up" ] || {{ : > "$0.up"; echo "Socket timed out" >&2; exit 1; }}; {echo}'
+    scripts = {"sbatch": "echo 7", "squeue": echo, "scontrol": "echo node1; echo node2"}
     for name, script in {**scripts, "scancel": ""}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o700)
@@ -124,7 +141,17 @@ def test_queue_is_read_as_plain_text(tmp_path, monkeypatch, caplog, answer, erro
     launch = LaunchConfig(hosts="slurm", controller_address="127.0.0.1", slurm=slurm)
     with configured(), pytest.raises(ActorCallError, match=error), caplog.at_level("INFO"):
         asyncio.run(start_and_end(launch))
+    assert "SLURM job 7: squeue failed: Socket timed out" in caplog.text
     assert "SLURM job 7 is in the queue: Resources" in caplog.text
+
+
+def test_job_that_cannot_be_cancelled_is_an_error_and_not_forgotten(submitted, tmp_path):
+    job = submitted().job
+    (tmp_path / "scancel").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 8\n")
+    (tmp_path / "scancel").chmod(0o700)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^scancel failed: Unable to contact slurm controller$"):
+            job.kill()
 
 
 def test_node_that_starts_no_processes_is_lost(monkeypatch):
@@ -183,7 +210,7 @@ def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_cont
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())
     check_environments(run["environments"])
-    assert directives((commands / "script").read_text())["nodes"] == "3"
+    assert parsed((commands / "options").read_text())["nodes"] == "3"
     assert not (commands / "cancelled").exists()
     controller.kill()
     controller.communicate(timeout=60)
