@@ -9,7 +9,7 @@ ARGS ?=
 BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
-FAST := not medium and not slow and not browser
+FAST := not medium and not slow and not browser and not rehearsal
 # Number of test processes; 0 runs the tests in this process, for a debugger.
 WORKERS ?= 2
 SHARED := -n $(WORKERS)
@@ -60,7 +60,7 @@ tinker-cookbook: ## run the Tinker cookbook's recipes, unmodified, against this 
 	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## run all tests except the slow ones: at most 20 minutes on 2 cores
-	$(RUN) -m pytest $(SHARED) -m "not slow and not browser" $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest $(SHARED) -m "not slow and not browser and not rehearsal" $(ARGS) $(NO_INPUT)
 
 test-fast: setup ## run the tests that start no engine and no actor: about 2 minutes
 	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)

@@ -43,7 +43,7 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
 
 
-TIME_LIMITS_S = {"slow": 1200, "medium": 300}
+TIME_LIMITS_S = {"slow": 1200, "rehearsal": 600, "medium": 300}
 """Time limits by marker for tests without one of their own; the default is in pyproject.toml."""
 
 
