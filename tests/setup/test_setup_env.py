@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tools.browser import NoBrowserError, find_browser
-from tools.setup_env import Environment, Refusal, check_compiler
+from tools.check_imports import find_problem
+from tools.setup_env import Environment, Refusal, check_compiler, check_driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,9 +98,45 @@ def test_bad_argument_is_refused_before_anything_is_created(tmp_path, arguments,
 
 def test_compiler_is_needed_only_for_what_is_not_installed(monkeypatch):
     monkeypatch.setenv("CC", "no-such-cc")
-    check_compiler(["tasks"], installed=["pycosat-0.6.6.dist-info"])
-    with pytest.raises(Refusal, match="needs no-such-cc"):
-        check_compiler(["tasks"], installed=["reasoning_gym-0.1.0.dist-info"])
+    check_compiler(["tasks"], device="cpu", installed=["pycosat-0.6.6.dist-info"])
+    with pytest.raises(Refusal, match="'tasks' compiles a package and needs no-such-cc"):
+        check_compiler(["tasks"], device="cpu", installed=["reasoning_gym-0.1.0.dist-info"])
+    with pytest.raises(Refusal, match=r"Triton compiles kernels .* needs no-such-cc and .*Python\.h"):
+        check_compiler([], device="gpu", installed=["pycosat-0.6.6.dist-info"])
+
+
+def test_driver_that_is_older_than_cuda_13_is_refused():
+    check_driver("580.65.06")
+    check_driver(None)  # an image of a container that is made on a machine without a GPU
+    with pytest.raises(Refusal, match=r"driver is 570\.133\.20, .* need 580 or newer\. .*RELAY_DEVICE=cpu"):
+        check_driver("570.133.20")
+
+
+def test_gpu_builds_may_be_installed_where_no_gpu_answers(monkeypatch, capsys):
+    """PyTorch sees no GPU here; beside one, that is a fault of the installation."""
+    monkeypatch.setattr("tools.check_imports.has_gpu", lambda: False)
+    assert find_problem("gpu") is None
+    assert "no GPU answers on this machine" in capsys.readouterr().out
+    monkeypatch.setattr("tools.check_imports.has_gpu", lambda: True)
+    assert "sees no GPU: compare the driver's CUDA version" in str(find_problem("gpu"))
+
+
+@pytest.mark.parametrize(("device", "python"), [("cpu", ".venv/bin/python"), ("gpu", ".venv-gpu/bin/python")])
+def test_each_device_has_an_environment_of_its_own(device, python):
+    """Tests keep their CPU builds on a machine whose runs use GPUs: `make -n` shows which Python runs what."""
+    env = {**os.environ, "RELAY_DEVICE": device}
+    shown = subprocess.run(
+        ["make", "-n", "sum-digits", "test"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout.splitlines()
+    assert f"{python} -m rl.simple_grpo_sum_digits" in next(line for line in shown if "sum_digits" in line)
+    assert next(line for line in shown if "pytest" in line).startswith(".venv/bin/python")
+    assert "RELAY_DEVICE=cpu" in shown[2]
 
 
 def test_constraints_pin_the_versions_of_pyproject():
