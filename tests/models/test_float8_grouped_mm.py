@@ -109,6 +109,21 @@ def test_torchao_computes_the_emulated_product(monkeypatch):
     assert not weight.grad.any()
 
 
+def test_kernels_see_few_numbers_of_rows(monkeypatch):
+    def seen(rows, weight, ends, **_):
+        assert ends[-1] == len(rows)
+        sizes.add(len(rows))
+        return rows.new_zeros(len(rows), weight.size(2))
+
+    torchao, sizes = import_module("torchao.prototype.moe_training"), set()
+    monkeypatch.setattr(torchao, "_to_fp8_rowwise_then_scaled_grouped_mm", seen)
+    for num_rows in range(1900, 4000, 33):
+        float8_grouped_linear(
+            torch.ones(num_rows, 16), torch.ones(4, 16, 16), torch.tensor([0, 5, 5, num_rows])
+        )
+    assert sizes == {2048, *range(2304, 4097, 256)}
+
+
 def test_named_experts_alone_are_converted_and_frozen_ones_pass_gradients_on():
     rounding = Float8GroupedMM.Config(emulate=True, fqns=("layers.1.",))
     engine = make_engine(None, spec=even_moe_spec(), converters=(LoRA.Config(), rounding))
