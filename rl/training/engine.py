@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from losses.policy import GRPOLoss
 from losses.types import Loss
@@ -39,7 +39,7 @@ from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
 from rl.training.failures import CheckpointError, unwritten
-from rl.training.gradients import GradientAccumulator
+from rl.training.gradients import STEPPED, GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
@@ -162,7 +162,7 @@ class TrainingEngine(Configurable):
             policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
         )
         if config.optimizer.early_step_in_backward:
-            self._gradient.step_early_with(self._step_early)
+            self._gradient.step_early_with(lambda p: self.optimizer.step_one(p, self._settings()))
         self._enable_gc_again = _stop_collections(config.training)
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
@@ -220,10 +220,7 @@ class TrainingEngine(Configurable):
                 stepped early.
         """
         if params is not None and self.config.optimizer.early_step_in_backward:
-            raise ValueError(
-                f"optim_step({params}) with optimizer.early_step_in_backward=True: must have no settings, because "
-                "forward_backward has stepped"
-            )
+            raise ValueError(f"optim_step({params}): must have no settings, because {STEPPED}")
         settings = self._settings(params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
@@ -232,8 +229,7 @@ class TrainingEngine(Configurable):
         scale = self._gradient.scale(allow_empty=allow_empty)
         with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
-            if not self._gradient.has_stepped:
-                self.optimizer.step(settings)
+            self.optimizer.step(settings)  # Of parameters stepped early, none has a gradient left.
             self.policy.converters.post_optimizer_hook(self.policy.model)
             if self.experts is not None:
                 self.experts.step()
@@ -251,9 +247,6 @@ class TrainingEngine(Configurable):
         """Return the optimizer's settings for the next step."""
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         return self.optimizer.settings(lr=lr, params=params)
-
-    def _step_early(self, parameter: nn.Parameter) -> None:
-        self.optimizer.step_one(parameter, self._settings())
 
     def drop_gradient(self) -> None:
         self._gradient.drop()
@@ -290,10 +283,7 @@ class TrainingEngine(Configurable):
         """
         if self._gradient.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
-        if self._gradient.has_stepped:
-            raise CheckpointError(
-                "a call that failed has stepped some of the weights early: load a checkpoint"
-            )
+        self._check_version()
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
             self.checkpointer.save(
                 folder,
@@ -330,8 +320,9 @@ class TrainingEngine(Configurable):
 
         Raises:
             FileExistsError: the folder exists and is not empty.
-            CheckpointError: the folder could not be written; nothing of it remains.
+            CheckpointError: the folder could not be written, or the weights are those of no step; nothing remains.
         """
+        self._check_version()
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
@@ -344,6 +335,7 @@ class TrainingEngine(Configurable):
             CheckpointError: the folder could not be written; nothing of it remains.
             ValueError: there is no LoRA among the converters.
         """
+        self._check_version()
         with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
             self.policy.save_adapter(folder)
 
@@ -353,8 +345,14 @@ class TrainingEngine(Configurable):
         Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not copied. A rank of
         a pipeline has those of its stages.
         """
+        self._check_version()
         with awaiting("model_state_dict"):
             return self.policy.state_dict()
+
+    def _check_version(self) -> None:
+        """Raise CheckpointError if the weights are between two versions."""
+        if self._gradient.has_stepped:
+            raise CheckpointError(STEPPED)
 
     def buffer_names(self) -> set[str]:
         """Return the names in `model_state_dict` that are buffers, which keep their dtype when pushed."""

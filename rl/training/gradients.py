@@ -9,7 +9,7 @@ Shape legend: T packed tokens of one micro-batch, K targets of each where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,10 @@ from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
 METRIC = "metric "
 """Prefix of the names of a loss's own metrics among other sums."""
+STEPPED = (
+    "forward_backward has stepped weights already, with optimizer.early_step_in_backward=True: call optim_step after "
+    "each call, or load_checkpoint if a call failed"
+)
 
 
 class GradientAccumulator:
@@ -62,25 +66,25 @@ class GradientAccumulator:
         """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no division."""
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
-        self._early_step: Callable[[nn.Parameter], None] | None = None
+        self._steps_early = False
         self.has_stepped = False
         """True after parameters were stepped early: the weights are between two versions."""
-        self._early_squares: list[Tensor] = []
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        """Norms of this rank's shards of the gradients that are freed."""
 
     def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
-        """Step each parameter as soon as its gradient is complete, which is then freed."""
-        self._early_step = step
-        for parameter in self._policy.trained_parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._step_early)
+        """Step each parameter in the backward of a call's last micro-batch, and free its gradient."""
 
-    def _step_early(self, parameter: nn.Parameter) -> None:
-        """Step a parameter in the backward of the last micro-batch."""
-        if self.has_stepped:
-            assert self._early_step is not None
-            sum_partial_gradients([parameter])
-            self._early_squares.append(squared_norm([parameter], mesh=self._policy.mesh))
-            self._early_step(parameter)
-            parameter.grad = None
+        def step_early(parameter: nn.Parameter) -> None:
+            if self.has_stepped:
+                sum_partial_gradients([parameter])
+                self._norms |= local_norms([parameter])
+                step(parameter)
+                parameter.grad = None
+
+        self._steps_early = True
+        for parameter in self._policy.trained_parameters.values():
+            parameter.register_post_accumulate_grad_hook(step_early)
 
     def add(
         self,
@@ -92,10 +96,7 @@ class GradientAccumulator:
     ) -> ForwardBackwardResult:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         if self.has_stepped:
-            raise ValueError(
-                "forward_backward with optimizer.early_step_in_backward=True: the call before has changed weights "
-                "already; call optim_step after each call, or load_checkpoint if it failed"
-            )
+            raise ValueError(STEPPED)
         wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
         call = CallSums(samples, policy=self._policy, wanted=wanted)
         with self.dropped_on_error(f"forward_backward of step {version}"):
@@ -128,6 +129,8 @@ class GradientAccumulator:
 
     def scale(self, *, allow_empty: bool = False) -> float:
         """Return the factor of the summed gradient; raises ValueError as `TrainingEngine.optim_step`."""
+        if self.has_stepped and not self.num_calls:
+            raise ValueError(STEPPED)
         if allow_empty and not self.denominator:
             return 1.0
         if not self.num_calls:
@@ -147,11 +150,7 @@ class GradientAccumulator:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
         sum_partial_gradients(parameters)
-        squares = (
-            torch.stack(self._early_squares).sum()
-            if self.has_stepped
-            else squared_norm(parameters, mesh=mesh)
-        )
+        squares = squared_norm(self._norms | local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
         factor = scale * min(1.0, max_norm / (norm + 1e-6))
@@ -163,7 +162,7 @@ class GradientAccumulator:
         """Drop the accumulated gradient."""
         for parameter in self._policy.parameters.values():
             parameter.grad = None
-        self.num_calls, self.denominator, self._samples, self._early_squares = 0, None, [], []
+        self.num_calls, self.denominator, self._samples, self._norms = 0, None, [], {}
         if self._experts is not None:
             self._experts.forget()
 
@@ -190,7 +189,7 @@ class GradientAccumulator:
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
                 self._check_denominator(output)
-                self.has_stepped = self._early_step is not None and call.is_complete
+                self.has_stepped = self._steps_early and call.is_complete
             # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
             return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
 
@@ -203,7 +202,7 @@ class GradientAccumulator:
         )
 
     def _check_denominator(self, output: LossOutput) -> None:
-        if self._early_step is not None and output.denominator is not None:
+        if self._steps_early and output.denominator is not None:
             raise ValueError(
                 "optimizer.early_step_in_backward=True with a loss that has a denominator: give it normalization "
                 "'none', or set early_step_in_backward to False"
@@ -336,16 +335,21 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.data.placements)
 
 
-def squared_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> Tensor:
+def local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the 2-norm, [], of this rank's shard of each gradient that is there."""
+    gradients = _local_gradients(parameters)
+    with_grad = [p for p in parameters if p.grad is not None]
+    return dict(zip(with_grad, torch._foreach_norm(gradients) if gradients else (), strict=True))
+
+
+def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None) -> Tensor:
     """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the world is whole.
 
-    Each rank adds the squares of its own shards, divided by the number of ranks that hold the same shard, which
+    Each rank adds the squares of its shards' norms, divided by the number of ranks that hold the same shard, which
     are of one stage.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(_local_gradients(with_grad))
-    squares = torch.stack(norms).double().square()
-    shares = [num_shards(p) / ranks_of_stage(mesh) for p in with_grad]
+    squares = torch.stack(list(norms.values())).double().square()
+    shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
     return (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
 
 

@@ -207,13 +207,30 @@ def test_step_in_the_backward_refuses_what_comes_too_late(assets):
     assert engine.optim_step().policy_version == 1
 
 
+def test_parameter_that_the_last_micro_batch_misses_is_stepped_by_optim_step(assets):
+    late, early = (early_engine(assets, early=early)[0] for early in (False, True))
+    for engine in (late, early):
+        norm = engine.policy.model.layers[0].attention_norm
+        outputs = [norm.forward]  # Of the first micro-batch.
+        norm.forward = lambda x, outputs=outputs: outputs.pop()(x) if outputs else x
+        assert engine.forward_backward(SAMPLES).packing.num_micro_batches > 1
+    assert late.optim_step().grad_norm == pytest.approx(early.optim_step().grad_norm, rel=1e-6)
+    assert_near(weights(early), weights(late), relative=1e-6)
+
+
 def test_weights_of_a_failed_step_in_the_backward_are_not_saved(assets, tmp_path):
     engine, _ = early_engine(assets, early=True)
     broken = replace(SAMPLES[4], advantages=np.full_like(SAMPLES[4].advantages, np.nan))
     with pytest.raises(NonFiniteLossError):
         engine.forward_backward([broken])
-    with pytest.raises(CheckpointError, match="load a checkpoint"):
-        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    folder = str(tmp_path / "written")
+    for write in (
+        lambda: engine.save_checkpoint(folder), lambda: engine.export_hf(folder), engine.model_state_dict,
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="load_checkpoint if a call failed"):
+            write()
+    with pytest.raises(ValueError, match="load_checkpoint if a call failed"):
+        engine.optim_step(allow_empty=True)
     engine.load_checkpoint(assets)
     engine.forward_backward(SAMPLES)
     assert math.isfinite(engine.optim_step().grad_norm)
