@@ -57,6 +57,8 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     reference: bool = False
+    rotation: str = "allgather"
+    """Exchange of context parallelism."""
     converters: tuple[ModelConverter.Config, ...] = ()
 
     @property
@@ -79,10 +81,10 @@ class Case:
         return replace(spec, model=model)
 
     def config(self) -> TrainingEngine.Config:
-        degrees: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
+        layout: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
         config = TrainingEngine.Config(
             optimizer=Optimizer.Config(**self.optimizer),
-            parallelism=ParallelismConfig(**degrees),
+            parallelism=ParallelismConfig(**layout, context_parallel_rotation=self.rotation),
             training=TrainingConfig(max_tokens_per_microbatch=self.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
@@ -103,6 +105,7 @@ CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8
 FSDP2 = {"data_parallel_shard": 2}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
+CP2 = {"context_parallel": 2}
 PP2 = {"pipeline_parallel": 2}
 BF16 = {"param_dtype": "bfloat16"}
 FULL, BY_OP = {"mode": "full"}, {"mode": "selective"}
@@ -121,6 +124,9 @@ CASES = {
     "parameters, PP2": replace(PARAMETERS, degrees=PP2),
     "logits, PP2": replace(LOGITS, num_tokens=4096, degrees=PP2),
     "activations, TP2": replace(ACTIVATIONS, num_tokens=4096, degrees=TP2),
+    "op, CP2 by alltoall": replace(
+        ACTIVATIONS, num_tokens=4096, checkpoint=BY_OP, degrees=CP2, rotation="alltoall"
+    ),
     "experts, FSDP2 x EP2": replace(EXPERTS, degrees=FSDP2 | {"expert_parallel": 2}),
     "LoRA, FSDP2": replace(PARAMETERS, num_tokens=512, converters=LORA, degrees=FSDP2),
     "LoRA, full, chunked logits": replace(
