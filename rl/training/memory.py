@@ -49,7 +49,8 @@ class MemoryEstimate:
     optimizer: int
     """Optimizer state between steps."""
     gathered: int
-    """Parameters and gradients beyond this rank's shards in forward and backward."""
+    """Parameters and gradients beyond this rank's shards in forward and backward, and the shards' gradients if
+    parameters are stepped in the backward: with a single micro-batch they never exist all at once."""
     activations: int
     """Activations kept from forward to backward."""
     recomputed: int
@@ -109,12 +110,9 @@ def _of_rank(
 ) -> MemoryEstimate:
     """Return the memory of a rank of the `pp` axis."""
     model, training, optimizer = spec.model, config.training, config.optimizer
-    with torch.device("meta"):
+    with (meta := torch.device("meta")):
         module = model.build()
-        converters = ModelConverters(
-            config.converters, spec=spec, degrees=degrees, device=torch.device("meta")
-        )
-        converters.convert(module)
+        ModelConverters(config.converters, spec=spec, degrees=degrees, device=meta).convert(module)
     held_at_once, num_buffers, copied = 1.0, 0, 0
     if plan is not None:
         held_at_once = plan.held_at_once(rank, schedule=config.parallelism.pipeline_parallel_schedule)
@@ -139,22 +137,24 @@ def _of_rank(
         on_rank.shards([linear.weight for linear, _ in adapted_layers(module)]),
     )
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
+    gradients = kept_on_device * (num_trained + num_copied_head) * stored
+    of_backward = gradients if optimizer.early_step_in_backward else 0
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     kept, recomputed = _activations_of_token(
         module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, config=config
     )
-    has_head = plan is None or plan.ranks[-1] == rank
     logits = _logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
+    gathered = _gathered(on_rank, named, config=config) + math.ceil(copied / degrees.tp) * 2 * computed
     return MemoryEstimate(
         parameters=kept_on_device
         * (num_all + num_copied_head)
         * (stored + config.reference.enable * computed),
-        gradients=kept_on_device * (num_trained + num_copied_head) * stored,
+        gradients=gradients - of_backward,
         optimizer=kept_on_device * (num_trained + num_adam) * stored,
-        gathered=_gathered(on_rank, named, config=config) + math.ceil(copied / degrees.tp) * 2 * computed,
+        gathered=gathered + of_backward,
         activations=int(num_tokens * (held_at_once * kept + num_buffers * model.dim * computed / degrees.tp)),
         recomputed=int(num_tokens * recomputed),
-        logits=logits if has_head else 0,
+        logits=logits if plan is None or plan.ranks[-1] == rank else 0,
         copies=kept_on_device * num_copied * stored,
     )
 

@@ -237,6 +237,8 @@ def test_parameters_gradients_and_state_are_counted_exactly():
     matrices = 8 * 512 * (2 * 512 + 512 + 2 * 1536 + 1536)
     adam = estimated(PARAMETERS)
     assert (adam.parameters, adam.gradients, adam.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    early = estimated(replace(PARAMETERS, optimizer={"early_step_in_backward": True}))
+    assert (early.held, early.total) == (adam.held - adam.gradients, adam.total)
     muon = estimated(replace(PARAMETERS, optimizer={"name": "Muon"}))
     assert muon.optimizer == 8 * numbers - 4 * matrices
     split = estimated(replace(PARAMETERS, degrees=FSDP2 | TP2))
