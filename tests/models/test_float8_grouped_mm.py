@@ -115,7 +115,8 @@ def test_kernels_see_few_numbers_of_rows(monkeypatch):
         sizes.add(len(rows))
         return rows.new_zeros(len(rows), weight.size(2))
 
-    torchao, sizes = import_module("torchao.prototype.moe_training"), set()
+    torchao = import_module("torchao.prototype.moe_training")
+    sizes: set[int] = set()
     monkeypatch.setattr(torchao, "_to_fp8_rowwise_then_scaled_grouped_mm", seen)
     for num_rows in range(1900, 4000, 33):
         float8_grouped_linear(

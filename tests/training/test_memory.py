@@ -82,9 +82,10 @@ class Case:
 
     def config(self) -> TrainingEngine.Config:
         layout: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
+        layout["context_parallel_rotation"] = self.rotation
         config = TrainingEngine.Config(
             optimizer=Optimizer.Config(**self.optimizer),
-            parallelism=ParallelismConfig(**layout, context_parallel_rotation=self.rotation),
+            parallelism=ParallelismConfig(**layout),
             training=TrainingConfig(max_tokens_per_microbatch=self.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
