@@ -115,7 +115,7 @@ def has_gpu() -> bool:
     if os.path.exists("/dev/nvidia0"):
         return True
     smi = shutil.which("nvidia-smi")  # WSL has no device file
-    return bool(smi) and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
 
 
 def read_project() -> dict[str, Any]:
