@@ -42,7 +42,8 @@ LAYOUTS = {
         gpus={"trainer": [0], "generator_0": [1], "generator_1": [2]},
     ),
     "shared": Layout(
-        options=("--config", "tiny", "--launch.share_gpus", "True"), gpus={"trainer": [0], "generator": [0]}
+        options=("--config", "tiny", "--launch.share_gpus", "True", "--generator.can_sleep", "True"),
+        gpus={"trainer": [0], "generator": [0]},
     ),
 }
 
@@ -53,10 +54,21 @@ def contexts(run: RehearsedRun) -> dict[str, list[tuple[int, ...]]]:
     return {role: [one.physical_contexts for one in run.of_role(role)] for role in roles}
 
 
+def opened(run: RehearsedRun) -> list[str]:
+    """Return which call opened each context."""
+    return [
+        f"{one.role} {one.local_rank} {call}"
+        for one in run.counters
+        for call in one.calls
+        if call.startswith("context on")
+    ]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_run_ends_and_each_process_uses_its_own_gpu_only(rehearsal, layout):
     run = rehearsal.train(*SHORT, *layout.options, settings={"DEVICES": layout.num_gpus})
     assert run.status == 0, run.describe()
     assert [step["step"] for step in run.steps] == [1, 2]
     assert run.violations == []
-    assert contexts(run) == {role: [(gpu,) for gpu in gpus] for role, gpus in sorted(layout.gpus.items())}
+    expected = {role: [(gpu,) for gpu in gpus] for role, gpus in sorted(layout.gpus.items())}
+    assert contexts(run) == expected, opened(run)

@@ -117,3 +117,19 @@ def test_rows_are_copied(rehearsal):
     """The middle columns of a 3 x 4 matrix go to the device and back; rows that are longer than their pitch do not."""
     ended = rehearsal.python("-c", ROWS, settings={"ZERO_READS": 0})
     assert ended.result == [[0, 0, 12], [[1, 2], [5, 6], [9, 10]]]
+
+
+DRIVER = """
+import json
+from tools.setup_env import Refusal, check_driver, read_driver
+try:
+    print(json.dumps(check_driver(read_driver())))
+except Refusal as refusal:
+    print(json.dumps(str(refusal)))
+"""
+
+
+@pytest.mark.parametrize(("driver", "says"), [("580.65.06", None), ("570.133.20", "driver is 570.133.20")])
+def test_set_up_asks_the_driver_for_its_version(rehearsal, driver, says):
+    refusal = rehearsal.python("-c", DRIVER, settings={"DRIVER": driver}).result
+    assert refusal == says or says in refusal

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 class Rehearsed:
     """A program that ended."""
 
-    status: int
+    status: int | str
+    """Exit status, or "killed" if the time limit was reached."""
     output: str
     """Standard output."""
     errors: str
@@ -110,14 +111,19 @@ class Rehearsal:
             text=True,
             start_new_session=True,
         )
+        status: int | str = "killed"
         try:
             output, errors = process.communicate(timeout=limit_s)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate(timeout=60)  # actors that lose their controller end as well
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return {
-            "status": process.returncode,
+            "status": status,
             "output": output,
             "errors": errors,
             "counters": read_folder(counters),
