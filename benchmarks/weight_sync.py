@@ -1,13 +1,14 @@
 """GB/s of weights from trainer ranks to generator ranks, beside plain torchstore and memory copies.
 
     python -m benchmarks.weight_sync [--quick]
+    python -m benchmarks.weight_sync --device cuda --model 8b --layers 4 --only fsdp2_to_tp2
 
-Tensors are the layers of Qwen3 0.6B in bfloat16: 28 layers are 308 tensors and 0.88 GB. A measurement is a whole
+Tensors are the layers of Qwen3 in bfloat16: 28 layers of 0.6B are 308 tensors and 0.88 GB. A measurement is a whole
 call as the controller sees it, from the first message to the last answer, on all ranks; checksums are included and
 compared after each pull. The first versions, which touch their memory for the first time, are not measured. Each
 figure is the median of several repeats. In the same run:
 
-    layouts      one process to one, FSDP2 on two to one, TP on two to TP on two
+    layouts      one process to one, FSDP2 on two to one and to TP on two, TP on two to TP on two
     float32      one to one, from float32 weights that are cast while they are written
     torchstore   its own `put` and `get`, key by key, over Monarch's messages
     memory_copy  the same tensors copied within a process
@@ -34,7 +35,7 @@ from monarch.actor import ProcMesh
 
 from actors.launch import Launcher, setup_process_group_env
 from actors.placement import Placement
-from benchmarks.weight_sync_actors import Plan, SyncRank
+from benchmarks.weight_sync_actors import Model, Plan, SyncRank
 from rl.weights.checksum import check_sums
 from rl.weights.store import Snapshot, WeightStore
 
@@ -55,6 +56,12 @@ class Case:
     num_writers: int
     num_readers: int
     num_layers: int = FULL
+    model: Model = "0.6b"
+    """Sizes of a layer."""
+    device: str = "cpu"
+    """Type of the devices that hold the tensors; every rank has a GPU of its own."""
+    checked: bool = True
+    """False to skip the comparison of checksums, on a device that computes nothing."""
     dtype: str = "bfloat16"
     """Dtype of the writers' tensors; bfloat16 is sent."""
 
@@ -68,7 +75,13 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--quick", action="store_true", help="few layers, few repeats")
-    options.add_argument("--layers", type=int, help=f"of the large model; {FULL}")
+    options.add_argument("--layers", type=int, help=f"number of layers; {FULL}")
+    options.add_argument("--model", choices=("0.6b", "8b"), default="0.6b", help="sizes of a layer; 0.6b")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu")
+    options.add_argument("--only", help="name of the one case to measure, without its peers")
+    options.add_argument(
+        "--no-check", action="store_true", help="no checksums, for a device that computes nothing"
+    )
     options.add_argument("--repeats", type=int, help="of each figure; 7")
     options.add_argument("--threads", type=int, default=2, help="that each process copies with; 2")
     return options
@@ -79,15 +92,27 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     repeats = args.repeats or (3 if args.quick else 7)
     load = os.getloadavg()[0]
     one = Case(
-        name="one_to_one", source="whole", target="whole", num_writers=1, num_readers=1, num_layers=num_layers
+        name="one_to_one",
+        source="whole",
+        target="whole",
+        num_writers=1,
+        num_readers=1,
+        num_layers=num_layers,
+        model=args.model,
+        device=args.device,
+        checked=not args.no_check,
     )
     cases = [
         one,
         replace(one, name="one_to_one_float32", dtype="float32"),
         replace(one, name="fsdp2_to_tp1", source="fsdp", num_writers=2),
+        replace(one, name="fsdp2_to_tp2", source="fsdp", target="tp", num_writers=2, num_readers=2),
         replace(one, name="tp2_to_tp2", source="tp", target="tp", num_writers=2, num_readers=2),
     ]
-    figures = [await measure_case(case, repeats=repeats, threads=args.threads) for case in cases]
+    chosen = [case for case in cases if args.only in (None, case.name)]
+    figures = [await measure_case(case, repeats=repeats, threads=args.threads) for case in chosen]
+    if args.only is not None or args.device != "cpu":
+        return {"benchmark": "weight_sync", "load_before": round(load, 2), "cases": figures}
     plain, copies = await measure_peers(one, repeats=min(repeats, 3), threads=args.threads)
     ours = figures[0]
     compared = {"torchstore": plain, "memory_copy": dict.fromkeys(SPEEDS, copies["one_thread"])}
@@ -119,18 +144,20 @@ class Ranks:
 
     async def __aenter__(self) -> Ranks:
         case = self.case
-        for role, num in (("writers", case.num_writers), ("readers", case.num_readers)):
+        every = range(case.num_writers + case.num_readers)
+        for role, ranks in (("writers", every[: case.num_writers]), ("readers", every[case.num_writers :])):
+            gpus = tuple(ranks) if case.device == "cuda" else None
             processes = await self.launcher.spawn_role(
-                Placement(role=role, num_procs=num, threads=self.threads)
+                Placement(role=role, num_procs=len(ranks), threads=self.threads, gpus=gpus)
             )
             self.meshes.append(processes.mesh)
             await setup_process_group_env(processes)
         self.writers, self.readers = (mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes)
         for ranks in (self.writers, self.readers):
-            await ranks.setup.call()
+            await ranks.setup.call(case.device)
         dtype = getattr(torch, case.dtype)
-        await self.writers.build.call(case.source, case.num_layers, dtype, 0)
-        sizes = await self.readers.build.call(case.target, case.num_layers, torch.bfloat16, 1)
+        await self.writers.build.call(case.source, case.num_layers, case.model, dtype, 0)
+        sizes = await self.readers.build.call(case.target, case.num_layers, case.model, torch.bfloat16, 1)
         self.num_bytes = next(size for _, size in sizes.items())
         return self
 
@@ -147,14 +174,17 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
             snapshot, took_push = await timed(push(ranks, store, version))
             pulled, took_pull = await timed(ranks.readers.pull.call(store, snapshot))
             sums = [box for _, of_rank in pulled.items() for box in of_rank]
-            check_sums(version=version, pushed=snapshot.sums, pulled={"readers": sums})
+            if case.checked:
+                check_sums(version=version, pushed=snapshot.sums, pulled={"readers": sums})
             await store.prune()
             push_s.append(took_push)
             pull_s.append(took_pull)
-        if case.target == "whole" and case.dtype == "bfloat16":
+        if case.target == "whole" and case.dtype == "bfloat16" and case.model == "0.6b":
             assert await ranks.readers.equals.call_one(case.num_layers, torch.bfloat16, 0)
         await store.stop()
-    print(f"first push of {case.name}: {push_s[0]:.2f} s")
+    for name, took_s in (("push", push_s), ("pull", pull_s)):
+        first, later = took_s[:NUM_WARM_UP], statistics.median(took_s[NUM_WARM_UP:])
+        print(f"{case.name}: {name} {later:.3f} s, the first {', '.join(f'{took:.3f}' for took in first)} s")
     return speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from rl.distributed.process_group import World
 from rl.types import BoxSum
 from rl.weights import store as weights
 from rl.weights.store import Snapshot, WeightStore
@@ -47,26 +48,32 @@ class AsyncController(torchstore.api.Controller):
 
 torchstore.api.Controller = AsyncController
 
-WIDTH, NUM_HEADS_WIDTH, NUM_KV_WIDTH, HIDDEN, HEAD = 1024, 2048, 1024, 3072, 128
-"""Sizes of Qwen3 0.6B."""
+Model = Literal["0.6b", "8b"]
+SIZES: Mapping[Model, tuple[int, int, int, int]] = {
+    "0.6b": (1024, 2048, 1024, 3072),
+    "8b": (4096, 4096, 1024, 12288),
+}
+"""Width, width of all query heads, width of all key heads, and hidden width of Qwen3's layers."""
+HEAD = 128
 ROWWISE = ("o_proj", "down_proj")
 """Weights that tensor parallelism splits along their inputs."""
 
 
-def shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of Qwen3 0.6B's layers, 11 tensors each; 28 layers are 0.88 GB in bfloat16."""
+def shapes(num_layers: int, model: Model = "0.6b") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Qwen3's layers, 11 tensors each; 28 layers of 0.6B are 0.88 GB in bfloat16."""
+    width, heads, kv_heads, hidden = SIZES[model]
     layer: Mapping[str, tuple[int, ...]] = {
-        "q_proj": (NUM_HEADS_WIDTH, WIDTH),
-        "k_proj": (NUM_KV_WIDTH, WIDTH),
-        "v_proj": (NUM_KV_WIDTH, WIDTH),
-        "o_proj": (WIDTH, NUM_HEADS_WIDTH),
-        "gate_proj": (HIDDEN, WIDTH),
-        "up_proj": (HIDDEN, WIDTH),
-        "down_proj": (WIDTH, HIDDEN),
+        "q_proj": (heads, width),
+        "k_proj": (kv_heads, width),
+        "v_proj": (kv_heads, width),
+        "o_proj": (width, heads),
+        "gate_proj": (hidden, width),
+        "up_proj": (hidden, width),
+        "down_proj": (width, hidden),
         "q_norm": (HEAD,),
         "k_norm": (HEAD,),
-        "input_norm": (WIDTH,),
-        "post_attention_norm": (WIDTH,),
+        "input_norm": (width,),
+        "post_attention_norm": (width,),
     }
     return {f"layers.{i}.{name}": shape for i in range(num_layers) for name, shape in layer.items()}
 
@@ -87,22 +94,23 @@ class SyncRank(Actor):
         self._tensors: dict[str, Tensor] = {}
 
     @endpoint
-    async def setup(self) -> None:
-        dist.init_process_group("gloo")
+    async def setup(self, device_type: str) -> None:
+        self._device = torch.device("cpu") if device_type == "cpu" else World.from_env().default_device()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
 
     @endpoint
-    async def build(self, plan: Plan, num_layers: int, dtype: torch.dtype, seed: int) -> int:
+    async def build(self, plan: Plan, num_layers: int, model: Model, dtype: torch.dtype, seed: int) -> int:
         """Create random tensors and return the bytes of all ranks together."""
         torch.manual_seed(seed)
-        whole = {name: torch.randn(shape).to(dtype) for name, shape in shapes(num_layers).items()}
-        if plan != "whole":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            whole = {
-                name: distribute_tensor(tensor, mesh, [placement(name, plan)], src_data_rank=None)
-                for name, tensor in whole.items()
-            }
-        self._tensors = whole
-        return sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+        mesh = None if plan == "whole" else init_device_mesh(self._device.type, (dist.get_world_size(),))
+        for name, shape in shapes(num_layers, model).items():
+            tensor = torch.randn(shape).to(self._device, dtype)
+            if mesh is not None:
+                tensor = distribute_tensor(tensor, mesh, [placement(name, plan)], src_data_rank=None)
+            self._tensors[name] = tensor
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     @endpoint
     async def push(self, store: WeightStore, version: int) -> weights.Shard:
