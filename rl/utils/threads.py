@@ -77,9 +77,13 @@ class WorkerThread:
 
         Cancelling the call does not interrupt a function that is already running; one that waits is dropped.
         """
+        return await asyncio.wrap_future(self.submit(function, *args))
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Queue `function(*args)` and return the future of its result."""
         future: Future[T] = Future()
         self._jobs.put((future, partial(function, *args)))
-        return await asyncio.wrap_future(future)
+        return future
 
     def stop(self, *, timeout_s: float) -> bool:
         """End the thread after its current job; return True if it ended in time."""

@@ -3,7 +3,9 @@
 A *box* is torchstore's `TensorSlice`: offsets and shape within the whole tensor.
 
 On a CPU a box is copied in pieces of whole rows that fit a core's cache: each piece is copied, cast on the way, and
-summed, without the GIL. Copies from or to a GPU are done whole, on a separate stream; the GPU computes their checksums.
+summed, without the GIL. Copies from or to a GPU are queued on a separate stream; the GPU computes their checksums. Part
+of the columns of a stored box crosses the bus as whole rows, and the GPU picks the columns: PyTorch would gather them
+on one core, into memory that is not page-locked.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from torchstore.utils import get_slice_intersection
 from rl.types import BoxSum
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
-from rl.weights.checksum import box_sum, checksum
+from rl.weights.checksum import box_sum, checksum, queue_checksum
 from rl.weights.types import WeightMismatchError
 
 ALIGNMENT = 16
 """Bytes; the offset of a view must be a multiple of the item size of any dtype."""
 PIECE_BYTES = 2**21
 """Most bytes of the destination in one piece, unless a single row has more."""
+GPU_PIECE_BYTES = 2**26
+"""The same of whole rows on their way to a GPU, which holds each piece twice."""
 
 Slices = tuple[slice, ...]
 Sums = list[tuple[int, int]]
@@ -257,9 +261,6 @@ class Copy:
         devices = (self.source.device, self.destination.device)
         return next((device for device in devices if device.type != "cpu"), None)
 
-    def sum(self, tensor: Tensor, *, offsets: Sequence[int]) -> int:
-        return checksum(tensor, global_shape=self.part.box.global_shape, offsets=offsets)
-
 
 class Copier:
     """Threads that copy, started at the first copy."""
@@ -267,6 +268,7 @@ class Copier:
     def __init__(self, *, num_threads: int) -> None:
         self._num_threads = num_threads
         self._threads: list[WorkerThread] = []
+        self._gpu: _GPUCopier | None = None
 
     async def run(self, copies: Sequence[Copy]) -> list[BoxSum]:
         """Copy everything and return the checksum of each destination.
@@ -290,8 +292,9 @@ class Copier:
             return done
 
         work = [thread.run(copy_pieces) for thread in self._threads]
-        if any(copy.device is not None for copy in copies):
-            work.append(self._threads[0].run(partial(_copy_by_gpu, copies, stop=stop)))
+        if device := next((copy.device for copy in copies if copy.device is not None), None):
+            self._gpu = self._gpu or _GPUCopier(device)
+            work.append(self._threads[0].run(partial(self._gpu.run, copies, stop=stop)))
         tasks = [asyncio.ensure_future(job) for job in work]
         try:
             results = await asyncio.gather(*(asyncio.shield(task) for task in tasks))
@@ -309,15 +312,15 @@ class Copier:
     def close(self) -> None:
         for thread in self._threads:
             thread.stop(timeout_s=1.0)
-        self._threads = []
+        self._threads, self._gpu = [], None
 
 
-def pieces_of(tensor: Tensor) -> Iterator[Slices]:
-    """Yield slices of rows, each of at most `PIECE_BYTES` or one row, that together cover the tensor."""
+def pieces_of(tensor: Tensor, *, max_bytes: int = PIECE_BYTES) -> Iterator[Slices]:
+    """Yield slices of rows, each of at most `max_bytes` or one row, that together cover the tensor."""
     if tensor.dim() == 0:
         yield ()
     elif tensor.nbytes:
-        step = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
+        step = max(1, max_bytes * len(tensor) // tensor.nbytes)
         yield from ((slice(start, start + step),) for start in range(0, len(tensor), step))
 
 
@@ -326,25 +329,53 @@ def _copy_piece(copy: Copy, piece: Slices) -> int:
     destination.copy_(copy.source[piece])
     starts = [part.start for part in piece] + [0] * (destination.dim() - len(piece))
     offsets = [offset + start for offset, start in zip(copy.part.box.offsets, starts, strict=True)]
-    return copy.sum(destination, offsets=offsets)
+    return checksum(destination, global_shape=copy.part.box.global_shape, offsets=offsets)
 
 
-def _copy_by_gpu(copies: Sequence[Copy], *, stop: threading.Event) -> Sums:
-    """Run the copies that involve a GPU, after the work queued on its default stream."""
-    done: Sums = []
-    for device in {copy.device for copy in copies if copy.device is not None}:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.default_stream(device))
-        with torch.cuda.stream(stream):
-            for i, copy in enumerate(copies):
-                if copy.device != device or stop.is_set():
-                    continue
-                sent = copy.source
-                if sent.is_cuda:
-                    # Cast on the GPU, so that only the cast tensor crosses the bus, and sum it there.
-                    sent = sent.to(copy.destination.dtype)
-                copy.destination.copy_(sent, non_blocking=True)
-                summed = copy.destination if copy.destination.is_cuda else sent
-                done.append((i, copy.sum(summed, offsets=copy.part.box.offsets)))
-        stream.synchronize()
-    return done
+class _GPUCopier:
+    """Stream of this process's GPU, for copies from and to it; used by one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        """One stream for all copies, since PyTorch keeps freed memory for the stream that it was used on."""
+
+    def run(self, copies: Sequence[Copy], *, stop: threading.Event) -> Sums:
+        """Make the copies that involve the GPU and wait for them; return their checksums."""
+        torch.cuda.set_device(self._device)  # Else leaving the stream would open a context on GPU 0.
+        torch.cuda.synchronize()  # Weights are computed on any stream: vLLM has its own.
+        self._stream = self._stream or torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(self._stream):
+                queued = dict(self._queue(copies, stop=stop))
+                # The only wait: the next copy is queued before the last one ends.
+                sums = torch.stack(list(queued.values())).tolist() if queued else []
+        finally:
+            self._stream.synchronize()  # After an error too, nothing is written once this returns.
+        return list(zip(queued, sums, strict=True))
+
+    def _queue(self, copies: Sequence[Copy], *, stop: threading.Event) -> Iterator[tuple[int, Tensor]]:
+        """Queue the copies; yield the number of each and its checksum, [] int64 on the GPU."""
+        for i, copy in enumerate(copies):
+            if copy.device is None or stop.is_set():
+                continue
+            destination, sent = copy.destination, copy.source
+            if sent.is_cuda:
+                # Cast on the GPU, so that only the cast tensor crosses the bus, and sum it there.
+                sent = sent.to(destination.dtype)
+                destination.copy_(sent, non_blocking=True)
+            else:
+                for piece in pieces_of(destination, max_bytes=GPU_PIECE_BYTES):
+                    destination[piece].copy_(whole_rows(sent[piece], device=self._device), non_blocking=True)
+            summed = destination if destination.is_cuda else sent
+            box = copy.part.box
+            yield i, queue_checksum(summed, global_shape=box.global_shape, offsets=box.offsets)
+
+
+def whole_rows(source: Tensor, *, device: torch.device) -> Tensor:
+    """Return a view of part of a box's columns on `device`, with all that lies between them; contiguous ones as is."""
+    if source.is_contiguous():
+        return source
+    size = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
+    flat = source.as_strided((size,), (1,)).to(device, non_blocking=True)
+    return flat.as_strided(source.shape, source.stride())

@@ -28,53 +28,74 @@ from rl.utils.tensor_memory import memory_of
 from rl.weights.types import WeightParityError
 
 _SLAB_ELEMENTS = 2**24
-"""Elements that `sum_by_torch` widens to 8 bytes at a time."""
+"""Elements that `queue_checksum` widens to 8 bytes at a time."""
 
 
 def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Return the checksum of `tensor`, the box at `offsets` of a tensor of `global_shape`."""
     if tensor.numel() == 0:
         return 0
-    bits_RC, rows, first = _rows_and_columns(tensor, global_shape, offsets)
     if tensor.device.type != "cpu":
-        return sum_by_torch(bits_RC, rows, first)
+        return int(queue_checksum(tensor, global_shape=global_shape, offsets=offsets).item()) % 2**64
+    bits_RC = _bits(tensor)
     num_rows, num_columns = bits_RC.shape
     stride = bits_RC.stride(0)
     span = (num_rows - 1) * stride + num_columns
     memory = memory_of(bits_RC, dtype=f"u{bits_RC.element_size()}", num_elements=span)
-    weights = _column_weights(first + num_columns)[first:]
-    return int(_compiled_loop()(memory, stride, _row_weights(rows), weights))
+    rows, columns = _weights(tensor.shape, global_shape, offsets, tensor.element_size())
+    return int(_compiled_loop()(memory, stride, rows, columns))
 
 
-def sum_by_torch(bits_RC: Tensor, rows: np.ndarray, first: int) -> int:
-    """Sum rows of bits by PyTorch operations on their device; see `_rows_and_columns`."""
-    num_columns, device = bits_RC.shape[1], bits_RC.device
+def queue_checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the checksum as a signed integer, [] int64 on the tensor's device, without waiting for a GPU."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    bits_RC = _bits(tensor)
+    box = tuple(tensor.shape), tuple(global_shape), tuple(offsets), tensor.element_size()
+    rows, columns = _weights_on(tensor.device, *box)
     mask = 2 ** (8 * bits_RC.element_size()) - 1
-    weights = torch.from_numpy(_column_weights(first + num_columns)[first:].astype(np.int64)).to(device)
-    row_weights = torch.from_numpy(_row_weights(rows).view(np.int64)).to(device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    step = max(1, _SLAB_ELEMENTS // num_columns)
+    step = max(1, _SLAB_ELEMENTS // len(columns))
     for start in range(0, len(bits_RC), step):
-        sums = ((bits_RC[start : start + step].long() & mask) * weights).sum(1)
-        total += (sums * row_weights[start : start + step]).sum()
-    return int(total.item()) % 2**64
+        sums = ((bits_RC[start : start + step].long() & mask) * columns).sum(1)
+        total += (sums * rows[start : start + step]).sum()
+    return total
 
 
-def _rows_and_columns(
-    tensor: Tensor, global_shape: Sequence[int], offsets: Sequence[int]
-) -> tuple[Tensor, np.ndarray, int]:
-    """Return the bits as [R, C] integers of at most 4 bytes, [R] row numbers and the first column number."""
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of at least one element as [R, C] integers of at most 4 bytes."""
     if tensor.dim() == 0:
-        tensor, global_shape, offsets = tensor.reshape(1), (1,), (0,)
-    rows = np.zeros(1, np.uint64)
-    for size, whole, offset in zip(tensor.shape[:-1], global_shape[:-1], offsets[:-1], strict=True):
-        steps = np.arange(offset, offset + size, dtype=np.uint64)
-        rows = (rows[:, None] * np.uint64(whole) + steps).ravel()
+        tensor = tensor.reshape(1)
     if tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
-    size = tensor.element_size()
-    bits = tensor.view({1: torch.uint8, 2: torch.int16}.get(size, torch.int32))
-    return bits.reshape(len(rows), bits.shape[-1]), rows, offsets[-1] * max(1, size // 4)
+    bits = tensor.view({1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32))
+    return bits.reshape(-1, bits.shape[-1])
+
+
+def _weights(
+    shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int], element_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the [R] uint64 weights of a box's rows and the [C] uint32 weights of its columns."""
+    if not shape:
+        shape, global_shape, offsets = (1,), (1,), (0,)
+    rows = np.zeros(1, np.uint64)
+    for size, whole, offset in zip(shape[:-1], global_shape[:-1], offsets[:-1], strict=True):
+        steps = np.arange(offset, offset + size, dtype=np.uint64)
+        rows = (rows[:, None] * np.uint64(whole) + steps).ravel()
+    numbers = max(1, element_size // 4)
+    first, last = offsets[-1] * numbers, (offsets[-1] + shape[-1]) * numbers
+    return _row_weights(rows), _column_weights(last)[first:]
+
+
+@lru_cache(maxsize=256)
+def _weights_on(
+    device: torch.device, shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int], size: int
+) -> tuple[Tensor, Tensor]:
+    """Return `_weights` as int64 on a device; layers of one shape and later versions share them."""
+    rows, columns = _weights(shape, global_shape, offsets, size)
+    return torch.from_numpy(rows.view(np.int64)).to(device), torch.from_numpy(columns.astype(np.int64)).to(
+        device
+    )
 
 
 def _row_weights(rows: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ Reuse needs the exclusive lock, and starts a new generation.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,11 @@ from torch import Tensor
 from torchstore.storage_volume import StorageVolume
 
 from rl.utils.processes import use_threads
+from rl.utils.threads import WorkerThread
 from rl.weights.boxes import PackedPart, within_box
 from rl.weights.types import SharedMemoryError, VersionExistsError, VersionNotFoundError
+
+logger = logging.getLogger(__name__)
 
 HEADER = mmap.PAGESIZE
 """Bytes before the data: the segment's id (16), then its generation (8)."""
@@ -230,17 +234,23 @@ class _Mapping:
     data: Tensor
     last_used: int = 0
     """Number of the operation that used the segment last."""
-    is_pinned: bool = False
+    is_pinned: bool | None = None
+    """Whether the memory is page-locked for direct copies by a GPU; None: never tried."""
 
-    def pin(self, pinned: bool) -> None:
-        """Pin the memory for direct copies by a GPU, or release it, where the driver allows it."""
-        if pinned == self.is_pinned:
-            return
-        if pinned:
-            torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
-        else:
+    def pin(self, device: torch.device) -> str | None:
+        """Page-lock the memory for a GPU; return the driver's reason if it refuses, the first time."""
+        if self.is_pinned is not None:
+            return None
+        torch.cuda.set_device(device)  # A thread starts on GPU 0, and would open a context there.
+        cudart = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
+        self.is_pinned = error == cudart.cudaError.success
+        return None if self.is_pinned else cudart.cudaGetErrorString(error)
+
+    def unpin(self) -> None:
+        if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
-        self.is_pinned = pinned
+        self.is_pinned = None
 
 
 class SegmentMaps:
@@ -251,16 +261,20 @@ class SegmentMaps:
         self.max_age = max_age
         self._num_operations = 0
         self._maps: dict[tuple[int, bytes], _Mapping] = {}
+        self._has_warned = False
+        self._pinning: WorkerThread | None = None
+        """The thread that locks and unlocks pages, started by the first `pin`. It makes no other CUDA call: after
+        a refused one, a thread's next kernel would raise its error."""
 
     def begin_operation(self) -> None:
         """Unmap segments that have not been used for long: the owner may have given them up."""
         self._num_operations += 1
         for key, mapped in list(self._maps.items()):
             if self._num_operations - mapped.last_used > self.max_age:
-                self._maps.pop(key).pin(False)
+                self._unmap(key)
 
     @contextmanager
-    def holding(self, ref: SegmentRef, *, pinned: bool = False) -> Iterator[Tensor]:
+    def holding(self, ref: SegmentRef) -> Iterator[Tensor]:
         """Yield the data, [num_bytes] uint8, which the owner does not reuse within this context.
 
         Raises:
@@ -272,19 +286,39 @@ class SegmentMaps:
             key = (ref.pid, ref.id)
             if key not in self._maps:
                 self._maps[key] = _Mapping(data=_map(descriptor, ref.num_bytes))
-            mapped = self._maps[key]
-            mapped.last_used = self._num_operations
-            if pinned:
-                mapped.pin(True)
-            yield mapped.data
+            self._maps[key].last_used = self._num_operations
+            yield self._maps[key].data
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
             os.close(descriptor)
 
+    async def pin(self, ref: SegmentRef, *, device: torch.device) -> None:
+        """Page-lock a segment that is held, in a thread, for copies by the device; log once if this is refused."""
+        if device.type == "cpu":
+            return
+        if self._pinning is None:
+            self._pinning = WorkerThread("weight-memory")
+        reason = await self._pinning.run(self._maps[ref.pid, ref.id].pin, device)
+        if reason is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%.3g GB of shared memory could not be page-locked for %s (cudaHostRegister: %s): weights are "
+                "copied, but slower. Raise the limit of locked memory (`ulimit -l unlimited`; a container's "
+                "`--ulimit memlock=-1`), and see that enough memory is free",
+                ref.num_bytes / 1e9, device, reason,
+            )  # fmt: skip
+
+    def _unmap(self, key: tuple[int, bytes]) -> None:
+        mapped = self._maps.pop(key)
+        if self._pinning is not None:
+            self._pinning.submit(mapped.unpin)  # the memory stays until then
+
     def close(self) -> None:
-        for mapped in self._maps.values():
-            mapped.pin(False)
-        self._maps.clear()
+        for key in list(self._maps):
+            self._unmap(key)
+        if self._pinning is not None:
+            self._pinning.stop(timeout_s=0.0)
+            self._pinning = None
 
 
 def _open_locked(ref: SegmentRef) -> int:
@@ -308,6 +342,7 @@ def _open_locked(ref: SegmentRef) -> int:
 
 def _map(descriptor: int, num_bytes: int) -> Tensor:
     """Return the data behind a segment's header, [num_bytes] uint8."""
-    memory = mmap.mmap(descriptor, HEADER + num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    # Without MAP_POPULATE: Python would hold its lock for half a second per GB.
+    memory = mmap.mmap(descriptor, HEADER + num_bytes, mmap.MAP_SHARED)
     # The tensor keeps `memory` alive.
     return torch.frombuffer(memory, dtype=torch.uint8)[HEADER:]
