@@ -153,4 +153,4 @@ class SyncRank(Actor):
         """Return whether the tensors equal the ones that `build` creates, bit for bit."""
         torch.manual_seed(seed)
         made = {name: torch.randn(shape).to(dtype) for name, shape in shapes(num_layers).items()}
-        return all(torch.equal(self._tensors[name], tensor) for name, tensor in made.items())
+        return all(torch.equal(self._tensors[name].cpu(), tensor) for name, tensor in made.items())

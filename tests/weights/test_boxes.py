@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl.weights.boxes import PIECE_BYTES, Copier, Copy, batches, lay_out, parts_of, plan_reads
+from rl.weights.boxes import PIECE_BYTES, Copier, Copy, batches, lay_out, parts_of, plan_reads, whole_rows
 from rl.weights.checksum import checksum
 from rl.weights.store import WeightStore, write_file
 from rl.weights.types import WeightStoreError
@@ -138,6 +138,18 @@ def test_copies_from_and_to_a_gpu():
     copier.close()
     assert torch.equal(received, source.bfloat16())
     assert pushed.value == pulled.value == checksum(sent, global_shape=(300, 500), offsets=(0, 0))
+
+
+def test_whole_rows_are_the_part_of_a_box_that_was_asked_for():
+    box_EIO = torch.arange(2 * 6 * 8.0).reshape(2, 6, 8)
+    for part in (
+        box_EIO[0, 1:3],
+        box_EIO[0, :, 2:5],
+        box_EIO[:, 2:4],
+        box_EIO[1:, :, 7:],
+        box_EIO[:, 1:5, 3:7],
+    ):
+        assert torch.equal(whole_rows(part, device=torch.device("cpu")), part)
 
 
 @pytest.mark.parametrize("field", ["num_threads", "keep_versions"])

@@ -1,11 +1,14 @@
 """Shared memory between processes: reuse, slow readers, owners that die, too little memory."""
 
+import asyncio
 import os
 import signal
+import threading
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from rl.weights import shared_memory
 from rl.weights.shared_memory import HEADER, Segment, SegmentMaps, SegmentPool, SegmentRef, this_host
@@ -140,6 +143,39 @@ def test_unused_segments_are_unmapped(maps):
         with maps.holding(refs[1]):
             pass
     assert [pid_and_id[1] for pid_and_id in maps._maps] == [refs[1].id]
+
+
+def test_refused_page_locks_are_logged_once_and_made_in_a_thread_that_keeps_to_its_gpu(
+    maps, monkeypatch, caplog
+):
+    calls, devices, refs = [], [], [take(SegmentPool())[1] for _ in range(3)]
+
+    def answer(call, error):
+        calls.append((call, threading.current_thread().name))
+        return error
+
+    driver, errors = Mock(), iter([0, 2, 2])
+    driver.cudaError.success = 0
+    driver.cudaHostRegister.side_effect = lambda *_: answer("lock", next(errors))
+    driver.cudaHostUnregister.side_effect = lambda *_: answer("unlock", 0)
+    driver.cudaGetErrorString.return_value = "out of memory"
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+
+    async def pin(ref):
+        with maps.holding(ref):
+            await maps.pin(ref, device=torch.device("cuda", 1))
+
+    for ref in refs * 2:
+        asyncio.run(pin(ref))
+    thread = maps._pinning
+    maps.close()
+    assert thread.stop(timeout_s=5)
+    assert calls == [(call, "weight-memory") for call in ("lock", "lock", "lock", "unlock")]
+    assert devices == [torch.device("cuda", 1)] * 3
+    (warning,) = caplog.messages
+    assert "not be page-locked for cuda:1 (cudaHostRegister: out of memory)" in warning
+    assert "ulimit -l unlimited" in warning
 
 
 def test_too_little_memory_raises_instead_of_killing(monkeypatch):
