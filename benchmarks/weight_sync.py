@@ -169,10 +169,12 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
     async with Ranks(case, threads=threads) as ranks:
         store = WeightStore.Config(num_threads=threads).build(dtype="bfloat16")
         await store.start(ranks.meshes[0])
+        for role in (ranks.writers, ranks.readers):
+            await role.use_store.call(store)
         push_s, pull_s = [], []
         for version in range(NUM_WARM_UP + repeats):
             snapshot, took_push = await timed(push(ranks, store, version))
-            pulled, took_pull = await timed(ranks.readers.pull.call(store, snapshot))
+            pulled, took_pull = await timed(ranks.readers.pull.call(snapshot))
             sums = [box for _, of_rank in pulled.items() for box in of_rank]
             if case.checked:
                 check_sums(version=version, pushed=snapshot.sums, pulled={"readers": sums})
@@ -199,7 +201,7 @@ def speeds(name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float
 
 async def push(ranks: Ranks, store: WeightStore, version: int) -> Snapshot:
     """Push from all ranks and announce the version."""
-    answers = await ranks.writers.push.call(store, version)
+    answers = await ranks.writers.push.call(version)
     return store.announce([shard for _, shard in answers.items()])
 
 

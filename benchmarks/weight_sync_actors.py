@@ -113,12 +113,17 @@ class SyncRank(Actor):
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     @endpoint
-    async def push(self, store: WeightStore, version: int) -> weights.Shard:
-        return await store.push(version=version, state_dict=self._tensors)
+    async def use_store(self, store: WeightStore) -> None:
+        """Keep the store, as a run's actors do: memory that it has mapped stays mapped."""
+        self._store = store
 
     @endpoint
-    async def pull(self, store: WeightStore, snapshot: Snapshot) -> tuple[BoxSum, ...]:
-        return await store.pull(snapshot, state_dict=self._tensors)
+    async def push(self, version: int) -> weights.Shard:
+        return await self._store.push(version=version, state_dict=self._tensors)
+
+    @endpoint
+    async def pull(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
+        return await self._store.pull(snapshot, state_dict=self._tensors)
 
     @endpoint
     async def put_by_torchstore(self, store_name: str, version: int) -> None:

@@ -12,6 +12,7 @@ Reuse needs the exclusive lock, and starts a new generation.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 HEADER = mmap.PAGESIZE
 """Bytes before the data: the segment's id (16), then its generation (8)."""
 _ID_BYTES = 16
+MADV_POPULATE_WRITE = 23
+"""From linux/mman.h; Python's mmap does not name it."""
 Offsets = tuple[int, ...]
 
 
@@ -234,12 +237,20 @@ class _Mapping:
     data: Tensor
     last_used: int = 0
     """Number of the operation that used the segment last."""
-    is_pinned: bool | None = None
-    """Whether the memory is page-locked for direct copies by a GPU; None: never tried."""
+    is_prepared: bool = False
+    is_pinned: bool = False
+    """Whether the memory is page-locked for direct copies by a GPU."""
 
-    def pin(self, device: torch.device) -> str | None:
-        """Page-lock the memory for a GPU; return the driver's reason if it refuses, the first time."""
-        if self.is_pinned is not None:
+    def prepare(self, device: torch.device) -> str | None:
+        """Touch all pages, and lock them for a GPU; return the driver's reason if it refuses."""
+        if self.is_prepared:
+            return None
+        self.is_prepared = True
+        # MAP_POPULATE would hold Python's lock for half a second per GB. Linux before 5.14 refuses this advice: copies
+        # touch the pages then.
+        address, size = ctypes.c_void_p(self.data.data_ptr()), ctypes.c_size_t(self.data.nbytes)
+        ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE)
+        if device.type == "cpu":
             return None
         torch.cuda.set_device(device)  # A thread starts on GPU 0, and would open a context there.
         cudart = torch.cuda.cudart()
@@ -250,7 +261,6 @@ class _Mapping:
     def unpin(self) -> None:
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
-        self.is_pinned = None
 
 
 class SegmentMaps:
@@ -262,9 +272,9 @@ class SegmentMaps:
         self._num_operations = 0
         self._maps: dict[tuple[int, bytes], _Mapping] = {}
         self._has_warned = False
-        self._pinning: WorkerThread | None = None
-        """The thread that locks and unlocks pages, started by the first `pin`. It makes no other CUDA call: after
-        a refused one, a thread's next kernel would raise its error."""
+        self._thread: WorkerThread | None = None
+        """The thread that touches, locks and unlocks pages. It makes no other CUDA call: after a refused lock, a
+        thread's next kernel would raise the error."""
 
     def begin_operation(self) -> None:
         """Unmap segments that have not been used for long: the owner may have given them up."""
@@ -292,13 +302,11 @@ class SegmentMaps:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
             os.close(descriptor)
 
-    async def pin(self, ref: SegmentRef, *, device: torch.device) -> None:
-        """Page-lock a segment that is held, in a thread, for copies by the device; log once if this is refused."""
-        if device.type == "cpu":
-            return
-        if self._pinning is None:
-            self._pinning = WorkerThread("weight-memory")
-        reason = await self._pinning.run(self._maps[ref.pid, ref.id].pin, device)
+    async def prepare(self, ref: SegmentRef, *, device: torch.device) -> None:
+        """Touch the pages of a segment that is held, in a thread, and lock them for a GPU; log a refusal once."""
+        if self._thread is None:
+            self._thread = WorkerThread("weight-memory")
+        reason = await self._thread.run(self._maps[ref.pid, ref.id].prepare, device)
         if reason is not None and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -310,15 +318,15 @@ class SegmentMaps:
 
     def _unmap(self, key: tuple[int, bytes]) -> None:
         mapped = self._maps.pop(key)
-        if self._pinning is not None:
-            self._pinning.submit(mapped.unpin)  # the memory stays until then
+        if self._thread is not None:
+            self._thread.submit(mapped.unpin)  # the memory stays until then
 
     def close(self) -> None:
         for key in list(self._maps):
             self._unmap(key)
-        if self._pinning is not None:
-            self._pinning.stop(timeout_s=0.0)
-            self._pinning = None
+        if self._thread is not None:
+            self._thread.stop(timeout_s=0.0)
+            self._thread = None
 
 
 def _open_locked(ref: SegmentRef) -> int:
@@ -342,7 +350,6 @@ def _open_locked(ref: SegmentRef) -> int:
 
 def _map(descriptor: int, num_bytes: int) -> Tensor:
     """Return the data behind a segment's header, [num_bytes] uint8."""
-    # Without MAP_POPULATE: Python would hold its lock for half a second per GB.
     memory = mmap.mmap(descriptor, HEADER + num_bytes, mmap.MAP_SHARED)
     # The tensor keeps `memory` alive.
     return torch.frombuffer(memory, dtype=torch.uint8)[HEADER:]

@@ -220,7 +220,7 @@ class WeightStore(Configurable):
                 place = ref
                 self._maps.begin_operation()
                 with self._maps.holding(ref) as memory:
-                    await self._maps.pin(ref, device=outgoing[0].local.device)
+                    await self._maps.prepare(ref, device=outgoing[0].local.device)
                     sums = await copy_to(memory)
         return Shard(version=version, rank=rank, parts=tuple(parts), place=place, sums=tuple(sums))
 
@@ -269,7 +269,7 @@ class WeightStore(Configurable):
         assert place is not None, "a shard that is read has boxes"
         if self.config.transport == "auto" and place.host == this_host():
             with self._maps.holding(place) as memory:
-                await self._maps.pin(place, device=reads[0].part.local.device)
+                await self._maps.prepare(place, device=reads[0].part.local.device)
                 return await self._receive(reads, [read.within(read.stored.view(memory)) for read in reads])
         if _has_rdma():
             return await self._fetch_by_rdma(shard, reads)

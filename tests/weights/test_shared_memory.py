@@ -162,13 +162,13 @@ def test_refused_page_locks_are_logged_once_and_made_in_a_thread_that_keeps_to_i
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
 
-    async def pin(ref):
+    async def prepare(ref):
         with maps.holding(ref):
-            await maps.pin(ref, device=torch.device("cuda", 1))
+            await maps.prepare(ref, device=torch.device("cuda", 1))
 
     for ref in refs * 2:
-        asyncio.run(pin(ref))
-    thread = maps._pinning
+        asyncio.run(prepare(ref))
+    thread = maps._thread
     maps.close()
     assert thread.stop(timeout_s=5)
     assert calls == [(call, "weight-memory") for call in ("lock", "lock", "lock", "unlock")]
