@@ -148,7 +148,8 @@ def test_unused_segments_are_unmapped(maps):
 def test_refused_page_locks_are_logged_once_and_made_in_a_thread_that_keeps_to_its_gpu(
     maps, monkeypatch, caplog
 ):
-    calls, devices, refs = [], [], [take(SegmentPool())[1] for _ in range(3)]
+    refs, calls = [take(SegmentPool())[1] for _ in range(3)], []
+    devices: list[torch.device] = []
 
     def answer(call, error):
         calls.append((call, threading.current_thread().name))
