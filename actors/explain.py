@@ -331,9 +331,7 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         is not None,
         "trainer.training.cpu_offload": not on_gpu,
         "trainer.training.reduce_dtype": is_whole,
-        "trainer.training.share_prompts": (
-            degrees.cp > 1 or trainer.compile.includes("model") or spec.model.has_experts
-        ),
+        "trainer.training.share_prompts": degrees.cp > 1 or spec.model.has_experts,
         # Nothing reads its logprobs.
         "trainer.reference": (
             trainer.reference.enable

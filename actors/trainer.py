@@ -28,6 +28,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
+from rl.training.memory import use_growing_segments
 from rl.training.sleep import TrainerSleep
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
@@ -81,6 +82,7 @@ class PolicyTrainer(Actor, Configurable):
     ) -> None:
         """`failure_folder` receives the batch on which a loss was not finite."""
         use_threads(1)  # This is not the thread that computes.
+        use_growing_segments()
         self.config = config
         self.model_spec = model_spec
         self.store = store

@@ -7,7 +7,7 @@ Shape legend: T tokens of a sequence, C tokens of a completion, K targets of a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -266,6 +266,23 @@ class Packing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Bytes on the GPU of the rank that used most."""
+
+    allocated: float
+    """Peak of the tensors."""
+    reserved: float
+    """Peak of what PyTorch's allocator had taken from the GPU for them."""
+    total: float
+    """Memory of the GPU."""
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> DeviceMemory:
+        allocated, reserved, total = numbers
+        return cls(allocated=allocated, reserved=reserved, total=total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
     """Result of a `forward_backward` or `forward` call, over all ranks."""
 
@@ -293,6 +310,8 @@ class ForwardBackwardResult:
     """Load of the experts; None for a model without experts and for `forward`."""
     packing: Packing | None = None
     """Packing of the micro-batches; None for a trainer that does not pack."""
+    memory: DeviceMemory | None = field(default=None, compare=False)
+    """Peak memory since the beginning of the latest optimizer step; None on a CPU."""
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
     """[T] float32 nats of each requested sample, entry t for token t, entry 0 is 0; [T, K] with K targets. None if
     no logprobs were requested."""

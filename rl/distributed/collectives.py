@@ -101,17 +101,16 @@ def reduce_sums_and_maxima(
     """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every rank.
 
     Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN. Context- and
-    tensor-parallel ranks hold the same numbers, which count once; of a pipeline's stages only one gives numbers other
-    than 0.
+    tensor-parallel ranks hold the same sums, which count once; of a pipeline's stages only one gives sums other than 0.
 
     Args:
         sums, maxima: [A] and [B] float64, on the mesh's device.
     """
     rows = _gather_rows(torch.cat((sums, maxima)), mesh)
-    if mesh is not None:
-        rows = rows[:: mesh[CP].size() * mesh[TP].size()]
     num_sums = sums.numel()
     largest = rows[:, num_sums:].amax(0).tolist() if maxima.numel() else []
+    if mesh is not None:
+        rows = rows[:: mesh[CP].size() * mesh[TP].size()]
     return rows[:, :num_sums].sum(0).tolist(), largest
 
 

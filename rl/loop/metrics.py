@@ -170,6 +170,10 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     if gradient.expert_load is not None:
         metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
         metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
+    if (memory := gradient.memory) is not None:
+        metrics["memory/allocated_gb"] = Max(memory.allocated / 1e9)
+        metrics["memory/reserved_gb"] = Max(memory.reserved / 1e9)
+        metrics["memory/total_gb"] = Max(memory.total / 1e9)
     return metrics | _packing_metrics(gradient) | _loss_metrics(gradient, reserved=metrics)
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
 from rl.models.attention_grid import attend, grids_of
+from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, efficient_varlen_attention
+from rl.utils.tensor_memory import to_device
 
 MAX_PADDED_KEYS = 20_000
 """Numbers in the keys of the longest segment up to which one call with padding is faster than a call for each
@@ -118,7 +120,7 @@ class SequenceLayout:
     def to(self, device: torch.device | str) -> SequenceLayout:
         """Return the layout with its tensors on the device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: Any = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        moved: Any = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 
@@ -146,7 +148,10 @@ def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tup
 
 
 class PackedAttention(nn.Module):
-    """The trainer's attention: flash varlen kernels on a GPU in half precision, grids of segments elsewhere."""
+    """The trainer's attention: grids of segments on a CPU, kernels for segments of any lengths on a GPU.
+
+    Those are flash attention in half precision, and memory-efficient attention in float32.
+    """
 
     def __init__(self, *, window: int | None = None, num_splits: int | None = None) -> None:
         """Let each token see the latest `window` tokens, its own included, or all; of a segment's keys the last ones.
@@ -155,24 +160,29 @@ class PackedAttention(nn.Module):
         """
         super().__init__()
         self.window = window
-        # PyTorch 2.11 does not have the argument.
-        self.options: dict[str, Any] = {} if num_splits is None else {"num_splits": num_splits}
+        # PyTorch 2.11 does not have the arguments.
+        self.options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GROUPED_HEADS else {}
+        if num_splits is not None:
+            self.options["num_splits"] = num_splits
         self.by_segment = AttentionBySegment(window=window)
 
     def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, H, D]."""
-        if not q_tHD.is_cuda or q_tHD.dtype not in (torch.bfloat16, torch.float16):
+        in_half = q_tHD.dtype in (torch.bfloat16, torch.float16)
+        if not q_tHD.is_cuda or not (in_half or self.window is None):
             k_nKD, v_nKD = keys_of_all_ranks(k_tKD, v_tKD, layout)
             out_tHD: Tensor = self.by_segment(q_tHD, k_nKD, v_nKD, layout)
             return out_tHD
         k_NKD, v_NKD = keys_and_values(k_tKD, v_tKD, layout)
-        from torch.nn.attention.varlen import varlen_attn
-
         repeat = q_tHD.size(1) // k_NKD.size(1)
-        if repeat > 1:
+        if repeat > 1 and not (in_half and VARLEN_TAKES_GROUPED_HEADS):
             k_NKD, v_NKD = (x.repeat_interleave(repeat, dim=1) for x in (k_NKD, v_NKD))
         offsets = layout.query_offsets, layout.key_offsets
         lengths = layout.max_queries, layout.max_keys
+        if not in_half:
+            return efficient_varlen_attention(q_tHD, k_NKD, v_NKD, *offsets, *lengths)
+        from torch.nn.attention.varlen import varlen_attn
+
         window = (-1 if self.window is None else self.window - 1, 0)
         out = varlen_attn(q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options)
         assert isinstance(out, Tensor)

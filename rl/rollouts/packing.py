@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rl.models.attention import SequenceLayout
 from rl.types import TrainingSample
+from rl.utils.tensor_memory import to_device
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
@@ -97,7 +98,7 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        moved = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
         return PackedBatch(**(values | moved | {"sequences": self.sequences.to(device)}))
 
     @property

@@ -33,7 +33,7 @@ class TrainingConfig:
     """Maximum number of samples in a micro-batch; None for no limit."""
     share_prompts: bool = True
     """Send the prompt that samples of a micro-batch have in common through the model once; ignored with
-    context parallelism by allgather, a compiled model or a mixture of experts."""
+    context parallelism by allgather or a mixture of experts."""
     global_batch_size: int | None = field(
         default=None,
         metadata=refused(

@@ -14,6 +14,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -40,7 +41,13 @@ from rl.training.checkpoint import Checkpointer
 from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
 from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
-from rl.training.memory import MemoryEstimate, check_device_memory, estimate
+from rl.training.memory import (
+    MemoryEstimate,
+    check_device_memory,
+    estimate,
+    explaining_memory,
+    reset_peak_memory,
+)
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
@@ -133,11 +140,11 @@ class TrainingEngine(Configurable):
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
         folder, spec = _open_assets(hf_assets_path, model_spec)
-        degrees = config.check(spec, world_size=world.size, device=self.device)
+        self._degrees = config.check(spec, world_size=world.size, device=self.device)
         self.config, self.hf_assets_path, self.failure_folder = config, hf_assets_path, failure_folder
         self._owns_rank = rank is None
         self._rank = rank or RankInfo.join(
-            degrees,
+            self._degrees,
             world=world,
             device=self.device,
             comm=config.comm,
@@ -186,12 +193,13 @@ class TrainingEngine(Configurable):
                 denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
-        return self._gradient.add(
-            samples,
-            loss=self.config.loss if loss is None else loss,
-            version=self.policy_version,
-            return_logprobs=return_logprobs,
-        )
+        with self._explaining_memory("forward_backward"):
+            return self._gradient.add(
+                samples,
+                loss=self.config.loss if loss is None else loss,
+                version=self.policy_version,
+                return_logprobs=return_logprobs,
+            )
 
     def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -203,7 +211,8 @@ class TrainingEngine(Configurable):
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         loss = self.config.loss if loss is None else loss
-        return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
+        with self._explaining_memory("forward"):
+            return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
 
     def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
         """Divide the gradient by the accumulated denominator, clip it, step and clear it.
@@ -227,7 +236,11 @@ class TrainingEngine(Configurable):
             check_bounds(params, "max_norm", above=0)
             max_norm = params.max_norm
         scale = self._gradient.scale(allow_empty=allow_empty)
-        with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
+        reset_peak_memory(self.device)
+        with (
+            self._explaining_memory("optim_step"),
+            self._gradient.dropped_on_error(f"optim_step {self.policy_version}"),
+        ):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
             self.optimizer.step(settings)  # Of parameters stepped early, none has a gradient left.
             self.policy.converters.post_optimizer_hook(self.policy.model)
@@ -242,6 +255,16 @@ class TrainingEngine(Configurable):
             lr=settings["lr"],
             policy_version=self.policy_version,
         )
+
+    def _explaining_memory(self, call: str) -> AbstractContextManager[None]:
+        estimated = partial(
+            self.config.estimate_memory,
+            self.policy.spec,
+            degrees=self._degrees,
+            on_gpu=self.device.type == "cuda",
+        )
+        what = f"{call} of policy version {self.policy_version}"
+        return explaining_memory(what, config=self.config, device=self.device, estimated=estimated)
 
     def _settings(self, params: OptimParams | None = None) -> dict[str, Any]:
         """Return the optimizer's settings for the next step."""

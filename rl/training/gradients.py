@@ -27,10 +27,12 @@ from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
 from rl.training.failures import non_finite
+from rl.training.memory import peak_memory
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
 from rl.training.token_values import TokenValues
-from rl.types import ForwardBackwardResult, Packing, TrainingSample
+from rl.types import DeviceMemory, ForwardBackwardResult, Packing, TrainingSample
+from rl.utils.tensor_memory import to_device
 
 METRIC = "metric "
 """Prefix of the names of a loss's own metrics among other sums."""
@@ -289,7 +291,9 @@ class CallSums:
         rows = [torch.stack(list(sums.values())) for sums in self._sums]
         sums_N = torch.stack(rows).sum(0) if rows else zeros
         largest = torch.stack([*self._largest, zeros.new_zeros(())]).amax().reshape(1)
-        totals, (logprob_diff_max,) = reduce_sums_and_maxima(sums_N, largest, mesh=policy.mesh)
+        own_memory = torch.tensor(peak_memory(policy.device), dtype=torch.float64)
+        largest = torch.cat((largest, to_device(own_memory, policy.device)))
+        totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(sums_N, largest, mesh=policy.mesh)
         sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
         means = {
@@ -319,6 +323,7 @@ class CallSums:
                 * policy.data_rank.count,
                 num_attended=round(sums["num_attended"]),
             ),
+            memory=None if not memory else DeviceMemory.of_numbers(memory),
             logprobs=None if self._values is None else tuple(self._values.collect()),
         )
 
@@ -350,7 +355,7 @@ def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | Non
     """
     squares = torch.stack(list(norms.values())).double().square()
     shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
-    return (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
+    return (squares * to_device(torch.tensor(shares, dtype=torch.float64), squares.device)).sum()
 
 
 def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +24,13 @@ from torch import Tensor
 from losses.types import uses_entropy
 from rl.distributed.mesh import Degrees
 from rl.distributed.stages import StagePlan, plan_stages
+from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
 from rl.models.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
 from rl.training.muon import is_hidden_matrix
+from rl.utils.errors import RunError
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -159,6 +163,73 @@ def _of_rank(
     )
 
 
+def use_growing_segments() -> None:
+    """Let this process's allocator extend its blocks on a GPU, because packed batches have ever new sizes.
+
+    Call it before the first use of the GPU; settings that the environment has stay.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an NVLink fabric, which
+        # it does not before Hopper (PyTorch's issue 186374). The trainer shares none.
+        os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
+
+
+def peak_memory(device: torch.device) -> list[float]:
+    """Return the fields of a rank's `DeviceMemory` since `reset_peak_memory`; empty for a CPU."""
+    if device.type != "cuda":
+        return []
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return [*peaks, torch.cuda.get_device_properties(device).total_memory]
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+class DeviceMemoryError(RunError):
+    """A GPU had no memory left for a call of the training engine."""
+
+
+@contextmanager
+def explaining_memory(
+    what: str, *, config: TrainingEngine.Config, device: torch.device, estimated: Callable[[], MemoryEstimate]
+) -> Iterator[None]:
+    """Raise an out-of-memory error of PyTorch as a `DeviceMemoryError` with what was used and what needs less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used = ""
+        if peaks := peak_memory(device):
+            free = torch.cuda.mem_get_info(device)[0]
+            held = torch.cuda.memory_reserved(device)
+            allocated, reserved, total, free, others = (
+                f"{n / 1e9:.3g}" for n in (*peaks, free, peaks[2] - free - held)
+            )
+            used = (
+                f" PyTorch had taken {reserved} GB of the GPU's {total} GB, {allocated} GB of them for tensors at the "
+                f"peak; {free} GB are free, and the rest, {others} GB, belongs to CUDA, NCCL and other processes."
+            )
+        raise DeviceMemoryError(
+            f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was {estimated().describe()}. "
+            f"{_needs_less(config)}"
+        ) from error
+
+
+def _needs_less(config: TrainingEngine.Config) -> str:
+    """Return the options that reduce memory and are not used yet."""
+    training, mode = config.training, config.activation_checkpoint.mode
+    advice = [
+        f"lower training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}",
+        "" if mode == "full" else f"set activation_checkpoint.mode={mode!r} to 'full'",
+        "" if training.logits_chunk_tokens else "set training.logits_chunk_tokens to 2048",
+        "raise parallelism.data_parallel_shard_degree or tensor_parallel_degree",
+        "" if training.cpu_offload else "set training.cpu_offload",
+    ]
+    return f"To need less: {', '.join(filter(None, advice))}."
+
+
 def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int, compiled: bool) -> None:
     """Check a rank against its device, like `check_memory`."""
     check_memory(
@@ -275,11 +346,12 @@ def _activations_of_token(
     if not on_gpu and (tp > 1 or model.norm_offset):
         norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
     norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (queries + keys) * attention.qk_norm
-    # Results of products, of rotation and attention (a GPU also repeats keys and values for each query head), and
-    # of the feed-forward: gate and up, silu(gate), and their product.
+    # Results of products, of rotation and attention (which a GPU gives copies of keys and values, for each query head
+    # unless its kernel takes grouped heads), and of the feed-forward: gate and up, silu(gate), and their product.
     # Context parallelism gathers keys and values, unless it exchanges heads, which is not kept.
     cp = 1 if exchanges_heads else degrees.cp
-    core = (2 + 2 * cp) * queries if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
+    copied = keys if VARLEN_TAKES_GROUPED_HEADS and itemsize < FLOAT32 else queries
+    core = 2 * queries + 2 * cp * copied if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
     whole = norms + itemsize * (2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed)
     block_input = itemsize * width / tp
     # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter has a result like

@@ -53,6 +53,7 @@ from rl.training.token_values import TokenValues
 from rl.types import TrainingSample
 from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
 from rl.utils.processes import seed_everything
+from rl.utils.tensor_memory import to_device
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -128,8 +129,7 @@ class Policy:
         """This rank's shards by name, including frozen ones."""
         # A router would count a shared prompt only once for the balance of experts.
         splits_keys = self.context is not None and not config.parallelism.exchanges_heads
-        needs_own = spec.model.has_experts or splits_keys or config.compile.includes("model")
-        self._shares_prompts = training.share_prompts and not needs_own
+        self._shares_prompts = training.share_prompts and not (spec.model.has_experts or splits_keys)
         if config.print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
 
@@ -367,12 +367,12 @@ class Policy:
             head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
             return batch.input_ids, {"positions": batch.positions, "sequences": batch.sequences, "head": head}
         context, num_tokens = self.context, batch.input_ids.numel()
-        mine_t = context.token_indices(num_tokens).to(self.device)
+        mine_t = to_device(context.token_indices(num_tokens), self.device)
         share = batch.sequences
         if not self._options.parallelism.exchanges_heads:
             share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
         own_head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
-        places_T = context.places(num_tokens).to(self.device)
+        places_T = to_device(context.places(num_tokens), self.device)
 
         def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
             return tuple(context.gather(value_t, places_T) for value_t in own_head(hidden_tE, weight_VE))
@@ -387,7 +387,7 @@ class Policy:
         real_T = batch.sequence_ids < batch.num_sequences
         if self.context is None:
             return real_T
-        return real_T[self.context.token_indices(real_T.numel()).to(self.device)]
+        return real_T[to_device(self.context.token_indices(real_T.numel()), self.device)]
 
     def release(self) -> None:
         """Free the parameters that a forward without a backward has left gathered."""

@@ -27,6 +27,8 @@ class TokenValues:
         self._policy = policy
         indices = range(len(samples)) if wanted is None else wanted
         self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
+        self._added: list[tuple[PackedBatch, Tensor]] = []
+        """Micro-batches with their values, which stay on the device so that the next one need not wait."""
 
     def wants(self, batch: PackedBatch) -> bool:
         """Return whether the micro-batch has a wanted sample."""
@@ -34,14 +36,15 @@ class TokenValues:
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if not self._policy.data_rank.speaks or not self.wants(batch):
-            return
-        for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
-            if index in self._values:
-                self._values[index][:] = values
+        if self._policy.data_rank.speaks and self.wants(batch):
+            self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
         """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0 is 0."""
+        for batch, values_T in self._added:
+            for index, values in batch.scatter(values_T.cpu().numpy()).items():
+                if index in self._values:
+                    self._values[index][:] = values
         arrays = list(self._values.values())
         if self._policy.mesh is None:
             return arrays

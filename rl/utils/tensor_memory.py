@@ -1,4 +1,4 @@
-"""A CPU tensor's memory as a NumPy array.
+"""Copies to a device, and a CPU tensor's memory as a NumPy array.
 
 After `Tensor.numpy()` PyTorch refuses to resize the tensor's storage for good, and a sleeping generator could not
 release the memory of its weights and its key-value cache.
@@ -9,7 +9,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy of a CPU tensor on the device, without waiting for the work that a GPU still has.
+
+    A copy from pageable memory may wait. PyTorch keeps page-locked memory for the next copy.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def memory_of(tensor: Tensor, *, dtype: str, num_elements: int | None = None) -> np.ndarray:

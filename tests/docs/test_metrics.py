@@ -19,7 +19,7 @@ from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import make_problem
-from rl.types import ExpertLoad, Observation, Packing, Score
+from rl.types import DeviceMemory, ExpertLoad, Observation, Packing, Score
 from tests.support.fakes import FakePolicy, ListSink, completion, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time
@@ -114,6 +114,7 @@ def of_engines():
             gradient,
             expert_load=ExpertLoad(busiest_mean=1.0, busiest_max=1.0),
             loss_metrics={**gradient.loss_metrics, "surprise": 1.0},
+            memory=DeviceMemory(allocated=1e9, reserved=2e9, total=3e9),
         )
         assert isinstance(gradient.packing, Packing)
         merged |= training_metrics([TrainedMinibatch(gradient=gradient, update=engine.optim_step())])

@@ -13,8 +13,10 @@ from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
 from losses.types import LossOutput
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.training.failures import NonFiniteLossError, read_batch
+from rl.training.memory import DeviceMemoryError
 from rl.types import OptimParams, Packing
 from tests.training.parts import (
     assert_near,
@@ -229,16 +231,43 @@ def test_sharing_prompts_changes_no_number(windowed_assets):
     np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
 
 
-def test_prompts_are_not_shared_if_compiled_or_trained_or_routed_to_experts():
-    compiled = CompileConfig(enable=True, backend="eager")
+def test_compiled_blocks_share_prompts_and_change_no_number(assets):
+    compiled = CompileConfig(enable=True, backend="aot_eager")
+    apart = make_engine(assets, max_tokens_per_microbatch=200, share_prompts=False)
+    shared = make_engine(assets, max_tokens_per_microbatch=200, compile=compiled)
+    assert num_rows(shared) < num_rows(apart)
+    losses = [engine.forward_backward(GROUP).loss_sum for engine in (shared, apart)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
+    assert_near(gradients(shared), gradients(apart), relative=1e-4)
+
+
+def test_prompts_are_not_shared_if_trained_or_routed_to_experts():
     trained_on_prompts = [replace(s, mask=np.ones_like(s.mask)) for s in GROUP]
     for settings, samples in (
-        ({"compile": compiled}, GROUP),
         ({"spec": moe_spec()}, GROUP),
         ({}, trained_on_prompts),
     ):
         engine = make_engine(None, max_tokens_per_microbatch=200, **settings)
         assert num_rows(engine, samples) == 8 * 17
+
+
+def test_lack_of_memory_is_explained_with_the_options_that_need_less(assets, monkeypatch):
+    engine = make_engine(assets, activation_checkpoint=ActivationCheckpointConfig(mode="full"))
+    engine.forward_backward(SAMPLES)
+    monkeypatch.setattr(
+        engine.policy, "run", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    )
+    with pytest.raises(DeviceMemoryError) as raised:
+        engine.forward_backward(SAMPLES)
+    message = str(raised.value)
+    assert message.startswith(
+        "forward_backward of policy version 0: a rank of the trainer ran out of GPU memory"
+    )
+    assert "GB a rank at the peak (parameters" in message
+    assert "lower training.max_tokens_per_microbatch=" in message
+    assert "activation_checkpoint" not in message
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert not gradients(engine)
 
 
 def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):

@@ -28,7 +28,7 @@ from rl.models.moe import MoE
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.memory import check_device_memory, estimate
+from rl.training.memory import check_device_memory, estimate, use_growing_segments
 from rl.training.optimizer import Optimizer
 from tests.support.distributed import run_ranks
 from tests.training.parts import make_sample, moe_spec
@@ -296,3 +296,13 @@ def test_rank_holds_and_gathers_its_share_of_experts(degrees, num_held, num_gath
     # The root and both blocks; gradients of the root, of a block, and a copy of the block's.
     of_others = 2 * num_root + 2 * (num_all - num_root - num_experts) if layout.fsdp > 1 else 0
     assert need.gathered == 4 * (of_others + num_gathered_experts * num_experts)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_settings_of_the_environment_stay(monkeypatch, name):
+    monkeypatch.setattr("os.environ", {})
+    use_growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setattr("os.environ", {name: "max_split_size_mb:512"})
+    use_growing_segments()
+    assert os.environ == {name: "max_split_size_mb:512"}
