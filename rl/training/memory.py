@@ -202,14 +202,14 @@ def explaining_memory(
     except torch.OutOfMemoryError as error:
         used = ""
         if peaks := peak_memory(device):
-            free = torch.cuda.mem_get_info(device)[0]
-            held = torch.cuda.memory_reserved(device)
+            num_free = torch.cuda.mem_get_info(device)[0]
+            num_others = peaks[2] - num_free - torch.cuda.memory_reserved(device)
             allocated, reserved, total, free, others = (
-                f"{n / 1e9:.3g}" for n in (*peaks, free, peaks[2] - free - held)
+                f"{n / 1e9:.3g} GB" for n in (*peaks, num_free, num_others)
             )
             used = (
-                f" PyTorch had taken {reserved} GB of the GPU's {total} GB, {allocated} GB of them for tensors at the "
-                f"peak; {free} GB are free, and the rest, {others} GB, belongs to CUDA, NCCL and other processes."
+                f" PyTorch had taken {reserved} of the GPU's {total} at the peak, {allocated} of them for tensors; now "
+                f"{free} are free, and {others} belong to CUDA, NCCL and other processes."
             )
         raise DeviceMemoryError(
             f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was {estimated().describe()}. "

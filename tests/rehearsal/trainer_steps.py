@@ -1,6 +1,8 @@
 """Steps of a training engine on the null device; prints what they launched, waited for and held as one line of JSON.
 
-    python -m tests.rehearsal.trainer_steps bfloat16 float32     # or compiled
+    python -m tests.rehearsal.trainer_steps bfloat16 float32 lack
+
+Cases are the dtypes, `lack` (of memory) and `compiled`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import os
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from torch.nn.attention import varlen
 
 from losses.policy import GRPOLoss
 from rl.distributed.compile import CompileConfig
@@ -22,14 +26,14 @@ from rl.models.decoder import FeedForward
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.memory import DeviceMemoryError, use_growing_segments
+from rl.training.memory import DeviceMemoryError, peak_memory, use_growing_segments
 from rl.training.sleep import TrainerSleep
-from rl.types import TrainingSample
+from rl.types import DeviceMemory, TrainingSample
 from tools.null_gpu.counters import Counters, read_own, reset_own
 
 NUM_LAYERS = 2
 LENGTHS = (610, 420, 390, 280, 170, 60)
-MAX_TOKENS = 2200
+MAX_TOKENS = 1500
 """Two micro-batches: the longest segments are longer than what the grids of a CPU compute at once."""
 
 
@@ -48,27 +52,29 @@ def make_samples(*, prompt: int, shorter: int = 0) -> list[TrainingSample]:
     prompts = rng.integers(0, 8192, (2, prompt))
     samples = []
     for index, length in enumerate(LENGTHS):
-        ids = np.concatenate((prompts[index > 0], rng.integers(0, 8192, length - shorter)))
+        ids = np.concatenate((prompts[min(index, 1)], rng.integers(0, 8192, length - shorter)))
         mask = np.arange(len(ids)) >= prompt
         ones = mask.astype(np.float32)
         logprobs = np.where(mask, -1.0, np.nan).astype(np.float32)
         versions = np.zeros(len(ids), np.int32)
         samples.append(
             TrainingSample(
-                token_ids=ids, mask=mask, advantages=ones, generator_logprobs=logprobs, policy_versions=versions
+                token_ids=ids,
+                mask=mask,
+                advantages=ones,
+                generator_logprobs=logprobs,
+                policy_versions=versions,
             )
         )
     return samples
 
 
-def make_engine(dtype: str, *, compiled: bool = False, **training: Any) -> TrainingEngine:
+def make_engine(dtype: Any, *, compiled: bool = False) -> TrainingEngine:
     config = TrainingEngine.Config(
         # The number of valid tokens is read back as 0, by which a step would divide.
         loss=GRPOLoss(normalization="none"),
         compile=CompileConfig(enable=compiled),
-        training=TrainingConfig(
-            param_dtype=dtype, max_tokens_per_microbatch=MAX_TOKENS, **training
-        ),  # fmt: skip
+        training=TrainingConfig(param_dtype=dtype, max_tokens_per_microbatch=MAX_TOKENS),
     )
     return config.build(model_spec=model_spec(), hf_assets_path=None, device="cuda")
 
@@ -76,6 +82,9 @@ def make_engine(dtype: str, *, compiled: bool = False, **training: Any) -> Train
 def counted(engine: TrainingEngine, samples: list[TrainingSample]) -> tuple[Counters, Any]:
     reset_own()
     result = engine.forward_backward(samples)
+    # What the result has was read back from the device, as 0.
+    assert result.memory is not None
+    result = replace(result, memory=DeviceMemory.of_numbers(peak_memory(engine.device)))
     engine.optim_step()
     return read_own(), result
 
@@ -84,13 +93,14 @@ def of_dtype(dtype: str) -> dict[str, Any]:
     """Return the counts of a second step, and its memory."""
     engine = make_engine(dtype)
     counted(engine, make_samples(prompt=200))
-    step, result = counted(engine, make_samples(prompt=210, shorter=3))
+    with mock.patch.object(varlen, "varlen_attn", wraps=varlen.varlen_attn) as attention:
+        step, result = counted(engine, make_samples(prompt=210, shorter=3))
     degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
     estimate = engine.config.estimate_memory(engine.policy.spec, degrees=degrees, on_gpu=True)
     num_batches = result.packing.num_micro_batches
     held = torch.cuda.memory_reserved()
     sleep = TrainerSleep(engine)
-    sleep.sleep()
+    moved = sleep.sleep()
     asleep = torch.cuda.memory_reserved()
     sleep.wake()
     return {
@@ -98,8 +108,8 @@ def of_dtype(dtype: str) -> dict[str, Any]:
             part: step.num_kernels(part) / num_batches / NUM_LAYERS
             for part in ("flash_fwd", "flash_bwd_dq_dk_dv", "fmha_cutlassF_f32", "fmha_cutlassB_f32")
         },
+        "key_heads": sorted({call.args[1].size(1) for call in attention.call_args_list}),
         "fused_adamw": step.num_kernels("fused_adamw"),
-        "foreach_kernels": step.num_kernels("multi_tensor_apply_kernel"),
         "waits": step.waits,
         "pageable_copies": {name: n for name, n in step.calls.items() if "pageable" in name},
         "num_batches": num_batches,
@@ -107,8 +117,8 @@ def of_dtype(dtype: str) -> dict[str, Any]:
         "reserved": result.memory.reserved,
         "total": result.memory.total,
         "estimate": estimate.total,
-        "held": held,
-        "asleep": asleep,
+        "given_back": held - asleep,
+        "moved": moved,
         "expandable": torch.cuda.memory_snapshot()[0]["is_expandable"],
     }
 
@@ -150,7 +160,5 @@ def of_compiled() -> dict[str, Any]:
 if __name__ == "__main__":
     use_growing_segments()
     assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
-    found: dict[str, Any] = {}
-    for case in sys.argv[1:]:
-        found[case] = {"lack": of_lack, "compiled": of_compiled}.get(case, lambda: of_dtype(case))()
-    print(json.dumps(found))
+    cases = {"lack": of_lack, "compiled": of_compiled}
+    print(json.dumps({name: cases[name]() if name in cases else of_dtype(name) for name in sys.argv[1:]}))
