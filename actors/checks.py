@@ -16,9 +16,11 @@ from torch import nn
 from actors.cluster import num_gpus as num_gpus_here
 from actors.cluster import trains_on_gpu
 from actors.config import ClusterConfig, RunConfig
+from actors.devices import fits_shared
 from actors.placement import place_actors
 from rl.config.tree import named_as_options
 from rl.distributed.stages import plan_stages
+from rl.models.batch_invariant.model import check_capability
 from rl.models.converter import ModelConverters
 from rl.models.decoder import module_names
 from rl.models.hf import HFFolder
@@ -39,21 +41,27 @@ from rl.training.config import trainer_checks
 from rl.training.memory import check_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
+FLASH_CAPABILITY = (8, 0)
+"""Oldest GPUs with kernels for attention in half precision."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     num_gpus: int
     gpu_bytes: int | None
     """Memory of the smallest GPU; None without GPUs."""
+    gpu_capability: tuple[int, int] | None = None
+    """Compute capability of the oldest GPU; None without GPUs."""
     num_cores: int
     memory_bytes: int
 
     @classmethod
     def here(cls) -> Machine:
-        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus_here())]
+        gpus = [torch.cuda.get_device_properties(i) for i in range(num_gpus_here())]
         return cls(
-            num_gpus=len(sizes),
-            gpu_bytes=min(sizes, default=None),
+            num_gpus=len(gpus),
+            gpu_bytes=min((gpu.total_memory for gpu in gpus), default=None),
+            gpu_capability=min(((gpu.major, gpu.minor) for gpu in gpus), default=None),
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
@@ -98,10 +106,22 @@ def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes:
             trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
         )
     with faults.caught():
-        place_actors(config, num_gpus=num_gpus)
+        _place(config, num_gpus=num_gpus)
     with faults.caught():
         converted_model(config, model_spec=spec, num_gpus=num_gpus)
     return faults
+
+
+def _place(config: RunConfig, *, num_gpus: int) -> None:
+    """Place the actors, to see errors; they say so if trainer and generators could take turns instead."""
+    try:
+        place_actors(config, num_gpus=num_gpus)
+    except ValueError as error:
+        if config.launch.share_gpus or not fits_shared(config, num_gpus=num_gpus):
+            raise
+        raise ValueError(
+            f"{error}: set launch.share_gpus to True and loop.max_off_policy_steps to 0, and they take turns"
+        ) from None
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
@@ -139,10 +159,10 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"trainer.parallelism.tensor_parallel_degree={tp}, generator.tensor_parallel_degree={generator_tp}: "
             "must be the same in trainer and generator with batch_invariant=True, to compute the same bits"
         )
-    if config.launch.share_gpus and (loop.max_off_policy_steps or not generator.can_sleep):
+    if config.launch.share_gpus and loop.max_off_policy_steps:
         yield (
-            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}, "
-            f"generator.can_sleep={generator.can_sleep}: must be 0 and True, since trainer and generator take turns"
+            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}: must be 0, since "
+            "trainer and generator take turns"
         )
     checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
     for inner, inner_s, outer, outer_s in (
@@ -173,13 +193,15 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
 
 
 def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
-    """Return missing packages, and too little memory or too few cores of a machine without GPUs.
+    """Return missing packages, GPUs that are too old, and too little memory or too few cores of a machine without GPUs.
 
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """
     faults = Faults()
     with faults.caught():
         check_installed(config.sinks)
+    if machine.gpu_capability is not None and not config.launch.on_cluster:
+        faults += _capability_faults(config, machine.gpu_capability)
     if config.launch.on_cluster or machine.num_gpus:
         return faults
     with faults.caught():
@@ -197,6 +219,23 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
             f"processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
         )
     return faults
+
+
+def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
+    for option, dtype in (
+        ("trainer.training.param_dtype", config.trainer.training.param_dtype),
+        ("generator.dtype", config.generator.dtype),
+    ):
+        if dtype != "float32" and capability < FLASH_CAPABILITY:
+            yield (
+                f"{option}={dtype}: must be float32 on a GPU of compute capability {'.'.join(map(str, capability))}, "
+                f"because flash attention needs at least {'.'.join(map(str, FLASH_CAPABILITY))}"
+            )
+    if config.batch_invariant:
+        try:
+            check_capability(capability)
+        except ValueError as error:
+            yield str(error)
 
 
 def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:

@@ -97,8 +97,8 @@ class ParityConfig:
     """Maximum length of the text in tokens; the text is an evaluation problem's prompt with its answer."""
     max_logprob_diff: float | None = field(default=None, metadata=only_if("enable", True))
     """Largest accepted mean difference, in nats a token; None: by the coarser dtype of trainer and generator
-    0.001 (float32), 0.05 (float16), 0.1 (bfloat16), 0.3 (a converter to float8), and 0 if both are
-    batch-invariant."""
+    0.001 (float32), 0.05 (float16), 0.1 (bfloat16), 0.3 (a converter to float8), and 0 in the
+    batch-invariant mode on CPUs, where both have the same kernels."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "num_tokens", at_least=2)  # a token and its successor
@@ -217,8 +217,9 @@ class LaunchConfig:
     """Devices of the trainer, one for each rank on a host; None: the first ones."""
     generator_gpus: tuple[int, ...] | None = None
     """Devices of the generator replicas, assigned in their order; None: those after the trainer's."""
-    share_gpus: bool = False
-    """Trainer and generators use the same devices alternately; refused with other hosts than this."""
+    share_gpus: bool | None = None
+    """Trainer and generators use the same devices alternately; refused with other hosts than this. None: if
+    this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
     job_name: str = field(default="relay", metadata=only_if("hosts", "slurm", "kubernetes"))
     """Start of the names that the job and its hosts get."""
     python: str | None = field(default=None, metadata=unless("hosts", "this"))
@@ -308,9 +309,9 @@ class RunConfig(ClusterConfig):
     """Lowest level of the actors' log records that also go to the console."""
     seed: int = 0
     """Seed of the starting point, of the order of problems and of the sampling."""
-    batch_invariant: bool = False
-    """Trainer and generator compute bit-identical logprobs, and a request's completion does not depend on
-    the other requests of its batch."""
+    batch_invariant: bool | None = False
+    """A request's completion does not depend on the other requests of its batch, and on CPUs trainer and
+    generator compute bit-identical logprobs. None: True on CPUs, False on GPUs."""
     model: ModelSpec | None = field(metadata=HIDDEN)
     """None takes family and sizes from `hf_assets_path`."""
     hf_assets_path: str | None = None

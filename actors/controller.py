@@ -6,12 +6,14 @@ import asyncio
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from actors.checks import Machine
 from actors.cluster import num_gpus
 from actors.config import RunConfig
+from actors.devices import on_devices
 from actors.placement import place_actors
 from actors.plan import make_plan
 from actors.run import CheckedRun, checked_run, started_run
@@ -44,13 +46,13 @@ class Controller(Configurable):
             ValueError: the config cannot run; nothing was started (`checked_run`).
             RunError: the run stopped.
         """
-        config = self.config
+        config = self.config = on_devices(self.config, num_gpus=num_gpus())
         if config.launch.dry_run:
             make_plan(config)
             for placement in place_actors(config, num_gpus=num_gpus()).all:
                 print(placement.describe(), flush=True)
             return Path(config.dump_folder)
-        with checked_run(config, source=self.source) as checked:
+        with checked_run(config, source=replace(self.source, config=config)) as checked:
             started = time.monotonic()
             self._train(checked)
             run_s = time.monotonic() - started

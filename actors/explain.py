@@ -21,6 +21,7 @@ import yaml
 from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
 from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
+from actors.devices import on_devices
 from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
 from rl.config.configurable import idle_options
@@ -65,8 +66,10 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     """Explain a run of a `RunConfig` that would be started on the machine `here`."""
     config = run.config
     found = _search(config, resumes=run.resumes)
-    spec, refused_here = found.spec, found.faults
-    machine, devices = explained_on(config, spec=spec, here=here)
+    refused_here = found.faults
+    machine, devices = explained_on(config, spec=found.spec, here=here)
+    config = on_devices(config, num_gpus=machine.num_gpus)
+    spec = replace(found.spec, batch_invariant=bool(config.batch_invariant))
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     refused = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None)
     if not refused:
@@ -133,7 +136,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
                 f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` does it too"
             ) from None
     else:
-        found = _Found(spec=replace(config.model, batch_invariant=config.batch_invariant))
+        found = _Found(spec=replace(config.model, batch_invariant=bool(config.batch_invariant)))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:
@@ -184,7 +187,8 @@ def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[
         return with_gpus, f"GPUs of {size} on the hosts of {launch.hosts}"
     named = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
     of_role = (trainer.num_procs, generator.num_replicas * generator.tensor_parallel_degree)
-    needed = max(max(of_role) if launch.share_gpus else sum(of_role), 1 + max(named, default=-1))
+    takes_turns = launch.share_gpus or (launch.share_gpus is None and not config.loop.max_off_policy_steps)
+    needed = max(max(of_role) if takes_turns else sum(of_role), 1 + max(named, default=-1))
     lacks_gpus = not launch.on_cluster and needed > here.num_gpus
     if lacks_gpus and (
         here.num_gpus or named or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
@@ -315,7 +319,7 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
     on_policy = loop.max_off_policy_steps == 0
     parallelism = trainer.parallelism
     has_names = parallelism.module_fqns_per_model_part is not None
-    ratios_are_1 = config.batch_invariant and on_policy and loop.num_minibatches == 1
+    ratios_are_1 = config.batch_invariant and not on_gpu and on_policy and loop.num_minibatches == 1
     rules = {
         "generator.on_update": on_policy,  # nothing is generated while weights change
         "generator.cpu_kv_cache_gib": on_gpu,

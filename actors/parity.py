@@ -67,7 +67,7 @@ def make_parity_text(
     renderer: Renderer,
     dtypes: tuple[str, ...],
     max_tokens: int,
-    batch_invariant: bool = False,
+    same_kernels: bool = False,
 ) -> ParityText | None:
     """Return the text of a run, or None if `config` turns the comparison off.
 
@@ -75,6 +75,7 @@ def make_parity_text(
         prompt: the text is this prompt with its problem's answer.
         dtypes: compute dtypes of trainer and generator, and of converters that round further.
         max_tokens: longest text that both accept.
+        same_kernels: trainer and generator compute the same bits.
     """
     if not config.enable:
         return None
@@ -85,5 +86,5 @@ def make_parity_text(
     kept = token_ids[-min(config.num_tokens, max_tokens) :]
     bound = config.max_logprob_diff
     if bound is None:
-        bound = 0.0 if batch_invariant else max(BOUNDS[dtype] for dtype in dtypes)
+        bound = 0.0 if same_kernels else max(BOUNDS[dtype] for dtype in dtypes)
     return ParityText(token_ids=kept, max_diff=bound)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks import Machine, check_config, check_source
-from actors.cluster import num_gpus
+from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.parity import ParityText, make_parity_text
 from actors.task_checks import check_task
@@ -72,6 +72,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     renderer = renderer_of(config, start)
+    on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus())
     first_prompt = check_task(
         task,
         loop=config.loop,
@@ -95,7 +96,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
             renderer=renderer,
             dtypes=compute_dtypes(config),
             max_tokens=config.generator.max_model_len - 1,
-            batch_invariant=config.batch_invariant,
+            same_kernels=bool(config.batch_invariant) and not on_gpu,
         ),
     )
 
@@ -151,7 +152,7 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
     Raises:
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
-    invariant, cache = config.batch_invariant, starting_points(config.dump_folder)
+    invariant, cache = bool(config.batch_invariant), starting_points(config.dump_folder)
     spec = None if config.model is None else replace(config.model, batch_invariant=invariant)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
@@ -192,7 +193,7 @@ def starting_point(
             environments,
             renderer=renderer_of(config, untrained),
         ),
-        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
+        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=bool(config.batch_invariant)),
     )
 
 

@@ -26,6 +26,7 @@ from actors.calls import ActorCallError
 from actors.checks import converted_model
 from actors.cluster import Cluster, num_gpus
 from actors.config import ClusterConfig, RunConfig, Strategy
+from actors.devices import on_devices
 from actors.explain import set_without_effect
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
@@ -106,6 +107,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """
     if Launcher.current is not None:
         raise RuntimeError("this process runs actors already: leave the block of the other run first")
+    config = on_devices(config, num_gpus=num_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with checked_run(config, source=source) as checked:
         async with started_run(checked) as run:
@@ -129,6 +131,8 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
         if config.print_config:
             print_line(json.dumps(to_dict(config), indent=2))
         print_line(f"run folder: {folder.path}")
+        if config.launch.share_gpus:
+            print_line("trainer and generators take turns on the same GPUs (launch.share_gpus)")
         with _logging(folder, config):
             logger.info("config %s.%s", source.module, source.function)
             for path in set_without_effect(source, spec=plan.start.spec):
@@ -339,7 +343,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
         generator=found[1],
         num_generator_ranks=_at_once(generator.num_replicas * tp, generator.num_threads, on_cluster),
         num_replicas=generator.num_replicas,
-        shares_devices=config.launch.share_gpus,
+        shares_devices=bool(config.launch.share_gpus),
         trained=trained,
         sampled=sampled,
         itemsize=itemsize,

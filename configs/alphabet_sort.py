@@ -26,7 +26,7 @@ def tiny_noise() -> Controller.Config:
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
+    """One GPU of 80 GB."""
     task = AlphabetSort.Config(num_words=(8, 4, 4), num_letters=4, instruction=INSTRUCTION)
     config = sum_digits.on_task(
         sum_digits.qwen3_0_6b(), "alphabet-sort", task, max_model_len=4096, max_tokens=1024

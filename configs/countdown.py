@@ -15,17 +15,17 @@ def tiny() -> Controller.Config:
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
+    """One GPU of 80 GB."""
     return _countdown(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two for training, one for generation."""
+    """One GPU of 80 GB."""
     return _countdown(sum_digits.qwen3_1_7b())
 
 
 def qwen3_4b() -> Controller.Config:
-    """Five GPUs: four for training, one for generation."""
+    """Eight GPUs of 80 GB."""
     return _countdown(sum_digits.qwen3_4b())
 
 

@@ -7,8 +7,10 @@ describes them. To read other files:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from actors.controller import Controller
-from configs import sum_digits
+from configs import gpu, sum_digits
 from rl.tasks.dataset import Columns
 from rl.tasks.math_problems import MathProblems
 
@@ -34,23 +36,28 @@ def tiny() -> Controller.Config:
     return sum_digits.on_task(sum_digits.tiny(), name, task, max_model_len=256, max_tokens=96)
 
 
-def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
-    return _gsm8k(sum_digits.qwen3_0_6b())
+def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
+    def config() -> Controller.Config:
+        files = {"gsm8k_test": GSM8K_TEST}
+        task = MathProblems.Config(train_files=(GSM8K_TRAIN,), eval_files=files, num_eval=512)
+        return gpu.config(layout, name="GSM8K", task=task, max_model_len=2048, max_tokens=1536)
+
+    return config
 
 
-def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two for training, one for generation."""
-    return _gsm8k(sum_digits.qwen3_1_7b())
-
-
-def qwen3_4b() -> Controller.Config:
-    """Five GPUs: four for training, one for generation."""
-    return _gsm8k(sum_digits.qwen3_4b())
+qwen3_0_6b_lora_24gb = _on(gpu.QWEN3_0_6B_LORA_24GB)
+qwen3_0_6b_24gb = _on(gpu.QWEN3_0_6B_24GB)
+qwen3_0_6b = _on(gpu.QWEN3_0_6B)
+qwen3_1_7b = _on(gpu.QWEN3_1_7B)
+qwen3_4b_lora = _on(gpu.QWEN3_4B_LORA)
+qwen3_4b = _on(gpu.QWEN3_4B)
+qwen3_8b = _on(gpu.QWEN3_8B)
+qwen3_14b = _on(gpu.QWEN3_14B)
+qwen3_30b_a3b = _on(gpu.QWEN3_30B_A3B)
 
 
 def math_qwen3_1_7b() -> Controller.Config:
-    """MATH on three GPUs; the reference answer is in the box of the column `solution`."""
+    """MATH on one GPU of 80 GB; the reference answer is in the box of the column `solution`."""
     task = MathProblems.Config(
         train_files=(MATH_TRAIN,),
         eval_files={"math_test": MATH_TEST},
@@ -60,9 +67,3 @@ def math_qwen3_1_7b() -> Controller.Config:
         unparsed_gold="skip",
     )
     return sum_digits.on_task(sum_digits.qwen3_1_7b(), "MATH", task, max_model_len=4096, max_tokens=3072)
-
-
-def _gsm8k(config: Controller.Config) -> Controller.Config:
-    files = {"gsm8k_test": GSM8K_TEST}
-    task = MathProblems.Config(train_files=(GSM8K_TRAIN,), eval_files=files, num_eval=512)
-    return sum_digits.on_task(config, "GSM8K", task, max_model_len=2048, max_tokens=1536)

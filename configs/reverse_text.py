@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from actors.controller import Controller
-from configs import sum_digits
+from configs import gpu, sum_digits
 from rl.loop.warmup import SupervisedWarmup
 from rl.tasks.reverse_text import INSTRUCTION, ReverseText
 
@@ -24,7 +26,20 @@ def tiny_noise() -> Controller.Config:
     return sum_digits.noise(tiny())
 
 
-def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
-    task = ReverseText.Config(num_letters=(8, 24), instruction=INSTRUCTION)
-    return sum_digits.on_task(sum_digits.qwen3_0_6b(), "reverse-text", task)
+def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
+    def config() -> Controller.Config:
+        task = ReverseText.Config(num_letters=(8, 24), instruction=INSTRUCTION)
+        return gpu.config(layout, name="reverse-text", task=task, max_model_len=1024, max_tokens=768)
+
+    return config
+
+
+qwen3_0_6b_lora_24gb = _on(gpu.QWEN3_0_6B_LORA_24GB)
+qwen3_0_6b_24gb = _on(gpu.QWEN3_0_6B_24GB)
+qwen3_0_6b = _on(gpu.QWEN3_0_6B)
+qwen3_1_7b = _on(gpu.QWEN3_1_7B)
+qwen3_4b_lora = _on(gpu.QWEN3_4B_LORA)
+qwen3_4b = _on(gpu.QWEN3_4B)
+qwen3_8b = _on(gpu.QWEN3_8B)
+qwen3_14b = _on(gpu.QWEN3_14B)
+qwen3_30b_a3b = _on(gpu.QWEN3_30B_A3B)

@@ -1,13 +1,18 @@
-"""sum-digits: add up the digits of some numbers. `tiny` takes minutes on a CPU; Qwen3 0.6B to 32B run on GPUs.
+"""sum-digits: add up the digits of some numbers.
+
+`tiny` takes minutes on a CPU or one GPU; Qwen3 0.6B to 32B run on GPUs (`configs.gpu`).
 
 A function returns a complete config. A variant calls another function and edits the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from actors.controller import Controller
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
+from configs import gpu
 from losses.correction import ImportanceCorrection
 from losses.policy import GRPOLoss
 from rl.config.configurable import Configurable
@@ -26,8 +31,8 @@ def tiny() -> Controller.Config:
     """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
-        # Runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the cost.
-        batch_invariant=True,
+        # On CPUs runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the cost.
+        batch_invariant=None,
         model=model_registry("tiny"),
         any_model_size=True,
         task=SumDigits.Config(num_integers=2, num_eval=512, haste=0.85),
@@ -96,6 +101,7 @@ def tiny_moe() -> Controller.Config:
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
     config.model = model_spec("qwen3_moe", "tiny")
     config.batch_invariant = False
+    config.generator.enforce_eager = True  # On a GPU the products of experts in float32 wait for the host.
     # If two experts score almost the same, trainer and generator may choose differently. That is rare, but
     # the logprobs then differ by the difference between two experts.
     config.loop.max_logprob_diff = 1e-3
@@ -107,43 +113,24 @@ def tiny_noise() -> Controller.Config:
     return noise(tiny())
 
 
-def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
-    return _qwen3("0.6B", max_tokens=16_384)
+def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
+    def config() -> Controller.Config:
+        task = SumDigits.Config(num_integers=4, num_eval=256, instruction=INSTRUCTION)
+        return gpu.config(layout, name="sum-digits", task=task, max_model_len=1024, max_tokens=768)
 
-
-def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two for training, one for generation."""
-    return _qwen3("1.7B", shards=2, max_tokens=8192)
-
-
-def qwen3_4b() -> Controller.Config:
-    """Five GPUs: four for training, one for generation."""
-    return _qwen3("4B", shards=4, max_tokens=8192)
-
-
-def qwen3_8b() -> Controller.Config:
-    """Six GPUs: four for training, two for generation."""
-    return _qwen3("8B", shards=4, generator_gpus=2)
-
-
-def qwen3_14b() -> Controller.Config:
-    """Ten GPUs: eight for training (FSDP 4 x TP 2), two for generation."""
-    return _qwen3("14B", shards=4, tensor_parallel=2, generator_gpus=2)
-
-
-def qwen3_32b() -> Controller.Config:
-    """Twenty GPUs: sixteen for training (FSDP 4 x TP 4), four for generation."""
-    return _qwen3("32B", shards=4, tensor_parallel=4, generator_gpus=4)
-
-
-def qwen3_30b_a3b() -> Controller.Config:
-    """Eighteen GPUs: sixteen for training (FSDP, experts over groups of eight), two for generation."""
-    config = _qwen3("30B-A3B", shards=16, generator_gpus=2)
-    config.trainer.parallelism.expert_parallel_degree = 8
-    # Inputs and outputs of eight experts for each token do not fit into memory otherwise.
-    config.trainer.activation_checkpoint.mode = "selective"
     return config
+
+
+qwen3_0_6b_lora_24gb = _on(gpu.QWEN3_0_6B_LORA_24GB)
+qwen3_0_6b_24gb = _on(gpu.QWEN3_0_6B_24GB)
+qwen3_0_6b = _on(gpu.QWEN3_0_6B)
+qwen3_1_7b = _on(gpu.QWEN3_1_7B)
+qwen3_4b_lora = _on(gpu.QWEN3_4B_LORA)
+qwen3_4b = _on(gpu.QWEN3_4B)
+qwen3_8b = _on(gpu.QWEN3_8B)
+qwen3_14b = _on(gpu.QWEN3_14B)
+qwen3_30b_a3b = _on(gpu.QWEN3_30B_A3B)
+qwen3_32b = _on(gpu.QWEN3_32B)
 
 
 def ahead(config: Controller.Config) -> Controller.Config:
@@ -177,51 +164,6 @@ def on_task(
     config.generator.max_model_len = max_model_len or config.generator.max_model_len
     config.loop.sampling.max_tokens = max_tokens or config.loop.sampling.max_tokens
     return config
-
-
-def _qwen3(
-    flavor: str,
-    *,
-    shards: int = -1,
-    tensor_parallel: int = 1,
-    generator_gpus: int = 1,
-    max_tokens: int = 4096,
-) -> Controller.Config:
-    """Return a config for a Qwen3 checkpoint on GPUs of 80 GB, with `max_tokens` in a micro-batch."""
-    return Controller.Config(
-        description=f"Qwen3-{flavor} on sum-digits, on GPUs",
-        model=model_spec("qwen3_moe" if "-A" in flavor else "qwen3", flavor),
-        hf_assets_path=f"Qwen/Qwen3-{flavor}",
-        task=SumDigits.Config(num_integers=4, num_eval=256, instruction=INSTRUCTION),
-        trainer=PolicyTrainer.Config(
-            num_procs=abs(shards) * tensor_parallel,
-            num_threads=8,
-            parallelism=ParallelismConfig(
-                data_parallel_shard_degree=shards, tensor_parallel_degree=tensor_parallel
-            ),
-            optimizer=Optimizer.Config(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0),
-            lr_scheduler=LRSchedule.Config(warmup_steps=5),
-            training=TrainingConfig(
-                max_tokens_per_microbatch=max_tokens, param_dtype="bfloat16", logits_chunk_tokens=2048
-            ),
-        ),
-        generator=VLLMGenerator.Config(
-            dtype="bfloat16",
-            max_model_len=1024,
-            enforce_eager=False,
-            num_threads=8,
-            tensor_parallel_degree=generator_gpus,
-        ),
-        loop=Loop.Config(
-            num_steps=100,
-            groups_per_batch=32,
-            group_size=8,
-            sampling=Sampling(max_tokens=768),
-            # Rounding of bfloat16 in two different kernels makes a difference of a few hundredths of a nat.
-            max_logprob_diff=0.1,
-            eval_every=20,
-        ),
-    )
 
 
 def _tiny_on(

@@ -9,12 +9,12 @@ from rl.tasks.verifiers_task import VerifiersTask
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one for training, one for generation."""
+    """One GPU of 80 GB."""
     return _verifiers(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two for training, one for generation."""
+    """One GPU of 80 GB."""
     return _verifiers(sum_digits.qwen3_1_7b())
 
 

@@ -113,7 +113,7 @@ def tiny_tp2() -> Controller.Config:
 
 
 def granite() -> Controller.Config:
-    """A checkpoint of any size on two GPUs; its folder says the family and the sizes."""
+    """A checkpoint of any size on one GPU or two; its folder says the family and the sizes."""
     config = sum_digits.qwen3_0_6b()
     config.description, config.model = "Granite on sum-digits", None
     config.hf_assets_path = "./assets/granite"

@@ -130,7 +130,7 @@ def tiny() -> Controller.Config:
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one trains, one generates."""
+    """One GPU of 80 GB."""
     config = sum_digits.qwen3_0_6b()
     config.description = "Qwen3-0.6B calls tools, on GPUs"
     config.task = Arithmetic.Config(num_digits=6, num_eval=256)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from rl.distributed.process_group import World
+from rl.models.batch_invariant.model import check_capability
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,18 +138,13 @@ def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
 def use_vllms_kernels() -> None:
     """Replace PyTorch's kernels by vLLM's batch-invariant ones, for the trainer's process on a GPU.
 
-    Call it before the first product on the GPU. Not yet run: no GPU was at hand.
+    Call it before the first product on the GPU. No result of it was seen yet: no GPU was at hand.
 
     Raises:
         ValueError: the GPU is older than Hopper, for which vLLM's kernels have no gradient.
     """
-    major, minor = torch.cuda.get_device_capability()
-    if major < 9:
-        raise ValueError(
-            f"batch_invariant=True: must be False on a GPU of compute capability {major}.{minor}, for which "
-            "vLLM's kernels have no gradient: needs at least 9.0"
-        )
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    check_capability(torch.cuda.get_device_capability())
+    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}
     from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 
     init_batch_invariance()

@@ -18,10 +18,12 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # The dots of its float32 kernels would round to TF32 on a GPU; half precision is not affected.
+    "TRITON_F32_DEFAULT": "ieee",
     # On a CPU it binds memory to NUMA nodes, and warns that it did.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Environment variables that vllm reads when it is imported."""
+"""Environment variables that vllm and Triton read when they are imported or compile."""
 CPU_BLOCK = 32
 """Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would then share
 nothing."""
@@ -49,7 +51,7 @@ class GeneratorConfig(Configurable.Config):
     """GiB of each rank's key-value cache on a CPU. Not used on a GPU."""
     enable_prefix_caching: bool = True
     """Let the samples of a prompt share its cache blocks."""
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     """Run without CUDA graphs. Not used on a CPU."""
     on_update: Literal["drain", "keep", "recompute"] = "drain"
     """Treatment of running requests when weights are updated.
@@ -95,6 +97,11 @@ class GeneratorConfig(Configurable.Config):
                 f"max_positions={model.rope.max_positions}"
             )
         if torch.cuda.is_available() if on_gpu is None else on_gpu:
+            if model.has_experts and self.dtype != "bfloat16" and not self.enforce_eager:
+                raise ValueError(
+                    f"generator.enforce_eager=False with generator.dtype={self.dtype}: must be True for a mixture of "
+                    "experts, whose products wait for the host in any dtype but bfloat16"
+                )
             return
         if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
             raise ValueError(

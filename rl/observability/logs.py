@@ -24,6 +24,9 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    # On a GPU vLLM shows bars while it compiles and captures, and flashinfer has a log handler of its own.
+    "TQDM_DISABLE": "1",
+    "FLASHINFER_LOGGING_LEVEL": "error",
 }
 """Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from actors.checks import Machine, config_faults, machine_faults
+from actors.devices import on_devices
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
@@ -14,7 +15,9 @@ from rl.models.lora import LoRA
 def faults(base=tiny, num_gpus=0, resumes=False, **edits):
     """Return all faults of an edited config; `__` in a keyword stands for a dot."""
     config = rebuild(base(), {path.replace("__", "."): value for path, value in edits.items()})
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    config = on_devices(config, num_gpus=num_gpus)
+    assert config.model is not None
+    spec = replace(config.model, batch_invariant=bool(config.batch_invariant))
     return list(config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes))
 
 
@@ -28,7 +31,8 @@ LORA = {"batch_invariant": False, "trainer__converters": (LoRA.Config(),)}
         {},
         {"trainer__checkpoint__timeout_s": 1801.0, "trainer__checkpoint__enable": False},
         {"generator__num_replicas": 3, "num_gpus": 4},
-        {"launch__share_gpus": True, "generator__can_sleep": True, "num_gpus": 1, "batch_invariant": False},
+        {"launch__share_gpus": True, "num_gpus": 1},
+        {"base": tiny_moe, "num_gpus": 2},
         {"loop__overlong__enable": True, "loop__overlong__buffer_tokens": 32},
         {"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2,
          "trainer__checkpoint__async_mode": "async_with_pinned_mem"},
@@ -47,12 +51,15 @@ def test_config_without_contradictions_has_no_faults(edits):
         ({**LORA, "trainer__converters": (ADAPTER,)},
          "trainer.converters.0.initial_adapter='adapters/mine' with a warm-up"),
         ({"trainer__optimizer__early_step_in_backward": True}, "early_step_in_backward=True with a warm-up"),
-        ({"generator__num_replicas": 3, "num_gpus": 3}, "need 4 GPUs on this machine, which has 3"),
+        ({"generator__num_replicas": 3, "num_gpus": 3, "loop__max_off_policy_steps": 1},
+         "need 4 GPUs on this machine, which has 3: set launch.share_gpus to True and loop.max_off_policy_steps"),
+        ({"generator__num_replicas": 2, "num_gpus": 1}, "need 3 GPUs on this machine, which has 1"),
+        ({"base": tiny_moe, "num_gpus": 2, "generator__enforce_eager": False},
+         "generator.enforce_eager=False with generator.dtype=float32: must be True for a mixture of experts"),
         ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2, "launch__gpus_per_host": 0,
           "trainer__checkpoint__async_mode": "async_with_pinned_mem"}, "async_with_pinned_mem"),
-        ({"launch__share_gpus": True, "generator__can_sleep": True, "loop__max_off_policy_steps": 1},
-         "launch.share_gpus=True with loop.max_off_policy_steps=1"),
-        ({"launch__share_gpus": True}, "generator.can_sleep=False: must be 0 and True"),
+        ({"launch__share_gpus": True, "loop__max_off_policy_steps": 1},
+         "launch.share_gpus=True with loop.max_off_policy_steps=1: must be 0"),
         ({"generator__dtype": "bfloat16"}, "trainer.training.param_dtype=float32, generator.dtype=bfloat16"),
         ({"generator__tensor_parallel_degree": 2}, "generator.tensor_parallel_degree=2: must be the same"),
         # Errors of the trainer's engine name the options of the run.
@@ -106,6 +113,29 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
     assert config.model is not None
     found = list(machine_faults(config, spec=config.model, machine=machine))
     assert [says in fault for fault in found] == [True] * (says is not None)
+
+
+@pytest.mark.parametrize(
+    ("base", "edits", "capability", "says"),
+    [
+        (tiny, {}, (8, 0), None),
+        (tiny, {"batch_invariant": True}, (9, 0), None),
+        (tiny, {"batch_invariant": True}, (8, 0),
+         "batch_invariant=True: must be False on a GPU of compute capability 8.0, for"),
+        (tiny, {}, (7, 5), None),
+        (qwen3_8b, {}, (8, 0), None),
+        (qwen3_8b, {"trainer.training.param_dtype": "float32"}, (7, 5),
+         "generator.dtype=bfloat16: must be float32 on a GPU of compute capability 7.5, because flash attention"),
+    ],
+)  # fmt: skip
+def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, says):
+    machine = Machine(
+        num_gpus=8, gpu_bytes=80 * 10**9, gpu_capability=capability, num_cores=8, memory_bytes=10**12
+    )
+    config = on_devices(rebuild(base(), edits), num_gpus=8)
+    assert config.model is not None
+    found = list(machine_faults(config, spec=config.model, machine=machine))
+    assert [fault.startswith(says) for fault in found] == [True] * (says is not None)
 
 
 def memory_faults(config, *, memory_bytes):

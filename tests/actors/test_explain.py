@@ -67,6 +67,7 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     assert layout["trainer"]["gpus"] == (*range(16),)
     assert layout["trainer_mesh"] == {"dp_shard": 4, "tp": 4}
     assert layout["generator"]["gpus"] == (16, 17, 18, 19)
+    assert (found["values"]["batch_invariant"], found["values"]["launch.share_gpus"]) == (False, False)
     # 32,762,123,264 parameters: in float32 over 16 ranks, and in bfloat16 over 4.
     rank, publish = found["memory"]["trainer_rank"], found["memory"]["publish"]
     assert (rank["parameters_gb"], rank["gradients_gb"], rank["optimizer_gb"]) == (8.19, 8.19, 16.4)

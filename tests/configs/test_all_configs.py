@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import configs
-from actors.checks import config_faults
+from actors.checks import Machine, config_faults
+from actors.devices import on_devices
+from actors.explain import explain
 from actors.task_checks import check_demonstrations
+from configs import gpu
 from examples.custom_model import model_registry
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
@@ -25,7 +28,6 @@ from rl.tasks.verifiers_task import VerifiersTask
 from rl.tinker.backend import TinkerBackend
 from tests.support import chat_templates
 
-GPU_MEMORY_BYTES = 80e9
 MODULES = [*sorted(m.name for m in pkgutil.iter_modules(configs.__path__)), "examples.custom_model"]
 CONFIGS = [
     f"{module}.{function}"
@@ -46,9 +48,11 @@ def test_every_task_and_size_has_a_config():
     expected = {f"{task}.{config}" for task in learnt for config in ("tiny", "tiny_noise")}
     layouts = ("async", "fsdp2", "tp2", "ddp2", "pp2", "fsdp2_tp2", "moe")
     expected |= {f"sum_digits.tiny_{name}" for name in layouts} | {"countdown.tiny", "tinker.tiny_actors"}
-    sizes = ("0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b")
-    assert expected | {f"sum_digits.qwen3_{size}" for size in sizes} <= set(CONFIGS)
-    on = {n for n in RUNS if n.startswith("sum_digits.") and config_of(n).batch_invariant}
+    sizes = ("0_6b_lora_24gb", "0_6b_24gb", "0_6b", "1_7b", "4b_lora", "4b", "8b", "14b", "30b_a3b")
+    on_gpus = ("sum_digits", "gsm8k", "reverse_text")
+    expected |= {f"{task}.qwen3_{size}" for task in on_gpus for size in sizes} | {"sum_digits.qwen3_32b"}
+    assert expected <= set(CONFIGS)
+    on = {n for n in RUNS if n.startswith("sum_digits.") and config_of(n).batch_invariant is None}
     assert on == {
         f"sum_digits.tiny{suffix}" for suffix in ("", "_async", "_fsdp2", "_ddp2", "_pp2", "_noise")
     }
@@ -73,23 +77,37 @@ def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_has_a_valid_layout(name):
-    config = config_of(name)
-    spec = replace(config.model or model_registry("tiny"), batch_invariant=config.batch_invariant)
+    config = on_devices(config_of(name), num_gpus=0)
+    spec = replace(config.model or model_registry("tiny"), batch_invariant=bool(config.batch_invariant))
     assert list(config_faults(config, spec=spec, num_gpus=0)) == []
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_gpu_configs_fit_80_gb_and_have_an_instruction(name):
-    config = config_of(name)
-    degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
-    need = config.trainer.estimate_memory(config.model, degrees=degrees, on_gpu=True)
-    assert need.total < 0.9 * GPU_MEMORY_BYTES
+def test_gpu_configs_fit_their_gpus_and_have_an_instruction(name):
+    module, _, function = name.partition(".")
+    config, layout = config_of(name), getattr(gpu, function.removeprefix("math_").upper())
+    here = Machine(
+        num_gpus=layout.num_gpus,
+        gpu_bytes=layout.gpu_gb * 10**9,
+        gpu_capability=(8, 0),
+        num_cores=64,
+        memory_bytes=10**12,
+    )
+    found = explain(ResolvedRun(module=module, function=function, config=config), here=here)
+    assert (found["options"]["refused"], found["devices"]) == ([], "GPUs of this machine")
+    trainer = found["memory"]["trainer_rank"]
+    assert trainer["peak_gb"] < 0.9 * layout.gpu_gb
+    assert found["memory"]["generator_rank"]["fits"]
+    # Disjoint GPUs are all used, and generation is ahead; others are shared.
+    used = {gpu for role, at in found["layout"].items() if role != "trainer_mesh" for gpu in at["gpus"] or ()}
+    assert used == {*range(layout.num_gpus)}
+    is_ahead = found["values"]["loop.max_off_policy_steps"] > 0
+    assert found["values"]["launch.share_gpus"] == (not is_ahead)
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
     billions = float(name.partition("qwen3_")[2].partition("b")[0].replace("_", "."))
     assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
-    per_rank = 2 * num_parameters / config.generator.tensor_parallel_degree
-    assert per_rank < 0.6 * config.generator.gpu_memory_utilization * GPU_MEMORY_BYTES
+    assert found["memory"]["generator_rank"]["weights_gb"] < 0.6 * 0.85 * layout.gpu_gb
     assert config.warmup is None
     if isinstance(config.task, GeneratedTask.Config):
         assert getattr(config.task, "instruction")  # noqa: B009  (of each of them, not of their base)

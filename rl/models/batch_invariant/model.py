@@ -4,13 +4,18 @@ Operations that depend on the batch are replaced: attention, and the activation 
 products, whose exponentials PyTorch rounds differently at the ends of its vectors. Linear layers stay and get
 whole tiles of rows: products of a few rows use other kernels than large ones, which sum in another order, but at
 a multiple of `ROW_MULTIPLE` rows each row has the same bits whatever the number; `probe.py` verifies this on the
-machine. All other operations compute each row, or each number, independently. On a GPU PyTorch's kernels are only
-configured not to split sums.
+machine. All other operations compute each row, or each number, independently.
+
+Trainer and generator have the same kernels, and so the same bits, on CPUs only. On a GPU they share products, norms and
+log-softmax (cuBLASLt without split sums, vLLM's batch-invariant kernels), but not attention: the trainer's has a
+gradient (PyTorch's flash attention 2, scaled_dot_product_attention in float32), vLLM's reads a paged cache (flash
+attention 3, Triton in float32). Each sums in an order of its own, which does not depend on the batch.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,10 +65,21 @@ def _split_no_sums() -> None:
     """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first product."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    matmul: Any = torch.backends.cuda.matmul
+    # Reduced precision, and splitting the sum: a bool alone would allow to split.
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raise ValueError for a GPU for which vLLM's batch-invariant kernels have no gradient."""
+    if capability < (9, 0):
+        raise ValueError(
+            f"batch_invariant=True: must be False on a GPU of compute capability {capability[0]}.{capability[1]}, for "
+            "which vLLM's kernels have no gradient: needs at least 9.0"
+        )
 
 
 def check_batch_invariant_model(config: Decoder.Config) -> None:
