@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,12 @@ async def start_engine(args: argparse.Namespace, folder: str) -> GeneratorEngine
         max_num_seqs=max(args.sequences),
         cpu_kv_cache_gib=0.25 if args.model is None else 1.5,
         num_threads=args.threads,
-        enforce_eager=not args.compiled,
     )
+    if args.compiled:  # which relay's own engine never does on a CPU
+        from actors.vllm import core
+
+        make = core.engine_args
+        core.engine_args = lambda *values, **options: replace(make(*values, **options), enforce_eager=False)
     engine = GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
     await engine.start()
 

@@ -20,8 +20,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # The dots of its float32 kernels would round to TF32 on a GPU; half precision is not affected.
     "TRITON_F32_DEFAULT": "ieee",
-    # On a CPU it binds memory to NUMA nodes, and warns that it did.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Environment variables that vllm and Triton read when they are imported or compile."""
 CPU_BLOCK = 32

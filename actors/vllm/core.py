@@ -217,11 +217,13 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_sleep_mode": config.can_sleep,
+        "enforce_eager": config.enforce_eager,
     }
     if current_platform.is_cpu():
         platform = {
             "kv_cache_memory_bytes": config.cpu_cache_bytes,
             "block_size": CPU_BLOCK,
+            "enforce_eager": True,
         }
     return EngineArgs(
         model=hf_assets_path,
@@ -240,7 +242,6 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        enforce_eager=config.enforce_eager,
         tensor_parallel_size=config.tensor_parallel_degree,
         distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "external_launcher",
         distributed_timeout_seconds=START_TIMEOUT_S,

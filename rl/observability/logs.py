@@ -24,9 +24,11 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # On a GPU vLLM shows bars while it compiles and captures, and flashinfer has a log handler of its own.
-    "TQDM_DISABLE": "1",
+    # On a GPU vLLM forces progress bars while it compiles: with this delay in seconds they never show.
+    "TQDM_DELAY": "86400",
     "FLASHINFER_LOGGING_LEVEL": "error",
+    # vLLM binds memory to NUMA nodes on a CPU, and chooses cuBLASLt on a GPU, which both warn.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
 

@@ -24,6 +24,11 @@ from tests.training.layouts import join, parallelism
 from tests.training.parts import engine_config, make_engine, make_samples, small_spec, windowed_spec
 
 RANKS_TIMEOUT_S = 120
+REDUCTIONS = [
+    f"allow_{dtype}_reduced_precision_reduction{split}"
+    for dtype in ("bf16", "fp16")
+    for split in ("", "_split_k")
+]
 SPEC = replace(windowed_spec(), batch_invariant=True)
 
 
@@ -68,6 +73,18 @@ def generated_logprobs(model: torch.nn.Module, sample: TrainingSample) -> np.nda
     logprobs = (logits.float() / torch.full((len(ids), 1), sample.temperature)).log_softmax(-1)
     targets = torch.from_numpy(sample.token_ids[1:].astype(np.int64))
     return F.pad(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), (1, 0)).numpy()
+
+
+def test_products_on_a_gpu_neither_split_their_sums_nor_reduce_in_half_precision(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: None)  # needs CUDA
+    try:
+        make_batch_invariant(torch.nn.Module(), spec=SPEC, device=torch.device("cuda"))
+        assert {name: getattr(matmul, name) for name in REDUCTIONS} == dict.fromkeys(REDUCTIONS, False)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
 
 
 @pytest.fixture(scope="module")

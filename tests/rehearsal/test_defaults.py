@@ -1,0 +1,69 @@
+"""Runs without an option for their devices, on machines of one, two and eight GPUs."""
+
+import json
+import re
+
+import pytest
+
+pytestmark = pytest.mark.rehearsal
+
+SHORT = (
+    "--loop.num_steps", "1", "--warmup.num_steps", "1", "--loop.eval_every", "0", "--task.num_eval", "4",
+    "--loop.groups_per_batch", "2", "--loop.group_size", "2", "--generator.max_num_seqs", "8",
+)  # fmt: skip
+OURS = re.compile(
+    r"run folder: |trainer and generators take turns|starting the actors|warm-up: |   step   reward|      1 |"
+    r"finished: |  [a-zA-Z ]{14}  ?\S|$"
+)
+
+
+def check_console(run):
+    """Check that nothing but relay's own lines were printed."""
+    assert run.errors == ""
+    assert [line for line in run.output.splitlines() if not OURS.match(line)] == []
+
+
+def num_graph_launches(run):
+    return sum(one.calls.get("cudaGraphLaunch", 0) for one in run.of_role("generator"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "shares", "generator"),
+    [({"DEVICES": 1}, True, "0"), ({"DEVICES": 2}, False, "1"), ({"DEVICES": 8, "CAPABILITY": "8.0"}, False, "1")],
+)  # fmt: skip
+def test_default_command_takes_the_gpus_at_hand(rehearsal, machine, shares, generator):
+    run = rehearsal.train(*SHORT, settings=machine)
+    assert run.status == 0, run.describe()
+    check_console(run)
+    values = json.loads((run.folder / "config.json").read_text())["values"]
+    assert (values["batch_invariant"], values["launch"]["share_gpus"]) == (False, shares)
+    assert run.output.count("take turns on the same GPUs") == shares
+    # A process sees its own device from its first call on, whatever it imports, and the controller holds none.
+    used = {one.role: (one.visible, one.physical_contexts) for one in run.counters if one.contexts}
+    assert used == {"trainer": ("0", (0,)), "generator": (generator, (int(generator),))}
+    assert all(one.visible == generator for one in run.of_role("generator"))
+    # CUDA graphs are the default, in float32 too.
+    assert num_graph_launches(run) > 0
+    assert run.violations == []
+
+
+def test_gpus_that_are_too_old_for_a_mode_are_refused_with_what_to_do(rehearsal):
+    settings = {"DEVICES": 2, "CAPABILITY": "8.0"}
+    run = rehearsal.train("--batch_invariant", "true", settings=settings)
+    says = "error: batch_invariant=True: must be False on a GPU of compute capability 8.0, for which"
+    assert (run.status, run.errors[: len(says)]) == (2, says)
+
+
+def test_batch_invariant_kernels_are_captured_and_not_rounded_to_tf32(rehearsal, tmp_path):
+    """Triton's language shows the precision; kernels are compiled anew, as the default is TF32."""
+    cache = tmp_path / "triton"
+    run = rehearsal.train(
+        *SHORT, "--batch_invariant", "true", settings={"DEVICES": 2}, env={"TRITON_CACHE_DIR": str(cache)}
+    )
+    assert run.status == 0, run.describe()
+    check_console(run)
+    assert run.violations == []
+    assert num_graph_launches(run) > 0
+    products = [line for file in cache.rglob("*.ttir") for line in file.open() if "tt.dot" in line]
+    assert len(products) >= 2  # queries with keys, and weights with values
+    assert [line for line in products if "tf32" in line] == []
