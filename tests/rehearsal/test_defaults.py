@@ -1,9 +1,12 @@
-"""Runs without an option for their devices, on machines of one, two and eight GPUs."""
+"""Runs without an option for their devices, on machines of one, two and eight GPUs, and configs for GPUs."""
 
 import json
 import re
 
 import pytest
+
+from rl.models.hf import write_random_model
+from rl.models.spec import model_spec
 
 pytestmark = pytest.mark.rehearsal
 
@@ -67,3 +70,29 @@ def test_batch_invariant_kernels_are_captured_and_not_rounded_to_tf32(rehearsal,
     products = [line for file in cache.rglob("*.ttir") for line in file.open() if "tt.dot" in line]
     assert len(products) >= 2  # queries with keys, and weights with values
     assert [line for line in products if "tf32" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "num_gpus", "options"),
+    [
+        ("qwen3_0_6b_lora_24gb", "qwen3", 1, ()),
+        ("qwen3_30b_a3b", "qwen3_moe", 2,
+         ("--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
+          "--trainer.parallelism.expert_parallel_degree", "2", "--generator.num_replicas", "1")),
+    ],
+)  # fmt: skip
+def test_config_for_shared_gpus_runs(rehearsal, tmp_path, config, family, num_gpus, options):
+    """A tiny model in place of the checkpoint, and of eight GPUs two."""
+    folder = write_random_model(tmp_path / "model", spec=model_spec(family, "tiny"), seed=0)
+    model = ("--hf_assets_path", str(folder), "--any_model_size", "true", "--loop.sampling.max_tokens", "8")
+    run = rehearsal.train(
+        "--module", "reverse_text", "--config", config, *SHORT[:2], *SHORT[4:], *model, *options,
+        settings={"DEVICES": num_gpus, "MEMORY_GIB": 24},
+    )  # fmt: skip
+    assert run.status == 0, run.describe()
+    assert run.violations == []
+    assert num_graph_launches(run) > 0
+    contexts = {one.role: set() for one in run.counters}
+    for one in run.counters:
+        contexts[one.role].update(one.physical_contexts)
+    assert contexts == {role: {*range(num_gpus)} for role in ("trainer", "generator")}
