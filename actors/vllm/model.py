@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vllm import ModelRegistry
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_gather,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import register_model_loader
@@ -24,6 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.attention.selector import get_attn_backend
 
 from actors.vllm.kernels import PackedLinear, use_kernels
+from rl.distributed.sharding import local_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.functions import attend_to_cache, store_in_cache
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
@@ -80,9 +85,13 @@ class VLLMPolicy(nn.Module):
         reset_buffers(self.model)
         self.model.requires_grad_(False)
         self.head: nn.Module | None = None
-        if device.type == "cpu" and not self.spec.batch_invariant:
-            use_kernels(self.model)
-            if tp_size == 1:
+        self.shares_logits = False
+        """True if ranks exchange their parts of the logits with vLLM's collective."""
+        if not self.spec.batch_invariant:
+            on_gpu = device.type != "cpu"
+            use_kernels(self.model, on_gpu=on_gpu)
+            self.shares_logits = on_gpu and tp_size > 1
+            if not on_gpu and tp_size == 1:
                 self.head = PackedLinear(self.model.head_weight)
 
     def weights_changed(self) -> None:
@@ -121,6 +130,9 @@ class VLLMPolicy(nn.Module):
             return generator_head(pad_rows(hidden_states), self.model.head_weight)[:num_rows]
         if self.head is not None:
             return self.head(hidden_states)
+        if self.shares_logits:
+            part = F.linear(hidden_states, local_tensor(self.model.head_weight))
+            return tensor_model_parallel_all_gather(part)
         return generator_head(hidden_states, self.model.head_weight)
 
 
@@ -161,7 +173,9 @@ class PagedAttention(nn.Module):
         """Return [T, H, D]; vLLM's forward context knows where the sequences lie."""
         if not self.padding:
             # The kernels take rows at any stride, but the heads of a row must be contiguous.
-            return self.attention(q_THD, k_TKD, v_TKD.contiguous()).unflatten(-1, (-1, self.head_dim))
+            if not v_TKD.is_cuda or v_TKD.stride(1) != self.head_dim:
+                v_TKD = v_TKD.contiguous()
+            return self.attention(q_THD, k_TKD, v_TKD).unflatten(-1, (-1, self.head_dim))
         q_THP, k_TKP, v_TKP = (F.pad(x, (0, self.padding)) for x in (q_THD, k_TKD, v_TKD))
         out_THP = self.attention(q_THP, k_TKP, v_TKP).unflatten(-1, (self.num_heads, -1))
         return out_THP[..., : self.head_dim]

@@ -68,20 +68,26 @@ class Attention(Configurable, nn.Module):
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.core = core
         self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+        self.split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.o_bias)
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
-        # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
-        qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.group_size + 2, self.head_dim))
-        q_TKGD, k_TK1D, v_TK1D = qkv.split((self.group_size, 1, 1), dim=2)
-        q_THD, k_TKD = q_TKGD.flatten(1, 2), k_TK1D.flatten(1, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        if self.query_scale != 1.0:
-            q_THD = q_THD * self.query_scale
-        q_THD, k_TKD = self.rotate(q_THD, cos, sin), self.rotate(k_TKD, cos, sin)
-        out = self.core(q_THD, k_TKD, v_TK1D.flatten(1, 2), sequences)
+        q_THD, k_TKD, v_TKD = self.split_heads(self, self.qkv_proj(x_TE), cos, sin)
+        out = self.core(q_THD, k_TKD, v_TKD, sequences)
         return self.o_proj(out.flatten(1))
+
+
+def split_heads(layer: Attention, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's queries [T, H, D], keys and values [T, K, D], normalized and rotated."""
+    # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
+    qkv = qkv.unflatten(-1, (-1, layer.group_size + 2, layer.head_dim))
+    q_TKGD, k_TK1D, v_TK1D = qkv.split((layer.group_size, 1, 1), dim=2)
+    q_THD, k_TKD = q_TKGD.flatten(1, 2), k_TK1D.flatten(1, 2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q_THD, k_TKD = layer.q_norm(q_THD), layer.k_norm(k_TKD)
+    if layer.query_scale != 1.0:
+        q_THD = q_THD * layer.query_scale
+    return layer.rotate(q_THD, cos, sin), layer.rotate(k_TKD, cos, sin), v_TK1D.flatten(1, 2)
 
 
 def swiglu(gate_up_TK2W: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ collectives, because DTensor's dispatch costs a small layer several times its ar
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,6 +259,12 @@ def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def sum_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Sum the ranks' tensors in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
 class ShardedLinear(nn.Module):
     """Linear layer with this rank's rows, which returns its part of the output, or columns, which returns the sum
     over all ranks."""
@@ -267,14 +275,14 @@ class ShardedLinear(nn.Module):
         self.bias = layer.bias
         if layer.bias is not None and dim == ROWS:
             self.bias = distributed(layer.bias, mesh, [Shard(ROWS)])
-        self.group = mesh.get_group() if dim == COLUMNS else None
+        self.is_partial = dim == COLUMNS
+        self.all_reduce: Callable[[Tensor], Tensor] = partial(sum_over_ranks, group=mesh.get_group())
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local_tensor(self.bias)
-        if self.group is None:
+        if not self.is_partial:
             return F.linear(x, local_tensor(self.weight), bias)
-        out = F.linear(x, local_tensor(self.weight))
-        dist.all_reduce(out, group=self.group)
+        out = self.all_reduce(F.linear(x, local_tensor(self.weight)))
         return out if bias is None else out + bias
 
 
@@ -284,7 +292,7 @@ class VocabShardedEmbedding(nn.Module):
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
         self.weight = distributed(layer.weight, mesh, [Shard(ROWS)])
-        self.group = mesh.get_group()
+        self.all_reduce: Callable[[Tensor], Tensor] = partial(sum_over_ranks, group=mesh.get_group())
         self.num_rows = layer.num_embeddings // mesh.size()
         self.first_row = mesh.get_local_rank() * self.num_rows
 
@@ -293,5 +301,4 @@ class VocabShardedEmbedding(nn.Module):
         elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
         out_TE = F.embedding(rows_T.masked_fill(elsewhere_T, 0), local_tensor(self.weight))
         out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0)
-        dist.all_reduce(out_TE, group=self.group)
-        return out_TE
+        return self.all_reduce(out_TE)

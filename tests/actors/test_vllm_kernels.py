@@ -1,13 +1,18 @@
 """vLLM's kernels give what PyTorch's give in the same layers, up to rounding."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import examples.custom_model  # noqa: F401 registers the family granite
+from rl.models import decoder
+from rl.models.attention import SequenceLayout
 from rl.models.decoder import Attention, Decoder, RMSNorm
 from rl.models.rope import rotate
-from tests.support.policies import small_spec
+from tests.support.policies import random_model, small_spec
 
 pytestmark = pytest.mark.medium
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -73,6 +78,74 @@ def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kerne
     kept = [module for module in model.modules() if type(module) in (nn.Linear, RMSNorm)]
     assert {layer.normalized_shape for layer in kept} == {(8,)}  # norms of narrow heads
     assert all(module.rotate is not rotate for module in model.modules() if isinstance(module, Attention))
+
+
+def normalize_and_rotate(qkv, num_q, num_k, num_v, dim, eps, q_weight, k_weight, table, is_neox, rows):
+    """Do what the GPU's kernel `fused_qk_norm_rope` does, with the functions by which vLLM defines its parts."""
+    from vllm import ir
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    heads = qkv.view(len(qkv), -1, dim)
+    assert all(x.is_contiguous() for x in (qkv, table, rows))
+    assert heads.size(1) == num_q + num_k + num_v
+    q, k, _ = heads.split((num_q, num_k, num_v), dim=1)
+    inputs = (ir.ops.rms_norm(x, w, eps).flatten(1) for x, w in ((q, q_weight), (k, k_weight)))
+    rotated = RotaryEmbedding.forward_static(rows, *inputs, dim, dim, table, is_neox)
+    q.copy_(rotated[0].view_as(q))
+    k.copy_(rotated[1].view_as(k))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("family", "head_dim", "calls"),
+    [
+        ("qwen3", 64, {torch.float32: [6, 4, 0], torch.bfloat16: [6, 0, 4]}),
+        ("qwen3", 32, [6, 4, 0]),
+        ("llama", 64, [6, 4, 0]),
+        ("gemma3_text", 64, [0, 4, 0]),
+        ("granite", 64, [0, 4, 0]),
+    ],
+)
+def test_kernels_of_a_gpu_give_the_trainers_hidden_states(
+    kernels, monkeypatch, dtype, family, head_dim, calls
+):
+    """In two forwards of two layers: additions by norms, and one rotation a layer, which may normalize too."""
+    counts: Counter[str] = Counter()
+
+    def counted(name, kernel):
+        def call(*args):
+            counts[name] += 1
+            return kernel(*args)
+
+        monkeypatch.setattr(kernels.ops, name, call)
+
+    counted("fused_add_rms_norm", kernels.ops.fused_add_rms_norm)
+    counted("rotary_embedding", kernels.ops.rotary_embedding)
+    counted("fused_qk_norm_rope", normalize_and_rotate)
+    monkeypatch.setattr(kernels, "HAS_FUSED_HEADS", True)
+
+    spec = small_spec(family=family, head_dim=head_dim, num_heads=6, hidden_dim=96)
+    model = random_model(spec, seed=0).to(dtype).requires_grad_(False)
+    ids = torch.arange(24) * 5 % 64
+    inputs = {"positions": torch.arange(24) % 12, "sequences": SequenceLayout.from_lengths([12, 12])}
+    theirs, ours = kernels.both_ways(model, ids, **inputs)
+    one = {"positions": torch.arange(1), "sequences": SequenceLayout.from_lengths([1])}
+    torch.testing.assert_close(kernels.both_ways(model, ids[:1], **one)[1], ours[:1], atol=0.05, rtol=0.05)
+    assert_as_exact(ours.float(), theirs.float(), model.float()(ids, **inputs))
+    names = ("fused_add_rms_norm", "rotary_embedding", "fused_qk_norm_rope")
+    expected = calls[dtype] if isinstance(calls, dict) else calls
+    assert [counts[name] for name in names] == expected
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gated_activations_are_as_vllm_defines_them(kernels, kind):
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    x_TK2W = torch.randn(5, 3, 2, 16, generator=torch.Generator().manual_seed(0))
+    out = getattr(kernels, kind)(x_TK2W)
+    torch.testing.assert_close(out, getattr(decoder, kind)(x_TK2W), atol=1e-6, rtol=1e-6)
+    if kind == "swiglu":
+        torch.testing.assert_close(out, SiluAndMul.forward_native(x_TK2W.flatten(2)).flatten(1))
 
 
 def test_norm_of_a_width_that_vllms_cannot_do_stays_pytorchs(kernels):
