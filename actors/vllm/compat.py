@@ -107,6 +107,12 @@ def model_runner(client: InprocClient) -> Any:
     return worker.model_runner
 
 
+def num_steps_ahead(client: InprocClient) -> int:
+    """Return the number of steps that compute tokens and whose result vLLM has not taken yet."""
+    queue = client.engine_core.batch_queue or ()
+    return sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
+
+
 MOST_TILED_ROWS = 512
 """Rows up to which vLLM's own kernel is taken; with more of them oneDNN's is faster."""
 

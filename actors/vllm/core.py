@@ -16,9 +16,10 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest
 
-from actors.vllm.compat import adapt_vllm, make_client, model_runner, set_rank_timeout
+from actors.vllm.compat import adapt_vllm, make_client, model_runner, num_steps_ahead, set_rank_timeout
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
 from actors.vllm.model import VLLMPolicy, register_policy
 from actors.vllm.requests import Drawn, Request
@@ -103,10 +104,13 @@ class VLLMCore:
         self.abort(list(self._running))
 
     def step(self) -> Drawn:
-        """Make one engine step, in which some requests may get no token."""
+        """Make one engine step, in which some requests may get no token.
+
+        On a GPU vLLM begins the next step before it waits for this one.
+        """
         drawn = Drawn()
         outputs = self._client.get_output().outputs
-        logprobs = self._sampler.drawn_logprobs() if outputs else {}
+        logprobs = self._sampler.drawn_logprobs(num_ahead=num_steps_ahead(self._client))
         for output in outputs:
             request_id = int(output.request_id)
             if output.new_prompt_logprobs_tensors is not None:
@@ -124,6 +128,16 @@ class VLLMCore:
                     drawn.diverged.add(request_id)
         self._cache_is_tainted |= bool(drawn.diverged)
         return drawn
+
+    def settle(self) -> Drawn | None:
+        """Return the tokens of a step that has begun and not ended, None if there is none; begin no other."""
+        if not num_steps_ahead(self._client):
+            return None
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            return self.step()
+        finally:
+            self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def weights_changed(self) -> None:
         """Adapt kernels, requests and prefix cache to the weights that were just written, between two steps.
@@ -218,6 +232,8 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_sleep_mode": config.can_sleep,
         "enforce_eager": config.enforce_eager,
+        # The next step is scheduled while the GPU computes; it takes the drawn tokens where they are.
+        "async_scheduling": True,
     }
     if current_platform.is_cpu():
         platform = {
@@ -246,8 +262,6 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "external_launcher",
         distributed_timeout_seconds=START_TIMEOUT_S,
         cpu_distributed_timeout_seconds=START_TIMEOUT_S,
-        # The sampler reads how many tokens each request has in this step.
-        async_scheduling=False,
         disable_log_stats=True,
         **platform,
     )

@@ -344,10 +344,13 @@ class GeneratorEngine(Configurable):
         for request in turn.admit:
             self._core.add(request)
         self._core.abort(turn.abort)
-        if not turn.step:
-            return turn, None
-        drawn = self._core.step()
-        self._lockstep.record(drawn)
+        if turn.step:
+            drawn: Drawn | None = self._core.step()
+        else:
+            # The tokens of a step that vLLM has begun ahead belong to the weights from before the pause.
+            drawn = None if turn.pause is None else self._core.settle()
+        if drawn is not None:
+            self._lockstep.record(drawn)
         return turn, drawn
 
     async def _hold(self, pause: Pause, thread: WorkerThread) -> None:

@@ -9,6 +9,7 @@ Shape legend: B running requests, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ class PolicySampler(Sampler):
         self.runner = runner
         self._uniforms: dict[str, np.ndarray] = {}
         self._scored: dict[str, int] = {}
-        self._drawn_B = torch.empty(0)
+        self._drawn: deque[tuple[list[str], Tensor]] = deque()
+        """Requests and logprobs [B] of the steps whose tokens are not delivered yet, in order."""
 
     def add(self, request: Request) -> None:
         """Draw a request's random numbers; call it before the engine gets the request."""
@@ -78,12 +80,22 @@ class PolicySampler(Sampler):
             _sample(logits[i : i + num_rows], *(x if x is None else x[i : i + num_rows] for x in inputs))
             for i in range(0, len(logits), num_rows)
         ]
-        tokens_B, self._drawn_B = (torch.cat(part) for part in zip(*parts, strict=True))
+        tokens_B, logprobs_B = (torch.cat(part) for part in zip(*parts, strict=True))
+        # On a GPU they are on their way when the tokens, which vLLM sends after them and waits for, have arrived.
+        logprobs_B = logprobs_B.to("cpu", non_blocking=True)
+        self._drawn.append((self.runner.input_batch.req_ids.copy(), logprobs_B))
         return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
-    def drawn_logprobs(self) -> dict[str, float]:
-        """Return the logprob of each request's last token, in nats; meaningless for a request still at its prompt."""
-        return dict(zip(self.runner.input_batch.req_ids, self._drawn_B.tolist(), strict=True))
+    def drawn_logprobs(self, *, num_ahead: int) -> dict[str, float]:
+        """Return each request's logprob in nats in the step that has just ended; none if no step has.
+
+        Meaningless for a request still at its prompt. `num_ahead` steps have begun and not ended.
+        """
+        drawn: dict[str, float] = {}
+        while len(self._drawn) > num_ahead:
+            request_ids, logprobs_B = self._drawn.popleft()
+            drawn = dict(zip(request_ids, logprobs_B.tolist(), strict=True))
+        return drawn
 
     def _uniforms_now(self, logits: Tensor) -> Tensor:
         """Return [B] float64, the random number for each request's next token."""
@@ -92,14 +104,19 @@ class PolicySampler(Sampler):
         places = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
         rows = zip(batch.req_ids, places.tolist(), strict=True)
         numbers = [self._uniforms[request_id][place] for request_id, place in rows]
-        return torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
+        return _sent(torch.tensor(numbers, dtype=torch.float64), logits.device)
 
     def _forced_tokens(self, logits: Tensor) -> Tensor | None:
         """Return [B] int64, the next token of each request that is scored and -1 for others; None if none is."""
         if not self._scored:
             return None
         tokens = [self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids]
-        return torch.tensor(tokens).to(logits.device, non_blocking=True)
+        return _sent(torch.tensor(tokens), logits.device)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device; on a GPU it arrives in the order of the stream, without a wait."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def _sample(

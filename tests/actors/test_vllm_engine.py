@@ -36,7 +36,7 @@ EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 0}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with served_engine(tmp_path_factory.mktemp("engine"), SPEC) as served:
+    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, ahead=True) as served:
         with pytest.raises(GeneratorError, match="no weights: a version must be pulled first"):
             served.generate(PROMPTS, max_tokens=1)
         yield served
@@ -223,6 +223,7 @@ def test_every_token_has_the_version_that_drew_it(engine):
         by_old = recomputed_logprobs(OLD, prompt, completion, LONG)
         by_new = recomputed_logprobs(NEW, prompt, completion, LONG)
         np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], **EXACT)
+        assert abs(completion.logprobs[num_old] - by_old[num_old]) > 1e-4  # drawn after the update
         rest = np.abs(completion.logprobs - by_new)[num_old:]
         if engine.engine._core._on_update == "recompute":
             assert rest.max() <= 1e-4

@@ -28,7 +28,7 @@ from tests.support.policies import (
     tokens_of,
     writer,
 )
-from tests.support.served_engine import make_engine
+from tests.support.served_engine import begin_steps_ahead, make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
@@ -52,6 +52,8 @@ SETTINGS: dict[str, Any] = {
 
 def live(folder: str) -> dict[str, Any]:
     """Return the results of one rank; rank 1 has no completions."""
+
+    begin_steps_ahead(pytest.MonkeyPatch())
 
     async def life() -> dict[str, Any]:
         engine = make_engine(Path(folder), SPEC, can_sleep=True, **SETTINGS)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
+import torch
 
 from actors.vllm.engine import GeneratorEngine
 from rl.distributed.process_group import World
@@ -55,11 +58,32 @@ def make_engine(folder: Path, spec: ModelSpec, **settings: Any) -> GeneratorEngi
     return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=path, world=world)
 
 
+def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Let engines on a CPU begin each step before they take the result of the one before, as on a GPU."""
+    from actors.vllm.compat import make_client
+
+    def make(vllm_config: Any, *, world: World) -> Any:
+        # vLLM's config for a CPU has just set this to False.
+        vllm_config.scheduler_config.async_scheduling = True
+        return make_client(vllm_config, world=world)
+
+    patch.setattr("actors.vllm.core.make_client", make)
+    # Copies are made at once, and nothing is to be waited for.
+    patch.setattr(torch.cuda, "Event", Mock)
+    patch.setattr(torch.cuda, "current_stream", Mock)
+    patch.setattr(torch.cuda, "stream", nullcontext)
+
+
 @contextmanager
-def served_engine(folder: Path, spec: ModelSpec, **settings: Any) -> Iterator[Served]:
-    """Yield an engine with little room, so that prompts are read in parts and requests wait for each other."""
+def served_engine(folder: Path, spec: ModelSpec, *, ahead: bool = False, **settings: Any) -> Iterator[Served]:
+    """Yield an engine with little room, so that prompts are read in parts and requests wait for each other.
+
+    `ahead`: begin steps ahead, as on a GPU.
+    """
     engine = make_engine(folder, spec, **{"max_num_seqs": 12, "max_num_batched_tokens": 64} | settings)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        if ahead:
+            begin_steps_ahead(patch)
         runner.run(engine.start())
         yield Served(runner, engine)
         runner.run(engine.close())
