@@ -110,7 +110,7 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     with pytest.raises(ValueError, match="model_type='llama', not 'qwen3': set any_model_size=True"):
         given_folder(folder, spec=SPEC)
     config = sum_digits.tiny()
-    config.hf_assets_path = str(folder)
+    config.hf_assets_path, config.batch_invariant = str(folder), True
     assert untrained_start(config) == start
     config.model, config.any_model_size = None, False
     assert untrained_start(config) == start

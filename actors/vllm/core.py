@@ -240,6 +240,7 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
             "kv_cache_memory_bytes": config.cpu_cache_bytes,
             "block_size": CPU_BLOCK,
             "enforce_eager": True,
+            "async_scheduling": False,
         }
     return EngineArgs(
         model=hf_assets_path,

@@ -92,7 +92,7 @@ def test_config_for_shared_gpus_runs(rehearsal, tmp_path, config, family, num_gp
     assert run.status == 0, run.describe()
     assert run.violations == []
     assert num_graph_launches(run) > 0
-    contexts = {one.role: set() for one in run.counters}
+    contexts: dict[str, set[int]] = {one.role: set() for one in run.counters}
     for one in run.counters:
         contexts[one.role].update(one.physical_contexts)
     assert contexts == {role: {*range(num_gpus)} for role in ("trainer", "generator")}
