@@ -13,7 +13,7 @@ import shutil
 import sys
 import warnings
 
-from tools.setup_env import has_gpu
+from tools.setup_env import MIN_DRIVER, has_gpu
 
 CORE = (
     "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store", "tyro",
@@ -50,7 +50,7 @@ def find_problem(device: str) -> str | None:
                 f"PyTorch {torch.__version__} sees no GPU: compare the driver's CUDA version (nvidia-smi) with "
                 f"PyTorch's ({torch.version.cuda}), or choose the CPU with RELAY_DEVICE=cpu"
             )
-        print("  no GPU answers on this machine: a run needs one", flush=True)
+        print(f"  no GPU answers on this machine; a run needs one, with driver {MIN_DRIVER} or newer", flush=True)
     if device == "cpu" and not shutil.which("lscpu"):
         return "vLLM reads the processor's layout from lscpu, which is not on PATH: install util-linux"
     return None
