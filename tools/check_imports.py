@@ -50,7 +50,10 @@ def find_problem(device: str) -> str | None:
                 f"PyTorch {torch.__version__} sees no GPU: compare the driver's CUDA version (nvidia-smi) with "
                 f"PyTorch's ({torch.version.cuda}), or choose the CPU with RELAY_DEVICE=cpu"
             )
-        print(f"  no GPU answers on this machine; a run needs one, with driver {MIN_DRIVER} or newer", flush=True)
+        print(
+            f"  no GPU answers on this machine; a run needs one, with driver {MIN_DRIVER} or newer",
+            flush=True,
+        )
     if device == "cpu" and not shutil.which("lscpu"):
         return "vLLM reads the processor's layout from lscpu, which is not on PATH: install util-linux"
     return None
