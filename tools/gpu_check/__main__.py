@@ -137,8 +137,10 @@ def run_apart(name: str, *, folder: Path, numbers: bool, limit_s: float) -> dict
 
 def gpu_name() -> str:
     """Return the name of the first GPU by its driver; no CUDA context is opened here."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:  # of the GPU builds
+        return "no GPU"
     try:
         pynvml.nvmlInit()
         return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))

@@ -23,7 +23,11 @@ ALL_REDUCE_GB_PER_S = 10.0
 
 
 def machine(report: Report) -> None:
-    import pynvml
+    try:
+        import pynvml
+    except ImportError:
+        report.faults.append("this environment has no GPU builds: make setup RELAY_DEVICE=gpu")
+        return
     import torch
 
     try:
