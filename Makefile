@@ -23,7 +23,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report gpu-rehearsal lint format types check bench golden hooks clean constraints docs size clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench golden hooks clean constraints docs size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -78,6 +78,10 @@ test-long: setup ## run the longest tests: more layouts, crashes, stops and resu
 gpu-rehearsal: ## run the GPU builds on a GPU that is not there (docs/gpu.md): 8.5 GB of packages
 	@RELAY_DEVICE=gpu $(SETUP) test
 	.venv-gpu/bin/python -m pytest -m rehearsal $(ARGS) tests/rehearsal $(NO_INPUT)
+
+gpu-check: ## check this machine's GPUs in ten steps: at most 10 minutes (docs/gpu.md)
+	@RELAY_DEVICE=gpu $(SETUP)
+	.venv-gpu/bin/python -m tools.gpu_check $(ARGS) $(NO_INPUT)
 
 test-report: ## test the report in a headless browser, installed if missing: at most 5 minutes
 	@$(TEST_SETUP) test report
