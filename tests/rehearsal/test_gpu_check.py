@@ -31,13 +31,21 @@ HELP["actors.vllm.model"] = wait_in_forward
 
 
 def checked(
-    rehearsal: Rehearsal, *only: str, settings: dict[str, Any], env: dict[str, str] | None = None, status: int = 0
+    rehearsal: Rehearsal,
+    *only: str,
+    settings: dict[str, Any],
+    env: dict[str, str] | None = None,
+    status: int = 0,
 ) -> dict[str, Any]:
     """Run checks; return their results by name."""
     folder = rehearsal.folder / "gpu-check"
     command = ["-m", "tools.gpu_check", "--no-numbers", "--folder", str(folder), "--limit_factor", "5"]
     ended = rehearsal.python(
-        *command, *(["--only", *only] if only else []), settings={"SKIP_COPIES": 1} | settings, env=env, limit_s=1800
+        *command,
+        *(["--only", *only] if only else []),
+        settings={"SKIP_COPIES": 1} | settings,
+        env=env,
+        limit_s=1800,
     )
     assert ended.status == status, ended.describe()
     return json.loads((folder / "gpu-check.json").read_text())["checks"]

@@ -89,20 +89,21 @@ def start(report: Report) -> None:
     started = time.monotonic()
     import monarch.actor  # noqa: F401
     import torch
-    import torch.multiprocessing as multiprocessing
     import vllm  # noqa: F401
 
     report.figure("import s", time.monotonic() - started)
+    from torch.multiprocessing.spawn import spawn
+
     from tools.gpu_check.triton_kernel import doubled
 
     x = torch.arange(5000.0, device="cuda")
     report.close("a Triton kernel", doubled(x), 2 * x, atol=0)
     num_gpus = torch.cuda.device_count()
     if num_gpus > 1:
-        rates = multiprocessing.get_context("spawn").SimpleQueue()
+        rates = torch.multiprocessing.get_context("spawn").SimpleQueue()
         folder = Path(os.environ.get("TMPDIR", "/tmp"), f"relay-gpu-check-{os.getpid()}")
         try:
-            multiprocessing.spawn(_all_reduce, (num_gpus, str(folder), rates), nprocs=num_gpus)
+            spawn(_all_reduce, (num_gpus, str(folder), rates), nprocs=num_gpus)
         finally:
             folder.unlink(missing_ok=True)
         answers = [rates.get() for _ in range(num_gpus)]
