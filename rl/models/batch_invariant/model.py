@@ -8,7 +8,7 @@ machine. All other operations compute each row, or each number, independently.
 
 Trainer and generator have the same kernels, and so the same bits, on CPUs only. On a GPU they share products, norms and
 log-softmax (cuBLASLt without split sums, vLLM's batch-invariant kernels), but not attention: the trainer's has a
-gradient (PyTorch's flash attention 2, scaled_dot_product_attention in float32), vLLM's reads a paged cache (flash
+gradient (PyTorch's flash attention 2, memory-efficient attention in float32), vLLM's reads a paged cache (flash
 attention 3, Triton in float32). Each sums in an order of its own, which does not depend on the batch.
 """
 
