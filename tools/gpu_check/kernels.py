@@ -14,6 +14,7 @@ from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.decoder import RMSNorm
 from rl.models.moe import grouped_linear
 from rl.models.sampling import draw, processed_logprobs
+from rl.models.spec import model_spec
 from rl.types import SamplingParams
 from rl.weights.checksum import checksum
 from tools.gpu_check.report import Report
@@ -34,6 +35,7 @@ def kernels(report: Report) -> None:
     _attention(report, "attention in float32", answers, dtype=torch.float32, atol=1e-4)
     _norm(report)
     _grouped_products(report)
+    _fused_layers(report)
     _sampling(report)
     bits = torch.randn(37, 129).bfloat16()
     sums = [checksum(x, global_shape=(64, 200), offsets=(3, 7)) for x in (bits, bits.cuda())]
@@ -78,6 +80,23 @@ def _grouped_products(report: Report) -> None:
     wanted = torch.cat([x_SE[a:b] @ w.T for a, b, w in zip((0, 3, 3, 67), ends, weight_NFE, strict=True)])
     got = grouped_linear(x_SE.cuda().bfloat16(), weight_NFE.cuda().bfloat16(), ends.cuda())
     report.close("grouped products", got.float(), wanted, atol=5e-2)
+
+
+def _fused_layers(report: Report) -> None:
+    """Compare the kernels of decoding with the trainer's modules, with norms of queries and keys and without."""
+    from actors.vllm.kernels import both_ways
+
+    for family, flavor in (("qwen3", "0.6B"), ("llama", "SmolLM2-135M")):
+        spec = model_spec(family, flavor)
+        spec.model.num_layers, spec.model.vocab_size = 2, 1000
+        model = spec.model.build()
+        model.init_weights(seed=0)
+        model = model.to("cuda", torch.bfloat16)
+        layout = SequenceLayout.from_lengths(LENGTHS, device="cuda")
+        positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
+        ids = torch.arange(layout.num_tokens, device="cuda") * 7 % 1000
+        wanted, got = both_ways(model, ids, positions=positions, sequences=layout)
+        report.close(f"fused layers of {flavor}", got.float(), wanted.float(), atol=0.1)
 
 
 def _sampling(report: Report) -> None:
