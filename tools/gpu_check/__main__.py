@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -185,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     numbers = not args.no_numbers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The check that runs is ended on the way.
     if args.run is not None:
         run_here(args.run, file=args.folder / f"{args.run}.json", numbers=numbers)
         return 0

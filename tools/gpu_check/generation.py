@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.vllm.config import ENVIRONMENT
 from benchmarks.generator_step import least_s
 from benchmarks.processes import Worker
 from rl.models.hf import HFFolder, read_parameters, write_random_model
@@ -161,6 +163,9 @@ class VLLMSide:
     """vLLM's own model and sampler in this process."""
 
     def __init__(self, *, folder: str, eager: bool) -> None:
+        os.environ |= {
+            name: ENVIRONMENT[name] for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+        }
         import vllm
 
         self._llm = vllm.LLM(

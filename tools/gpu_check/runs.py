@@ -67,7 +67,7 @@ def _train(report: Report, name: str, *options: str, faults: Any = ()) -> None:
     if not steps:
         return
     report.figure("step s", min(record["time/step_s"] for record in steps))
-    bound = json.loads((folder / "config.json").read_text())["config"]["loop"]["max_logprob_diff"]
+    bound = json.loads((folder / "config.json").read_text())["values"]["loop"]["max_logprob_diff"]
     if bound is not None:
         worst = max(record.get("logprob_diff/mean", 0.0) for record in steps)
         report.same("the generator's logprobs", worst, atol=bound)

@@ -36,9 +36,7 @@ def trainer(report: Report) -> None:
     _against_the_cpu(report)
     spec = model_spec("qwen3", "0.6B")
     engine = _engine(spec, device="cuda", dtype="bfloat16")
-    torch.cuda.reset_peak_memory_stats()
-    step_s, _ = _steps(engine, _samples(LENGTHS), num=2)
-    peak = torch.cuda.max_memory_allocated()
+    step_s, _, peak = _steps(engine, _samples(LENGTHS), num=2)
     estimated = engine.config.estimate_memory(
         spec, degrees=engine.config.parallelism.degrees(1), on_gpu=True
     ).total
@@ -64,8 +62,8 @@ def compiled(report: Report) -> None:
         model = write_random_model(Path(folder, "model"), spec=spec, seed=0)
         for enable in (False, True):
             engine = _engine(spec, device="cuda", dtype="bfloat16", folder=model, compile=enable)
-            _, first = _steps(engine, _samples((300, 200, 77)), num=1)
-            step_s, _ = _steps(engine, _samples(LENGTHS), num=2)
+            _, first, _ = _steps(engine, _samples((300, 200, 77)), num=1)
+            step_s, _, _ = _steps(engine, _samples(LENGTHS), num=2)
             found[enable] = step_s, first
     report.same("the compiled loss", abs(found[True][1] - found[False][1]), atol=LOSS_ATOL)
     report.figure("speed-up", found[False][0] / found[True][0], at_least=1.0)
@@ -127,16 +125,17 @@ def _samples(lengths: Sequence[int]) -> list[TrainingSample]:
     return samples_of([random.integers(0, 1000, n, dtype=np.int32) for n in lengths])
 
 
-def _steps(engine: TrainingEngine, samples: list[TrainingSample], *, num: int) -> tuple[float, float]:
-    """Return the shortest duration of `num` steps after one that warms up, and the first loss."""
-    times_s, losses = [], []
+def _steps(engine: TrainingEngine, samples: list[TrainingSample], *, num: int) -> tuple[float, float, int]:
+    """Return the shortest duration of `num` steps after one that warms up, the first loss and the peak memory."""
+    times_s, losses, peak = [], [], 0
     for _ in range(num + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
         result = engine.forward_backward(samples)
+        peak = torch.cuda.max_memory_allocated()  # since the last optim_step began
         engine.optim_step()
         torch.cuda.synchronize()
         times_s.append(time.perf_counter() - started)
         assert result.denominator is not None
         losses.append(result.loss_sum / result.denominator)
-    return min(times_s[1:]), losses[0]
+    return min(times_s[1:]), losses[0], peak
