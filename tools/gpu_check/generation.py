@@ -28,6 +28,11 @@ MAX_MODEL_LEN = 256
 LOGPROB_ATOL = 0.03
 """Mean difference of logprobs in nats that bfloat16 explains."""
 LEAST_OF_LIMIT, LEAST_OF_VLLM = 0.3, 0.8
+IN_THIS_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"],
+    "VLLM_LOGGING_LEVEL": ENVIRONMENT["VLLM_LOGGING_LEVEL"],
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer compiles it with nvcc, which a run does not need.
+}
 LEAST_FREED = 0.9
 """Share of a sleeping engine's memory that must be free."""
 
@@ -163,9 +168,7 @@ class VLLMSide:
     """vLLM's own model and sampler in this process."""
 
     def __init__(self, *, folder: str, eager: bool) -> None:
-        os.environ |= {
-            name: ENVIRONMENT[name] for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
-        }
+        os.environ |= IN_THIS_PROCESS
         import vllm
 
         self._llm = vllm.LLM(
