@@ -187,7 +187,7 @@ class VLLMSide:
                 for _ in range(NUM_PROMPTS)
             ]
             sampling = vllm.SamplingParams(
-                n=NUM_SAMPLES, max_tokens=TOKENS, ignore_eos=True, logprobs=0, seed=seed, detokenize=False
+                n=NUM_SAMPLES, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False
             )
             started = time.perf_counter()
             self._llm.generate(prompts, sampling, use_tqdm=False)
