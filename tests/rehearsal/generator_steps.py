@@ -25,16 +25,11 @@ from rl.distributed.process_group import World
 from rl.models.decoder import TransformerBlock
 from rl.types import SamplingParams
 from tests.support.policies import config_folder, small_spec
+from tests.support.rehearsal import ONE_ALL_REDUCE
 from tools.null_gpu.counters import Counters, read_own, reset_own
 
 HEAD_DIM = 128
 NUM_REQUESTS, NUM_STEPS = 4, 10
-ONE_ALL_REDUCE = {
-    "VLLM_SKIP_P2P_CHECK": "1",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-}
-"""Settings by which vLLM sums with a kernel of its own; the others take memory that the null device does not have."""
 
 
 def decode(family: str, *, graphs: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.rehearsal import RehearsedRun
+from tests.support.rehearsal import ONE_ALL_REDUCE, RehearsedRun
 
 pytestmark = pytest.mark.rehearsal
 
@@ -66,7 +66,7 @@ def opened(run: RehearsedRun) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_run_ends_and_each_process_uses_its_own_gpu_only(rehearsal, layout):
-    run = rehearsal.train(*SHORT, *layout.options, settings={"DEVICES": layout.num_gpus})
+    run = rehearsal.train(*SHORT, *layout.options, settings={"DEVICES": layout.num_gpus}, env=ONE_ALL_REDUCE)
     assert run.status == 0, run.describe()
     assert [step["step"] for step in run.steps] == [1, 2]
     assert run.violations == []
