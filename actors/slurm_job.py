@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 ENDED = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY"}
 """Final states of a job that Monarch does not know; it would wait on."""
+COMMAND_TIMEOUT_S = 120.0
+"""Longest wait for a command of SLURM, whose own limit for a controller that is away is shorter by default."""
 MAX_FAILURES = 30
 """Failures of squeue one after another, at least 2 s apart, with which a job counts as lost."""
 
@@ -87,7 +89,7 @@ class NodesOfRun(SlurmJob):
 
 
 def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
-    """Return what a command of SLURM writes; raises RuntimeError with its message if it fails.
+    """Return what a command of SLURM writes; raises RuntimeError with its message if it fails or does not end.
 
     The command does not see the variables of a job that this process may be in, nor filters of squeue.
     """
@@ -96,7 +98,12 @@ def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
         for name, value in os.environ.items()
         if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SQUEUE_"))
     }
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, env=env, timeout=COMMAND_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} did not end within {COMMAND_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout

@@ -22,6 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from actors.vllm.requests import Request
 from rl.models.sampling import draw, uniforms
+from rl.utils.tensor_memory import to_device
 
 NUMBERS_AT_ONCE = 2**19
 """Logits that are sampled at once on a CPU, so that their copies stay in its cache."""
@@ -104,19 +105,14 @@ class PolicySampler(Sampler):
         places = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
         rows = zip(batch.req_ids, places.tolist(), strict=True)
         numbers = [self._uniforms[request_id][place] for request_id, place in rows]
-        return _sent(torch.tensor(numbers, dtype=torch.float64), logits.device)
+        return to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
 
     def _forced_tokens(self, logits: Tensor) -> Tensor | None:
         """Return [B] int64, the next token of each request that is scored and -1 for others; None if none is."""
         if not self._scored:
             return None
         tokens = [self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids]
-        return _sent(torch.tensor(tokens), logits.device)
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device; on a GPU it arrives in the order of the stream, without a wait."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+        return to_device(torch.tensor(tokens), logits.device)
 
 
 def _sample(

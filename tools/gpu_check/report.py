@@ -17,6 +17,8 @@ class Report:
 
     numbers: bool = True
     figures: dict[str, float] = field(default_factory=dict)
+    judged: list[str] = field(default_factory=list)
+    """Names of the figures that are better when larger."""
     faults: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -30,7 +32,10 @@ class Report:
     def figure(self, name: str, value: float, *, at_least: float | None = None) -> None:
         """Keep a figure; below `at_least` it is slow."""
         self.figures[name] = round(float(value), 4)
-        if self.numbers and at_least is not None and not value >= at_least:
+        if at_least is None:
+            return
+        self.judged.append(name)
+        if self.numbers and not value >= at_least:
             self.slow.append(f"{name} {value:.3g} is below {at_least:.3g}")
 
     def close(self, name: str, got: Tensor, wanted: Tensor, *, atol: float) -> None:

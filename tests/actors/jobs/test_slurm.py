@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from monarch.config import configured
 
+from actors import slurm_job
 from actors.calls import ActorCallError
 from actors.config import LaunchConfig, SlurmConfig
 from actors.hosts import Hosts, check_reachable, make_job
@@ -218,3 +219,9 @@ def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_cont
     assert (commands / "cancelled").exists()
     for file in run["files"]:
         Path(file).unlink()
+
+
+def test_a_command_that_hangs_is_an_error(monkeypatch):
+    monkeypatch.setattr(slurm_job, "COMMAND_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match=r"sleep did not end within 0.2 s"):
+        slurm_job._output(["sleep", "20"])
