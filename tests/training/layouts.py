@@ -21,6 +21,7 @@ from torch import Tensor
 from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import GRPOLoss
+from losses.types import LossInputs, LossOutput
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.compile import CompileConfig
@@ -164,6 +165,7 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
 
     found["sparse"] = engine.forward_backward(samples[:1])
     found["not finite"] = provoke_nan(engine)
+    found["faulty loss"] = provoke_error(engine)
     found["continued"] = []
     for _ in range(2):
         engine.load_checkpoint(f"{folder}/checkpoint")
@@ -267,6 +269,21 @@ def provoke_nan(engine: TrainingEngine) -> str:
         engine.forward_backward([broken, *make_samples()[1:3]])
     except NonFiniteLossError as error:
         return f"{error.what} at policy version {error.policy_version}"
+    return "nothing raised"
+
+
+@dataclass(kw_only=True, slots=True)
+class FaultyLoss(GRPOLoss):
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        raise ValueError("this loss is faulty")
+
+
+def provoke_error(engine: TrainingEngine) -> str:
+    """Return the error of a loss that only the last stage of a pipeline computes."""
+    try:
+        engine.forward_backward(make_samples(), loss=FaultyLoss())
+    except ValueError as error:
+        return str(error)
     return "nothing raised"
 
 

@@ -139,6 +139,7 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
         assert_near_logprobs(rank["logprobs"], logprobs)
         assert_near_logprobs(asked, [logprobs[place] for place in (1, 0, 3, 2, 10, 9)])
         assert rank["not finite"] == "loss nan at policy version 3"
+        assert rank["faulty loss"] == "this loss is faulty"
 
 
 @pytest.mark.medium

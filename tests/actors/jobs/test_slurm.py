@@ -221,6 +221,22 @@ def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_cont
         Path(file).unlink()
 
 
+def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch):
+    job, answers = submitted().job, []
+    monkeypatch.setattr(slurm_job, "MAX_FAILURES", 3)
+
+    def answer(command, **_):
+        if (said := answers.pop(0)) is None:
+            raise RuntimeError("squeue failed")
+        return said
+
+    monkeypatch.setattr(slurm_job, "_output", answer)
+    answers += [None, None, "PENDING||None", None, None, None]
+    found = [job._get_job_info_json("7") for _ in range(6)]
+    states = [None if one is None else one["job_state"][0] for one in found]
+    assert states == ["UNKNOWN", "UNKNOWN", "PENDING", "UNKNOWN", "UNKNOWN", None]
+
+
 def test_a_command_that_hangs_is_an_error(monkeypatch):
     monkeypatch.setattr(slurm_job, "COMMAND_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match=r"sleep did not end within 0.2 s"):
