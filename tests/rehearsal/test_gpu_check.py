@@ -63,7 +63,7 @@ def test_all_checks_reach_their_end(rehearsal):
     [
         ("machine", {"DRIVER": "570.124.06"}, "CUDA 13 needs 580 or newer"),
         ("start", {"DRIVER": "570.124.06"}, "driver"),
-        ("trainer", {"MAX_ALLOCATED": 4 << 30}, "OutOfMemoryError"),
+        ("trainer", {"MAX_ALLOCATED": 4 << 30}, "ran out of GPU memory"),
         ("sync", {"DEVICES": 2, "FAIL_REGISTER": 1}, "could not be page-locked"),
     ],
 )
