@@ -222,7 +222,8 @@ def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_cont
 
 
 def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch):
-    job, answers = submitted().job, []
+    job = submitted().job
+    answers: list[str | None] = []
     monkeypatch.setattr(slurm_job, "MAX_FAILURES", 3)
 
     def answer(command, **_):
