@@ -164,6 +164,17 @@ class Ranks:
     async def __aexit__(self, *_: object) -> None:
         await self.launcher.stop_all()
 
+    async def foreign_contexts(self) -> list[str]:
+        """Return which ranks have a context on another rank's GPU, as "readers rank 1: GPU 0"."""
+        roles = {"writers": self.writers, "readers": self.readers}
+        answers = {role: await mesh.foreign_contexts.call() for role, mesh in roles.items()}
+        return [
+            f"{role} rank {rank}: GPU {gpu}"
+            for role, answer in answers.items()
+            for rank, (_, gpus) in enumerate(answer.items())
+            for gpu in gpus
+        ]
+
 
 async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, Any]:
     async with Ranks(case, threads=threads) as ranks:
@@ -183,11 +194,13 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
             pull_s.append(took_pull)
         if case.checked and (case.target, case.dtype, case.model) == ("whole", "bfloat16", "0.6b"):
             assert await ranks.readers.equals.call_one(case.num_layers, torch.bfloat16, 0)
+        foreign = await ranks.foreign_contexts() if case.device == "cuda" else []
         await store.stop()
     for name, took_s in (("push", push_s), ("pull", pull_s)):
         first, later = took_s[:NUM_WARM_UP], statistics.median(took_s[NUM_WARM_UP:])
         print(f"{case.name}: {name} {later:.3f} s, the first {', '.join(f'{took:.3f}' for took in first)} s")
-    return speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
+    figures = speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
+    return figures | {"foreign_contexts": foreign}
 
 
 def speeds(name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float]) -> dict[str, Any]:

@@ -161,3 +161,13 @@ def csv_schedule(read: FileSchedule, stages: list[Any], **settings: Any) -> Any:
     schedule = schedules._PipelineScheduleRuntime(stages, read.num_micro_batches, **settings)
     schedule._prepare_schedule_with_comms(read.actions)
     return schedule
+
+
+def gpus_with_context() -> list[int]:
+    """Return the indices of the visible GPUs on which this process has a context, without opening one.
+
+    A context takes about 0.5 GB. PyTorch has no public question for it; NVML knows processes by numbers that a
+    container cannot read.
+    """
+    has = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # of the GPU builds
+    return [index for index in range(torch.cuda.device_count()) if has(index)]

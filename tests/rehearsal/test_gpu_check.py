@@ -15,9 +15,6 @@ from tools.gpu_check.__main__ import CHECKS
 pytestmark = pytest.mark.rehearsal
 
 CAPTURE_BREAKER = """
-import runpy
-HELP = runpy.run_path({original!r})["HELP"]
-
 def wait_in_forward(module):
     forward = module.VLLMPolicy.forward
     def and_wait(self, input_ids, *args, **kwargs):
@@ -27,7 +24,19 @@ def wait_in_forward(module):
 
 HELP["actors.vllm.model"] = wait_in_forward
 """
-"""A sitecustomize.py with which the generator's model waits for the device in its forward."""
+"""With it the generator's model waits for the device in its forward."""
+
+CONTEXT_OPENER = """
+def open_one_on_gpu_0(module):
+    prepare = module._Mapping.prepare
+    def after_it(self, device):
+        module.torch.cuda.synchronize(0)
+        return prepare(self, device)
+    module._Mapping.prepare = after_it
+
+HELP["rl.weights.shared_memory"] = open_one_on_gpu_0
+"""
+"""With it the thread that locks pages opens a context on the first GPU, whichever is its rank's."""
 
 
 def checked(
@@ -63,8 +72,13 @@ def test_all_checks_reach_their_end(rehearsal):
     [
         ("machine", {"DRIVER": "570.124.06"}, "CUDA 13 needs 580 or newer"),
         ("start", {"DRIVER": "570.124.06"}, "driver"),
+        ("kernels", {"MAX_ALLOCATED": 1 << 20}, "out of memory"),
         ("trainer", {"MAX_ALLOCATED": 4 << 30}, "ran out of GPU memory"),
+        ("compile", {"MAX_ALLOCATED": 1 << 30}, "out of memory"),
         ("sync", {"DEVICES": 2, "FAIL_REGISTER": 1}, "could not be page-locked"),
+        ("shared", {"DRIVER": "570.124.06"}, "the run ended with status"),
+        ("disjoint", {"DEVICES": 2, "MAX_ALLOCATED": 1 << 20}, "the run ended with status"),
+        ("recovery", {"DEVICES": 5, "MAX_ALLOCATED": 1 << 20}, "the run ended with status"),
     ],
 )
 def test_a_planted_fault_fails_its_check(rehearsal, check, settings, fault):
@@ -74,14 +88,24 @@ def test_a_planted_fault_fails_its_check(rehearsal, check, settings, fault):
 
 
 @pytest.mark.timeout(400)
-def test_a_wait_within_a_captured_step_fails_the_generators_check(rehearsal, tmp_path):
+@pytest.mark.parametrize(
+    ("check", "num_gpus", "plant", "fault"),
+    [
+        ("generator", 1, CAPTURE_BREAKER, ""),
+        ("sync", 4, CONTEXT_OPENER, "contexts on GPUs of other ranks"),
+    ],
+)
+def test_planted_code_fails_its_check(rehearsal, tmp_path, check, num_gpus, plant, fault):
     original = ROOT / "tools" / "null_gpu" / "site" / "sitecustomize.py"
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(CAPTURE_BREAKER.format(original=str(original)))
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        f'import runpy\nHELP = runpy.run_path({str(original)!r})["HELP"]\n{plant}'
+    )
     paths = [tmp_path / "site", Path(ROOT)]
     env = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    found = checked(rehearsal, "generator", settings={"DEVICES": 1}, env=env, status=1)["generator"]
+    found = checked(rehearsal, check, settings={"DEVICES": num_gpus}, env=env, status=1)[check]
     assert found["result"] == "failed"
+    assert fault in "; ".join(found["faults"])
 
 
 @pytest.mark.timeout(200)

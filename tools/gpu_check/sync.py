@@ -46,4 +46,6 @@ def _measure(report: Report, *options: str) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stdout[-500:]}")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["cases"][0]
+    foreign = ", ".join(figures["foreign_contexts"])
+    report.require(not foreign, f"contexts on GPUs of other ranks, which take 0.5 GB each: {foreign}")
     return figures
