@@ -42,6 +42,8 @@ from rl.training.memory import check_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
 FLASH_CAPABILITY = (8, 0)
+CUDA_CAPABILITY = (7, 5)
+"""Oldest for which the builds for CUDA 13 have kernels."""
 """Oldest GPUs with kernels for attention in half precision."""
 
 
@@ -222,6 +224,12 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
 
 
 def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
+    if capability < CUDA_CAPABILITY:
+        yield (
+            f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA 13 has kernels from "
+            f"{'.'.join(map(str, CUDA_CAPABILITY))} on; RELAY_DEVICE=cpu trains on the CPU"
+        )
+        return
     for option, dtype in (
         ("trainer.training.param_dtype", config.trainer.training.param_dtype),
         ("generator.dtype", config.generator.dtype),

@@ -19,6 +19,7 @@ from losses.correction import ImportanceCorrection
 from losses.policy import GRPOLoss
 from rl.config.configurable import Configurable
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop.loop import Loop
 from rl.models.lora import LoRA
@@ -55,6 +56,8 @@ class Layout:
     """Tokens of a micro-batch."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`trainer.activation_checkpoint.mode`."""
+    compile: bool = False
+    """`trainer.compile.enable`: the first steps take longer, so for models whose steps are long."""
 
     @property
     def gpus(self) -> str:
@@ -67,12 +70,22 @@ QWEN3_0_6B_24GB = Layout(size="0.6B", gpu_gb=24, microbatch=2048)
 QWEN3_0_6B = Layout(size="0.6B", microbatch=16_384)
 QWEN3_1_7B = Layout(size="1.7B", microbatch=8192)
 QWEN3_4B_LORA = Layout(size="4B", lora=True)
-QWEN3_4B = Layout(size="4B", num_gpus=8, ahead=True, shards=4, num_replicas=4)
-QWEN3_8B = Layout(size="8B", num_gpus=8, ahead=True, shards=4, num_replicas=4, recompute="selective")
-QWEN3_14B = Layout(
-    size="14B", num_gpus=8, ahead=True, shards=6, num_replicas=2, microbatch=8192, recompute="full"
+QWEN3_4B = Layout(size="4B", num_gpus=8, ahead=True, shards=4, num_replicas=4, compile=True)
+QWEN3_8B = Layout(
+    size="8B", num_gpus=8, ahead=True, shards=4, num_replicas=4, recompute="selective", compile=True
 )
-# The trainer needs all eight. While generators compute it waits in 490 GB of the machine's memory.
+QWEN3_14B = Layout(
+    size="14B",
+    num_gpus=8,
+    ahead=True,
+    shards=6,
+    num_replicas=2,
+    microbatch=8192,
+    recompute="full",
+    compile=True,
+)
+# The trainer needs all eight. While generators compute it waits in 490 GB of the machine's memory, which has to hold
+# up to three versions of the weights too, 61 GB each.
 QWEN3_30B_A3B = Layout(
     size="30B-A3B", num_gpus=8, shares=True, shards=8, expert_parallel=8, num_replicas=4, generator_gpus=2,
     recompute="full",
@@ -107,6 +120,7 @@ def config(
                 max_tokens_per_microbatch=layout.microbatch, param_dtype="bfloat16", logits_chunk_tokens=2048
             ),
             activation_checkpoint=ActivationCheckpointConfig(mode=layout.recompute),
+            compile=CompileConfig(enable=layout.compile),
         ),
         generator=VLLMGenerator.Config(
             dtype="bfloat16",

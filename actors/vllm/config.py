@@ -20,6 +20,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # The dots of its float32 kernels would round to TF32 on a GPU; half precision is not affected.
     "TRITON_F32_DEFAULT": "ieee",
+    # FlashInfer's all-reduce is compiled with nvcc in the first step, which a run does not need.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 """Environment variables that vllm and Triton read when they are imported or compile."""
 CPU_BLOCK = 32

@@ -42,8 +42,7 @@ class ExpertExchange:
         sent_PL = ends_N.diff(prepend=ends_N.new_zeros(1)).view(self.num_ranks, -1)
         one_each = [1] * self.num_ranks
         arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
-        # Both counts in one copy, so that the host waits once.
-        num_sent, num_arrived = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
+        num_sent, num_arrived = row_counts(sent_PL, arrived_PL)
         arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group.group_name)
 
         # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
@@ -58,6 +57,12 @@ class ExpertExchange:
         returned_AE = select_rows(computed_AE, rows_S=places_A, places_S=order_A)
         returned_SE: Tensor = ExchangeRows.apply(returned_AE, num_arrived, num_sent, self.group.group_name)
         return returned_SE
+
+
+def row_counts(sent_PL: Tensor, arrived_PL: Tensor) -> list[list[int]]:
+    """Return the numbers of rows sent to and received from each rank; in one copy, so that the host waits once."""
+    counts: list[list[int]] = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
+    return counts
 
 
 def select_rows(x_TE: Tensor, *, rows_S: Tensor, places_S: Tensor) -> Tensor:

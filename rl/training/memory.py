@@ -166,10 +166,11 @@ def _of_rank(
 def use_growing_segments() -> None:
     """Let this process's allocator extend its blocks on a GPU, because packed batches have ever new sizes.
 
-    Call it before the first use of the GPU; settings that the environment has stay.
+    Page-locked host memory is not rounded up to a power of two: a sleeping trainer holds all its tensors there. Call
+    it before the first use of the GPU; settings that the environment has stay.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"
         # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an NVLink fabric, which
         # it does not before Hopper (PyTorch's issue 186374). The trainer shares none.
         os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")

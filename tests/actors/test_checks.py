@@ -126,6 +126,7 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
         (qwen3_8b, {}, (8, 0), None),
         (qwen3_8b, {"trainer.training.param_dtype": "float32"}, (7, 5),
          "generator.dtype=bfloat16: must be float32 on a GPU of compute capability 7.5, because flash attention"),
+        (tiny, {}, (7, 0), "a GPU of this machine has compute capability 7.0: CUDA 13 has kernels from 7.5 on"),
     ],
 )  # fmt: skip
 def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, says):

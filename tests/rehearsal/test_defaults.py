@@ -7,6 +7,7 @@ import pytest
 
 from rl.models.hf import write_random_model
 from rl.models.spec import model_spec
+from tests.support.rehearsal import ONE_ALL_REDUCE
 
 pytestmark = pytest.mark.rehearsal
 
@@ -73,21 +74,24 @@ def test_batch_invariant_kernels_are_captured_and_not_rounded_to_tf32(rehearsal,
 
 
 @pytest.mark.parametrize(
-    ("config", "family", "num_gpus", "options"),
+    ("config", "family", "trainer_gpus", "generator_gpus", "options"),
     [
-        ("qwen3_0_6b_lora_24gb", "qwen3", 1, ()),
-        ("qwen3_30b_a3b", "qwen3_moe", 2,
+        ("qwen3_0_6b_lora_24gb", "qwen3", (0,), (0,), ()),
+        ("qwen3_8b", "qwen3", (0, 1), (2,),
+         ("--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
+          "--generator.num_replicas", "1")),
+        ("qwen3_30b_a3b", "qwen3_moe", (0, 1), (0, 1),
          ("--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
           "--trainer.parallelism.expert_parallel_degree", "2", "--generator.num_replicas", "1")),
     ],
 )  # fmt: skip
-def test_config_for_shared_gpus_runs(rehearsal, tmp_path, config, family, num_gpus, options):
-    """A tiny model in place of the checkpoint, and of eight GPUs two."""
+def test_config_for_gpus_runs(rehearsal, tmp_path, config, family, trainer_gpus, generator_gpus, options):
+    """A tiny model in place of the checkpoint, and of eight GPUs two or three."""
     folder = write_random_model(tmp_path / "model", spec=model_spec(family, "tiny"), seed=0)
     model = ("--hf_assets_path", str(folder), "--any_model_size", "true", "--loop.sampling.max_tokens", "8")
     run = rehearsal.train(
         "--module", "reverse_text", "--config", config, *SHORT[:2], *SHORT[4:], *model, *options,
-        settings={"DEVICES": num_gpus, "MEMORY_GIB": 24},
+        settings={"DEVICES": len({*trainer_gpus, *generator_gpus}), "MEMORY_GIB": 24}, env=ONE_ALL_REDUCE,
     )  # fmt: skip
     assert run.status == 0, run.describe()
     assert run.violations == []
@@ -95,4 +99,4 @@ def test_config_for_shared_gpus_runs(rehearsal, tmp_path, config, family, num_gp
     contexts: dict[str, set[int]] = {one.role: set() for one in run.counters}
     for one in run.counters:
         contexts[one.role].update(one.physical_contexts)
-    assert contexts == {role: {*range(num_gpus)} for role in ("trainer", "generator")}
+    assert contexts == {"trainer": {*trainer_gpus}, "generator": {*generator_gpus}}

@@ -18,10 +18,9 @@ from tools.null_gpu.device import NullGpu
 ROOT = Path(__file__).parents[2]
 ONE_ALL_REDUCE = {
     "VLLM_SKIP_P2P_CHECK": "1",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
-"""Settings by which vLLM sums with a kernel of its own; the others take memory that the null device does not have."""
+"""Settings by which vLLM sums with a kernel of its own; the other takes memory that the null device does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

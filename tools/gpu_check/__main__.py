@@ -56,18 +56,18 @@ class Check:
 
 CHECKS = {
     "machine": Check(
-        sentence="driver, compiler, memory, GPUs and their links", function="machine:machine", limit_s=20
+        sentence="driver, compiler, memory, GPUs and their links", function="machine:machine", limit_s=15
     ),
     "start": Check(
-        sentence="imports, a Triton kernel, and an all-reduce over all GPUs", function="machine:start", limit_s=60
+        sentence="imports, a Triton kernel, and an all-reduce over all GPUs", function="machine:start", limit_s=45
     ),
     "kernels": Check(
-        sentence="kernels compute what their definitions say", function="kernels:kernels", limit_s=60
+        sentence="kernels compute what their definitions say", function="kernels:kernels", limit_s=45
     ),
     "trainer": Check(
         sentence="a step of 0.6B equals the CPU's, fits its estimate, and is fast",
         function="training:trainer",
-        limit_s=90,
+        limit_s=75,
     ),
     "compile": Check(
         sentence="compiled blocks give the same loss, faster", function="training:compiled", limit_s=60
@@ -75,23 +75,23 @@ CHECKS = {
     "generator": Check(
         sentence="CUDA graphs and the trainer give the same logprobs; sleep frees memory",
         function="generation:generator",
-        limit_s=110,
+        limit_s=160,
     ),
     "sync": Check(
         sentence="weights arrive bit for bit, from pinned memory, near the bus's speed",
         function="sync:sync",
-        limit_s=60,
+        limit_s=40,
     ),
     "shared": Check(
         sentence="the main job trains on one GPU, in turns with its generator",
         function="runs:shared",
-        limit_s=50,
+        limit_s=55,
     ),
     "disjoint": Check(
-        sentence="the main job trains on one GPU and generates on another", function="runs:disjoint", limit_s=40
+        sentence="the main job trains on one GPU and generates on another", function="runs:disjoint", limit_s=50
     ),
     "recovery": Check(
-        sentence="FSDP 2 x TP 2 loses a trainer process and goes on", function="runs:recovery", limit_s=50
+        sentence="FSDP 2 x TP 2 loses a trainer process and goes on", function="runs:recovery", limit_s=55
     ),
 }  # fmt: skip
 

@@ -135,14 +135,16 @@ class EngineSide:
         return best
 
     def sleep(self) -> tuple[int, int]:
-        """Sleep and wake; return the bytes used awake, and how many of them sleep gave back."""
-        total = torch.cuda.mem_get_info()[1]
+        """Sleep and wake; return the bytes of weights and cache, and how many sleep gave back."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        kept = CuMemAllocator.get_instance().get_current_usage()
         awake = torch.cuda.mem_get_info()[0]
         self._runner.run(self._engine.sleep())
         freed = torch.cuda.mem_get_info()[0] - awake
         self._runner.run(self._engine.wake())
         self._update(2)
-        return int(0.5 * total), freed
+        return kept, freed
 
 
 class TrainerSide:

@@ -18,6 +18,7 @@ FOLDER = Path("outputs/gpu-check/runs")
 STEPS = 3
 SHORT = (
     "--loop.num_steps", str(STEPS), "--loop.groups_per_batch", "8", "--loop.eval_every", "0", "--task.num_eval", "8",
+    "--warmup", "None",
 )  # fmt: skip
 LIMIT_S = 600.0
 """The check's own limit ends a run before."""
@@ -38,7 +39,7 @@ def recovery(report: Report) -> None:
     if not _has_gpus(report, 5):
         return
     fault = Fault(phase="optim_step", victim="trainer", count=2)
-    options = ("--config", "tiny_fsdp2_tp2", "--trainer.checkpoint.interval", "1", "--warmup", "None", *SHORT)
+    options = ("--config", "tiny_fsdp2_tp2", "--trainer.checkpoint.interval", "1", *SHORT)
     _train(report, "recovery", *options, faults=[fault])
     report.require(
         fault.marker(FOLDER / "recovery" / "logs").exists(),

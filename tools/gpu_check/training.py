@@ -28,6 +28,9 @@ LEAST_MFU = 0.3
 LAYERS_ON_CPU = 2
 LENGTHS_ON_CPU = (96, 33, 64)
 LENGTHS = (1024,) * 16
+TOKENS_PER_GB = 100
+"""Of a micro-batch, by the GPU's memory."""
+MOST_TOKENS = 8192
 LOSS_ATOL, NORM_RTOL = 0.02, 0.03
 """Rounding of bfloat16: nats a token, and share of the gradient's norm."""
 
@@ -97,10 +100,16 @@ def _engine(
     spec: ModelSpec, *, device: str, dtype: Any, folder: Path | None = None, compile: bool = False
 ) -> TrainingEngine:
     """Return an engine that keeps float32 weights and computes in `dtype`."""
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     config = TrainingEngine.Config(
         loss=CrossEntropyLoss(),
         compile=CompileConfig(enable=compile),
-        training=TrainingConfig(max_tokens_per_microbatch=8192, dtype="float32", param_dtype=dtype),
+        training=TrainingConfig(
+            max_tokens_per_microbatch=min(MOST_TOKENS, max(LENGTHS[0], TOKENS_PER_GB * gpu_bytes // 10**9)),
+            logits_chunk_tokens=2048,
+            dtype="float32",
+            param_dtype=dtype,
+        ),
     )
     assets = None if folder is None else str(folder)
     return TrainingEngine(config=config, model_spec=spec, hf_assets_path=assets, device=device)

@@ -1,6 +1,6 @@
 """Help for runs on the null device, which every process with this folder on PYTHONPATH loads.
 
-Kernels do nothing there and results read back as 0. Two places need other answers than the null device can give.
+Kernels do nothing there and results read back as 0. Four places need other answers than the null device can give.
 """
 
 from __future__ import annotations
@@ -34,9 +34,35 @@ def report_a_token(module: Any) -> None:
     result.__init__ = with_a_token
 
 
+def draw_a_token(module: Any) -> None:
+    """Let each request of vLLM's own model draw one token a step; of none it would never end."""
+    result = module.AsyncOutput.get_output
+
+    def with_a_token(self: Any) -> Any:
+        self.num_sampled_tokens_np = self.num_sampled_tokens_np.clip(1)
+        return result(self)
+
+    module.AsyncOutput.get_output = with_a_token
+
+
+def spread_rows(module: Any) -> None:
+    """Let each rank of experts get as many rows as the others: their numbers, read back as 0, would not add up."""
+    exchange = module.ExpertExchange.__call__
+
+    def with_even_counts(self: Any, rows: Any, *others: Any) -> Any:
+        num, more = divmod(len(rows), self.num_ranks)
+        counts = [num + (rank < more) for rank in range(self.num_ranks)]
+        module.row_counts = lambda *_: [counts, counts]
+        return exchange(self, rows, *others)
+
+    module.ExpertExchange.__call__ = with_even_counts
+
+
 HELP: dict[str, Callable[[Any], None]] = {
     "vllm.utils.system_utils": name_the_runtime,
+    "vllm.v1.worker.gpu.async_utils": draw_a_token,
     "rl.types": report_a_token,
+    "rl.distributed.expert_parallel": spread_rows,
 }
 
 
