@@ -10,6 +10,8 @@ ARGS ?=
 BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability
 SETUP := $(PYTHON) tools/setup_env.py
 RUN_PYTHON = $(shell $(SETUP) --python)
+# What reads a run needs no GPU builds: either environment will do.
+ANY_PYTHON = $(or $(firstword $(wildcard $(RUN_PYTHON) .venv/bin/python .venv-gpu/bin/python)),$(RUN_PYTHON))
 GROUPS := test trl tasks tinker sinks smollm2
 TEST_SETUP := RELAY_DEVICE=cpu $(SETUP)
 TEST_PYTHON := .venv/bin/python
@@ -49,11 +51,11 @@ real-model: ## train SmolLM2-135M-Instruct, a pretrained model, on sums: install
 
 doctor: ## show what the processes of RUN=outputs/<run> are doing, with their stacks
 	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
-	@$(RUN_PYTHON) -m rl.doctor $(RUN) $(ARGS)
+	@$(ANY_PYTHON) -m rl.doctor $(RUN) $(ARGS)
 
 report: ## write report.html into RUN=outputs/<run>
 	@test "$(origin RUN)" = "command line" || { echo "usage: make report RUN=outputs/<run>"; exit 2; }
-	@$(RUN_PYTHON) -m rl.report $(RUN) $(ARGS)
+	@$(ANY_PYTHON) -m rl.report $(RUN) $(ARGS)
 
 curves: ## learning curves of reverse-text and alphabet-sort: two seeds and a control with random rewards
 	@$(SETUP)

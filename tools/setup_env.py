@@ -2,9 +2,9 @@
 
 A group is an optional dependency set of pyproject.toml on top of what a run needs. Where an NVIDIA GPU is found,
 the GPU builds of vLLM and PyTorch go into `.venv-gpu`, elsewhere the CPU builds into `.venv`; RELAY_DEVICE=cpu|gpu
-overrides. `--python` prints the path of that environment's Python instead, or of the other's if only that is there.
-Versions are those of tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted
-one is completed by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
+overrides. `--python` prints the path of that environment's Python instead. Versions are those of
+tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted one is completed
+by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
 """
 
 from __future__ import annotations
@@ -291,9 +291,7 @@ def set_up(groups: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     if arguments == ["--python"]:
-        wanted = VENVS.get(find_device(), VENVS["cpu"])
-        there = [venv for venv in (wanted, *VENVS.values()) if venv.exists()]
-        print(f"{(there or [wanted])[0]}/bin/python")
+        print(f"{VENVS.get(find_device(), VENVS['cpu'])}/bin/python")
         return 0
     try:
         set_up(arguments)
