@@ -23,12 +23,14 @@ from rl.rollouts.rubric import shortened
 from rl.types import Rollout
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
+# Words begin with a letter: if a blank could be part of them or of what is before them, the time to reject a line
+# would grow with the square of its length.
 NUMBER = (
-    r"(?im)^(?:[^\w\n-]|-[ \t])*(?:[a-z ]*(?:score|grade|rating)(?:[^\w\n-]|-[ \t])*)?"
+    r"(?im)^(?:[^\w\n-]|-[ \t])*(?:(?:[a-z][a-z ]*)?(?:score|grade|rating)(?:[^\w\n-]|-[ \t])*)?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[^\w\n]*$"
 )
 """A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
-LABEL = r"(?im)^[^\w\n]*(?:[a-z ]*(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
+LABEL = r"(?im)^[^\w\n]*(?:(?:[a-z][a-z ]*)?(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
 """A line with only a label, or a label after "verdict", "grade", "answer" or "judgement"."""
 TEMPLATE = """Grade the reply to a question from 0 (useless) to 10 (nothing could be better).
 

@@ -27,6 +27,8 @@ from rl.utils.threads import run_aside
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
+MAX_CALLS = 256
+"""Most calls that are read from one reply: the time for each grows with the length of the reply."""
 MAX_QUOTED = 200
 """Longest part of a schema error that the model is shown, in characters."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -173,12 +175,18 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
-    """Return the calls of a reply in order, leaving out everything inside `<think>`."""
+    """Return the calls of a reply in order, leaving out everything inside `<think>`.
+
+    Calls beyond `MAX_CALLS` are not read; one `BadCall` at the end says so.
+    """
     text = text.rpartition(THINK_CLOSE)[2]
     text = text.partition(THINK_OPEN)[0]
     calls: list[ToolCall | BadCall] = []
     position = 0
     while (start := text.find(OPEN, position)) >= 0:
+        if len(calls) == MAX_CALLS:
+            calls.append(BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read"))
+            break
         call, position = _parse_one(text, start + len(OPEN))
         calls.append(call)
     return tuple(calls)
@@ -233,7 +241,7 @@ def _parse_one(text: str, start: int) -> tuple[ToolCall | BadCall, int]:
 
     The JSON object itself says where it ends, because a string in it may contain the end tag.
     """
-    start += len(text[start:]) - len(text[start:].lstrip())
+    start = _WHITESPACE.match(text, start).end()  # type: ignore[union-attr]  # matches everywhere
     value, end, problem = None, start, ""
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -256,4 +264,5 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
+_WHITESPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
