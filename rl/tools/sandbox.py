@@ -2,19 +2,17 @@
 
 Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder, without
 environment variables or standard input. The process confines itself before it reads the code
-(`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output and the number of files. docs/rewards.md
-lists what the sandbox prevents and what it does not.
+(`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, the number of files and, where the kernel
+does not, of threads. docs/rewards.md lists what the sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import marshal
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -27,14 +25,15 @@ from typing import Any, Literal
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.tools.sandbox_child import LAUNCH, NAME, NOT_CONFINED, OUT_OF_MEMORY
+from rl.tools.created_files import CreatedFiles
+from rl.tools.sandbox_child import LAUNCH, NAME, OUT_OF_MEMORY
 from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
 from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["ok", "error", "time limit", "memory limit", "output limit", "file limit"]
+Reason = Literal["ok", "error", "time limit", "memory limit", "output limit", "file limit", "thread limit"]
 
 ROOT = str(Path(__file__).parents[2])
 CHECK_S = 60.0
@@ -50,11 +49,12 @@ for attempt in (lambda: os._exit(0) if os.fork() == 0 else None, lambda: os.open
 """
 """Code that tries what confined code must not be able to do."""
 LOOK_S = 0.05
-"""Interval at which files are counted."""
+"""Interval at which files and threads are counted."""
 GRACE_S = 5.0
 """Time that a killed process may take to disappear."""
 MIB = 1 << 20
 NUM_OPEN_FILES = 64
+NUM_THREADS = 64
 STACK_BYTES = 8 * MIB
 
 
@@ -89,6 +89,7 @@ class PythonSandbox(Configurable):
 
     Raises:
         ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined` is off.
+        OSError: this user has no inotify instance left.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -104,10 +105,11 @@ class PythonSandbox(Configurable):
         """Address space of the process. Python itself takes about 20."""
         max_output_bytes: int = 64 * 1024
         """Bytes of stdout and stderr together."""
-        max_file_mib: int = 16
-        """Size of one file."""
+        max_file_mib: int = 4
+        """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory if the
+        temporary folder is a tmpfs."""
         max_files: int = 64
-        """Files in the folder, including the file of the code itself."""
+        """Files that one call may create, removed ones and the file of the code itself included."""
         num_at_once: int = 0
         """Processes at the same time; other calls wait. 0: as many as this process may use CPU cores."""
         import_paths: tuple[str, ...] = ()
@@ -144,6 +146,7 @@ class PythonSandbox(Configurable):
         self._num_slots = config.num_at_once or len(os.sched_getaffinity(0))
         # All environments of a run are called in one event loop.
         self._slots = asyncio.Semaphore(self._num_slots)
+        self._created = CreatedFiles()
         if not config.allow_unconfined:
             self._check()
 
@@ -169,20 +172,17 @@ class PythonSandbox(Configurable):
             raise ToolTimeoutError(
                 f"Error: not run: all {self._num_slots} slots were taken for {self.config.wait_limit_s:g} s"
             ) from None
-        token, started = secrets.token_hex(), time.monotonic()
+        started = time.monotonic()
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
         try:
             Path(folder, NAME).write_bytes(code.encode(errors="surrogatepass"))
-            request = self._request(code, token=token)
-            output, status, stopped = await self._run_child(folder, request, time_limit_s=time_limit_s)
+            output, status, stopped = await self._run_child(folder, code, time_limit_s=time_limit_s)
         finally:
             self._slots.release()
             try:
                 shutil.rmtree(folder)
             except OSError as error:
                 logger.warning("Python sandbox: %s could not be removed: %s", folder, error)
-        if status == NOT_CONFINED and output.startswith(token):
-            raise RunError(f"the Python sandbox: {output.removeprefix(token).strip()}")
         wall_s = time.monotonic() - started
         reason = stopped or self._reason(status, wall_s)
         return SandboxResult(reason=reason, output=output, status=status, wall_s=wall_s)
@@ -197,13 +197,46 @@ class PythonSandbox(Configurable):
         return "ok" if status == 0 else "error"
 
     async def _run_child(
-        self, folder: str, request: bytes, *, time_limit_s: float | None
+        self, folder: str, code: str, *, time_limit_s: float | None
     ) -> tuple[str, int, Reason | None]:
         """Run one child process; return its output, its exit status and the limit at which it was killed.
 
         The process and its session are dead when this returns, raises or is cancelled.
         """
-        config, pipe = self.config, asyncio.subprocess.PIPE
+        config, output = self.config, bytearray()
+        parent_end, child_end = os.pipe()
+        os.set_blocking(parent_end, False)
+        with open(parent_end, "rb") as refusal, self._created.watched(folder) as watch:
+            try:
+                process = await self._start(folder, code, refusal=child_end)
+            finally:
+                os.close(child_end)
+            ended = asyncio.gather(
+                _read(process.stdout, into=output, most=config.max_output_bytes), process.wait()
+            )
+            stopped: Reason | None = None
+            try:
+                async with asyncio.timeout(time_limit_s or config.time_limit_s):
+                    while not (ended.done() or stopped) and len(output) <= config.max_output_bytes:
+                        await asyncio.wait([ended], timeout=LOOK_S)
+                        stopped = self._exceeded(watch, pid=process.pid)
+            except TimeoutError:
+                stopped = "time limit"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
+                await asyncio.wait([ended], timeout=GRACE_S)
+            if process.returncode is None:
+                raise OSError(f"child process {process.pid} still exists {GRACE_S:g} s after it was killed")
+            if problem := refusal.read():
+                raise RunError(f"the Python sandbox: {problem.decode()}")
+        if len(output) > config.max_output_bytes:
+            stopped = "output limit"
+        return output[: config.max_output_bytes].decode(errors="replace"), process.returncode, stopped
+
+    async def _start(self, folder: str, code: str, *, refusal: int) -> asyncio.subprocess.Process:
+        """Start the child and send it the code, and the pipe in which it says why it cannot confine itself."""
+        pipe = asyncio.subprocess.PIPE
         # The real path: the code may not read the virtual environment's folder.
         python = os.path.realpath(sys.executable)
         process = await asyncio.create_subprocess_exec(
@@ -214,49 +247,37 @@ class PythonSandbox(Configurable):
             cwd=folder,
             env={},
             start_new_session=True,
+            pass_fds=(refusal,),
         )
         assert process.stdin is not None
-        process.stdin.write(request)
+        process.stdin.write(self._request(code, refusal=refusal))
         process.stdin.close()
-        output = bytearray()
-        ended = asyncio.gather(
-            _read(process.stdout, into=output, most=config.max_output_bytes), process.wait()
-        )
-        stopped: Reason | None = None
-        try:
-            async with asyncio.timeout(time_limit_s or config.time_limit_s):
-                while not ended.done() and len(output) <= config.max_output_bytes:
-                    await asyncio.wait([ended], timeout=LOOK_S)
-                    with os.scandir(folder) as files:
-                        num_files = sum(1 for _ in itertools.islice(files, config.max_files + 1))
-                    if num_files > config.max_files:
-                        stopped = "file limit"
-                        break
-        except TimeoutError:
-            stopped = "time limit"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
-            await asyncio.wait([ended], timeout=GRACE_S)
-        if process.returncode is None:
-            raise OSError(f"child process {process.pid} still exists {GRACE_S:g} s after it was killed")
-        if len(output) > config.max_output_bytes:
-            stopped = "output limit"
-        return output[: config.max_output_bytes].decode(errors="replace"), process.returncode, stopped
+        return process
 
-    def _request(self, code: str, *, token: str) -> bytes:
+    def _exceeded(self, watch: int, *, pid: int) -> Reason | None:
+        """Return the limit that a running call has exceeded and that the kernel does not enforce."""
+        if 1 + self._created.count(watch) > self.config.max_files:
+            return "file limit"
+        # The kernel enforces this one only where the child may have a user or a user namespace of its own.
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(f"/proc/{pid}/task").st_nlink - 2 > NUM_THREADS:
+                return "thread limit"
+        return None
+
+    def _request(self, code: str, *, refusal: int) -> bytes:
         limits = {
             "RLIMIT_AS": self.config.memory_limit_mib * MIB,
             "RLIMIT_CPU": self.config.cpu_limit_s,
             "RLIMIT_FSIZE": self.config.max_file_mib * MIB,
             "RLIMIT_NOFILE": NUM_OPEN_FILES,
+            "RLIMIT_NPROC": NUM_THREADS,
             "RLIMIT_STACK": STACK_BYTES,
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
         }
         request = {
             "code": code,
-            "token": token,
+            "refusal": refusal,
             "import_paths": [os.path.realpath(path) for path in self.config.import_paths],
             "limits": limits,
             "parent": os.getpid(),

@@ -4,8 +4,9 @@ Started in an empty folder, with a request on standard input: a marshalled dict,
 Python. Every call waits for the imports of this file, so it imports only parts of the standard library that load in
 a few milliseconds (not dataclasses, typing, signal, json, re).
 
-The confinement consists of dropped capabilities, resource limits, Landlock and seccomp, all through ctypes, and is
-irreversible. Sources: capabilities(7), setrlimit(2), landlock(7), seccomp(2), prctl(2).
+The confinement consists of a user or a user namespace of its own, dropped capabilities, resource limits, Landlock
+and seccomp, all through ctypes, and is irreversible. Sources: capabilities(7), user_namespaces(7), setrlimit(2),
+landlock(7), seccomp(2), prctl(2).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rl.tools.syscalls import seccomp_program
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; sandbox_child.main()"
 )
-ENDED_BY_ERROR, OUT_OF_MEMORY, NOT_CONFINED = 1, 101, 102
+ENDED_BY_ERROR, OUT_OF_MEMORY = 1, 101
 """Exit statuses."""
 NAME = "main.py"
 """File in the folder that holds the code; tracebacks quote it."""
@@ -33,9 +34,12 @@ RESERVE = 1 << 20
 ONLY_AST = 0x400
 """`ast.PyCF_ONLY_AST`."""
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _SIGKILL = 9
+_CLONE_NEWUSER = 0x10000000
+_FIRST_UNUSED_UID = 0x70000000
+"""First of 2**28 user ids that no distribution, systemd or container runtime assigns."""
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -57,10 +61,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Exit with the code's exit status, or with `NOT_CONFINED` and the reason on stderr."""
+    """Exit with the code's exit status, or write into the pipe `refusal` why the code is not run."""
     request = marshal.load(sys.stdin.buffer)
-    # The token distinguishes this file's own message from one that the code imitates.
-    token = request.pop("token")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -76,9 +78,10 @@ def main() -> None:
             unconfined=request["unconfined"],
         )
     except OSError as error:
-        print(token, error, file=sys.stderr)
-        raise SystemExit(NOT_CONFINED) from None
-    del token
+        os.write(request["refusal"], str(error).encode())
+        raise SystemExit(ENDED_BY_ERROR) from None
+    # Before the code runs, so that no message in this pipe is the code's.
+    os.close(request["refusal"])
     raise SystemExit(run(request["code"]))
 
 
@@ -138,11 +141,15 @@ def confine(
     Args:
         folder: where the process may create, write and remove files.
         readable: further paths that the process may read, besides Python's own.
-        limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's unit.
+        limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's unit. RLIMIT_NPROC
+            is set only where this process's threads can be counted apart from its user's other ones.
         parent: pid of the parent; this process dies with it.
         unconfined: continue without Landlock or seccomp where they are missing; otherwise OSError.
     """
+    apart = _count_threads_apart()
     for name, limit in limits.items():
+        if name == "RLIMIT_NPROC" and not apart:
+            continue
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
         # One more second of CPU time until SIGKILL, so that SIGXCPU at the soft limit can be recognized.
@@ -160,6 +167,22 @@ def confine(
         except (OSError, ValueError) as error:
             if not unconfined:
                 raise OSError(f"{name} is missing: {error}") from error
+
+
+def _count_threads_apart() -> bool:
+    """Give this process a user that has no other processes, as RLIMIT_NPROC counts; return False if refused.
+
+    Root, for whom the kernel does not enforce that limit, takes another real user id, and keeps the effective one, by
+    which files are accessed. Anybody else counts anew in a user namespace.
+    """
+    try:
+        os.setresuid(_FIRST_UNUSED_UID + (int.from_bytes(os.urandom(4)) >> 4), -1, -1)
+        return True
+    except OSError:
+        apart = _libc.unshare(_CLONE_NEWUSER) == 0
+        # Else root alone may look at the process, which has just had capabilities.
+        _prctl(_PR_SET_DUMPABLE, 1)
+        return bool(apart)
 
 
 def _die_with(parent: int) -> None:

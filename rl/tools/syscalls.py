@@ -21,7 +21,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 ALLOWED: Numbers = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "stat": (4, None),
     "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "poll": (7, None), "ppoll": (271, 73),
-    "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
+    "lseek": (8, 62), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
     "madvise": (28, 233), "mincore": (27, 232), "brk": (12, 214), "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
     "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pread64": (17, 67), "pwrite64": (18, 68),
@@ -61,8 +61,8 @@ ABSENT: Numbers = {
 }
 # Allowed depending on their arguments, see `_conditions`.
 CONDITIONAL: Numbers = {
-    "clone": (56, 220), "open": (2, None), "openat": (257, 56), "kill": (62, 129), "tgkill": (234, 131),
-    "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199), "prctl": (157, 167),
+    "clone": (56, 220), "mmap": (9, 222), "open": (2, None), "openat": (257, 56), "kill": (62, 129),
+    "tgkill": (234, 131), "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199), "prctl": (157, 167),
     "prlimit64": (302, 261),
 }
 # fmt: on
@@ -78,7 +78,8 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 """Offsets in `struct seccomp_data`."""
 
 CLONE_THREAD = 0x00010000
-O_ACCMODE, O_TRUNC = 0o3, 0o1000
+MAP_TYPE, MAP_PRIVATE = 0xF, 2
+O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 PR_SET_NAME, PR_GET_NAME, PR_SET_VMA = 15, 16, 0x53564D41
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
@@ -129,10 +130,13 @@ def seccomp_program(*, machine: str, pid: int) -> bytes:
 def _conditions(pid: int) -> dict[str, list[Condition]]:
     """Return the conditions for each call of `CONDITIONAL`, all of which must hold."""
     own: list[Condition] = [(0, _EVERY_BIT, (pid,))]
-    # Not a read-only open that truncates, which Landlock did not check before Linux 6.2.
-    opens = (O_ACCMODE | O_TRUNC, (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC))
+    # Not a read-only open that truncates, which Landlock did not check before Linux 6.2, and no file without a name,
+    # which the parent cannot count.
+    opens = (O_ACCMODE | O_TRUNC | O_TMPFILE, (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC))
     return {
         "clone": [(0, CLONE_THREAD, (CLONE_THREAD,))],
+        # Shared memory, even anonymous, keeps all its pages while one of them is mapped: beyond RLIMIT_AS.
+        "mmap": [(3, MAP_TYPE, (MAP_PRIVATE,))],
         "open": [(1, *opens)],
         "openat": [(2, *opens)],
         "kill": own,

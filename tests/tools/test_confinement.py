@@ -2,7 +2,6 @@
 that the list for the machine that the tests do not run on is tested too; and kernels without seccomp or Landlock."""
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import pytest
 from rl.tools.sandbox import PythonSandbox
 from rl.tools.syscalls import ABSENT, ALLOWED, CONDITIONAL, DONE, MACHINES, NEWEST, NUMBERS, seccomp_program
 from tests.support.forked import run_in_fork
+from tests.support.kernels import install_filter
 
 PID = 4321
 ALLOW, EPERM, ENOSYS, NOTHING, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050000, 0x80000000
@@ -65,6 +65,11 @@ def test_every_number_has_the_outcome_of_its_list(machine):
         ("clone", (0x003D0F00,), ALLOW),
         ("clone", (signal.SIGCHLD,), EPERM),
         ("clone", (0x10000000 | signal.SIGCHLD,), EPERM),
+        ("mmap", (0, 4096, 3, 0x22), ALLOW),
+        ("mmap", (0, 4096, 1, 0x802, 3), ALLOW),
+        ("mmap", (0, 4096, 3, 0x01, 3), EPERM),
+        ("mmap", (0, 4096, 3, 0x21), EPERM),
+        ("mmap", (0, 4096, 3, 0x03, 3), EPERM),
         ("kill", (PID, 9), ALLOW),
         ("kill", (PID + 1, 0), EPERM),
         ("kill", (2**64 - 1, 9), EPERM),
@@ -72,6 +77,7 @@ def test_every_number_has_the_outcome_of_its_list(machine):
         ("openat", (3, 4, os.O_RDONLY | os.O_CLOEXEC), ALLOW),
         ("openat", (3, 4, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), ALLOW),
         ("openat", (3, 4, os.O_RDONLY | os.O_TRUNC), EPERM),
+        ("openat", (3, 4, os.O_RDWR | os.O_TMPFILE), EPERM),
         ("fcntl", (3, 4), ALLOW),
         ("fcntl", (3, 8), EPERM),
         ("fcntl", (3, 1024), EPERM),
@@ -108,7 +114,6 @@ def test_machine_without_a_list_is_refused():
 # Kernels without seccomp or Landlock: a forked process whose own filter refuses them
 
 LANDLOCK_CREATE_RULESET = 444
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def refuse(*, seccomp, landlock):
@@ -121,11 +126,7 @@ def refuse(*, seccomp, landlock):
     if seccomp:
         program += [(0x15, 0, 3, prctl), (0x20, 0, 0, 16), (0x15, 0, 1, 22), (0x06, 0, 0, EINVAL)]
     program.append((0x06, 0, 0, ALLOW))
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    held = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(held)))
-    assert LIBC.prctl(38, 1, 0, 0, 0) == 0
-    assert LIBC.prctl(22, 2, ctypes.c_ulong(ctypes.addressof(header)), 0, 0) == 0
+    install_filter(program)
 
 
 def on_such_a_kernel(*, seccomp=False, landlock=False, code=(), **settings):
