@@ -86,7 +86,8 @@ FIELDS = {
     "metrics.jsonl": ["step", "reward/mean", "loss/mean", "time/step_s"],
     "rollouts.jsonl": [
         "step", "sample", "problem", "correct", "reward", "advantage", "parts", "turns", "turns.messages",
-        "turns.token_ids", "turns.prompt_ids", "turns.logprobs", "turns.policy_versions", "turns.mask", "turns.trainer_logprobs",
+        "turns.token_ids", "turns.prompt_ids", "turns.logprobs", "turns.policy_versions", "turns.mask",
+        "turns.trainer_logprobs",
     ],
     "events.jsonl": ["time", "event", "reason"],
     "logs/spans/controller-0.jsonl": ["ts", "dur", "name", "args"],
