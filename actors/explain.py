@@ -26,8 +26,8 @@ from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
-from rl.config.registry import ExplanationForm, ResolvedRun, resolve
-from rl.config.tree import ConfigError, walk
+from rl.config.registry import ExplanationForm, ResolvedRun
+from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
 from rl.models.assets import UnpreparedError
@@ -99,18 +99,16 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
 
 def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
-    found = differences(to_dict(run.config), to_dict(resolve(run.module, run.function).config))
+    if run.defaults is None:  # a script made the config
+        return {}
+    found = differences(to_dict(run.config), to_dict(run.defaults))
     return {path: {"value": value, "registry": before} for path, (before, value) in found.items()}
 
 
 def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
     """Return the options that were changed from the registry's config and have no effect on this machine."""
     on_gpu = trains_on_gpu(run.config.launch, num_gpus=num_gpus())
-    try:
-        changes = _changes(run)
-    except ConfigError:  # A script made the config, or the function of a resumed run is gone.
-        return []
-    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=changes)["set_without_effect"]
+    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
 from actors.router import Router
 from actors.training import load_start
-from rl.config.json import changed_fields, to_dict, write_json
+from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, rebuild
 from rl.loop.stop_request import StopRequest
@@ -199,6 +199,9 @@ def _resumed_folder(
 def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
     with writing(folder.config_json):
         write_json(source, folder.config_json)
+    if source.defaults is not None:
+        with writing(folder.defaults_json):
+            write_defaults(source, folder.defaults_json)
     with unwritten(str(plan.start.folder)):
         plan.start.make()
 

@@ -37,8 +37,9 @@ SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
     "config": "Function of that module that returns the config.",
     "from_json": "Start from a run's config.json instead of --module and --config, under a new name and without "
-    "its permission to overwrite.",
-    "resume": "Continue the run of this folder with its config.json; options change fields of it.",
+    "its permission to overwrite. Runs code: imports the module that the file names.",
+    "resume": "Continue the run of this folder with its config.json; options change fields of it. Runs code: imports "
+    "the module that the file names.",
     "explain": "Show as text or json what the run would be, and which options are refused; start nothing.",
 }
 WIDTH = 110
@@ -134,7 +135,7 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
     if "resume" in given:
         run = _resumed(Path(given["resume"]), options)
     elif "from_json" in given:
-        run = read_json(Path(given["from_json"]))
+        run = read_json(Path(given["from_json"]), before=_say)
         defaults = {f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")}
         run = dataclasses.replace(run, config=rebuild(run.config, defaults))
     else:
@@ -153,12 +154,16 @@ def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
-    run = read_json(file)
+    run = read_json(file, before=_say)
     if not set(LOCATION) <= {entry.name for entry in children(run.config)}:
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
     dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
     return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.config.registry import ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, children, convert, rebuild
-from rl.utils.files import atomic_write
+from rl.utils.files import atomic_write, parse_json, read_json_object
 
 ConfigT = TypeVar("ConfigT")
 
@@ -45,22 +45,40 @@ def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 
 def write_json(run: ResolvedRun, path: Path) -> None:
     """Write a run's `config.json` atomically."""
-    content = {"module": run.module, "config": run.function, "values": to_dict(run.config)}
+    _write({"module": run.module, "config": run.function, "values": to_dict(run.config)}, path)
+
+
+def write_defaults(run: ResolvedRun, path: Path) -> None:
+    """Write the values of the registry function's config atomically, for readers that may not call the function."""
+    _write(to_dict(run.defaults), path)
+
+
+def _write(content: Mapping[str, Any], path: Path) -> None:
     with atomic_write(path) as file:
         file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> ResolvedRun:
-    """Return the run of a `config.json`; raises ConfigError if the file does not fit its registry function."""
+def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> ResolvedRun:
+    """Import the module of a `config.json`, call its registry function, and return the run.
+
+    Args:
+        before: called before the module is imported, with a sentence that names it.
+
+    Raises:
+        ConfigError: the file does not fit its registry function.
+    """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) != {"module", "config", "values"}:
         raise ConfigError(f"{path} is not a run's config.json: its keys must be module, config and values")
-    base = resolve(str(content["module"]), str(content["config"]))
+    module, function = str(content["module"]), str(content["config"])
+    if before is not None:
+        before(f"{path} runs code: {function}() of the module {module}")
+    base = resolve(module, function)
     try:
         config = load_values(base.config, content["values"])
     except ConfigError as error:
@@ -81,7 +99,7 @@ def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 
 def changed_fields(file: Path, config: Any) -> list[str]:
     """Return a line for each field that differs from a config.json, except `LOCATION`: `loop.num_steps: 80 -> 160`."""
-    found = differences(to_dict(config), json.loads(file.read_text())["values"])
+    found = differences(to_dict(config), read_json_object(file)["values"])
     return [
         f"{path}: {json.dumps(before)} -> {json.dumps(value)}"
         for path, (before, value) in found.items()

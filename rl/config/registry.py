@@ -31,6 +31,8 @@ class ResolvedRun:
     function: str
     config: Any
     """The root config, an instance of some `Configurable.Config`."""
+    defaults: Any = None
+    """The config as the registry function returned it; None if a script made the config."""
     resumes: Path | None = None
     """Folder of the run that is continued; None for a new run."""
     explain: ExplanationForm | None = None
@@ -49,7 +51,7 @@ def resolve(module: str, function: str) -> ResolvedRun:
             f"--config {function}: {module}.{function}() returned a {type(config).__qualname__}, "
             "not a Configurable.Config"
         )
-    return ResolvedRun(module=module, function=function, config=config)
+    return ResolvedRun(module=module, function=function, config=config, defaults=config)
 
 
 def load_module(name: str) -> ModuleType:

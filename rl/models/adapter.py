@@ -7,6 +7,7 @@ consists of several Hugging Face weights, regrouped; all other parameters are re
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, TypeVar
@@ -38,6 +39,15 @@ LAYER = {
     "feed_forward.down_proj": ["mlp.down_proj"],
 }
 """Hugging Face names of the modules of a layer, with those that only some families have."""
+_MAX_SIZE = 1 << 19
+"""Largest integer in a `config.json`, such as a width; below it no product of sizes overflows."""
+_MAX_SIZES = {
+    "num_hidden_layers": 1000,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 24,
+    "original_max_position_embeddings": 1 << 24,
+    "sliding_window": 1 << 24,
+}
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of `layer_types`."""
 
@@ -317,8 +327,10 @@ def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
         for f in known
         if f.name in rope or f.default is MISSING
     }
+    if (theta := read_field(rope, "rope_theta", float)) <= 1:
+        raise ValueError(f"config.json: rope_theta={theta!r}: must be above 1")
     return RoPE.Config(
-        theta=read_field(rope, "rope_theta", float),
+        theta=theta,
         max_positions=max_positions,
         scaling=SCALINGS[kind](**values) if known else None,
     )
@@ -336,12 +348,16 @@ def hf_rope(rope: RoPE.Config) -> dict[str, Any]:
 
 
 def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:
-    """Return a field of a `config.json`: a boolean, or a positive and finite number; else raise ValueError."""
+    """Return a field of a `config.json`: a boolean, or a positive number; else raise ValueError.
+
+    Numbers must be finite, and integers such that a model of that size can be built.
+    """
     value = default if hf.get(name) is None else hf[name]
     if kind is bool and isinstance(value, bool):
         return kind(value)
     numbers = (int, float) if kind is float else kind
-    if kind is not bool and isinstance(value, numbers) and value is not True and 0 < value < math.inf:
+    most = _MAX_SIZES.get(name, _MAX_SIZE) if kind is int else sys.float_info.max
+    if kind is not bool and isinstance(value, numbers) and value is not True and 0 < value <= most:
         return kind(value)
-    valid = {bool: "true or false", int: "a positive integer", float: "a positive number"}[kind]
+    valid = {bool: "true or false", int: f"an integer from 1 to {most}", float: "a positive number"}[kind]
     raise ValueError(f"config.json: {name}={value!r}: must be {valid}")

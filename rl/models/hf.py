@@ -6,7 +6,6 @@ A folder's headers are read and checked when it is opened; tensors are read one 
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 
 from rl.config.json import differences, to_dict
 from rl.models.adapter import DecoderAdapter
-from rl.models.block_fp8 import check_scales, dequantized, fp8_block, is_scale, scale_of
+from rl.models.block_fp8 import FP8, check_scales, dequantized, fp8_block, is_scale, scale_of
 from rl.models.decoder import persistent_buffers
 from rl.models.spec import ModelSpec, spec_from_hf
 from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files, write_json
-from rl.utils.files import atomic_folder
+from rl.utils.files import atomic_folder, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,6 +34,8 @@ _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Endings of buffers that old versions of transformers saved."""
+_DTYPES = ("F64", "F32", "F16", "BF16", FP8)
+"""Dtypes of weights in a safetensors header."""
 _FREE_FIELDS = ("init_std", "rope.max_positions", "local_rope.max_positions")
 """Fields of a model's config that change no result of given weights; the folder's count."""
 
@@ -68,13 +69,18 @@ class HFFolder:
             weight_map = _read_weight_map(self.path / INDEX_FILE)
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
         for file in (self.path / name for name in names):
-            if not file.exists():
+            if not file.is_file():
                 listed = f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
                 raise ValueError(f"weights file {file} is missing{listed}")
             header = _read_header(file)
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             dtypes |= {name: dtype for name, (_, dtype) in header.items()}
             self.files |= dict.fromkeys(header, file)
+        for tensor, dtype in dtypes.items():
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of {', '.join(_DTYPES)}"
+                )
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:
                 raise ValueError(
@@ -175,7 +181,7 @@ def read_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters on the CPU, one at a time in the order of `names`.
 
-    They are in the file's dtype, or in float32 if that is FP8.
+    They are in the file's dtype, or in float32 if that is FP8. Raises ValueError for a tensor with NaN or infinity.
     """
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
@@ -187,25 +193,21 @@ def read_parameters(
             if file not in handles:
                 handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             tensor: Tensor = handles[file].get_tensor(name)
-            if folder.fp8_block is None or scale_of(name) not in folder.files:
-                return tensor
-            return dequantized(tensor, read(scale_of(name)), block=folder.fp8_block)
+            if folder.fp8_block is not None and scale_of(name) in folder.files:
+                tensor = dequantized(tensor, read(scale_of(name)), block=folder.fp8_block)
+            check_finite(name, tensor, file=file)
+            return tensor
 
         for name in names:
             yield name, adapter.from_hf(name, [read(hf_name) for hf_name in adapter.hf_names(name)])
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ValueError if the file is missing or holds something else."""
-    if not file.exists():
-        raise ValueError(f"file {file} is missing")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"file {file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
-    return content
+def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
+    """Raise ValueError for a tensor with NaN or infinity; takes less time than a copy of the tensor."""
+    if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
+        raise ValueError(
+            f"{file}: tensor {name} has values that are NaN or infinite: the checkpoint has diverged"
+        )
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -331,7 +333,7 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error
 
 
@@ -340,4 +342,9 @@ def _read_weight_map(file: Path) -> dict[str, str]:
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
+    for tensor, name in weight_map.items():
+        if not name or Path(name).name != name:
+            raise ValueError(
+                f"file {file} has tensor {tensor} in {name!r}: must be the name of a file beside it"
+            )
     return weight_map

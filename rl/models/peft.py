@@ -9,17 +9,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl.models.hf import read_json_object
+from rl.models.hf import check_finite
 from rl.models.tokenizer import write_json
-from rl.utils.files import atomic_folder
+from rl.utils.files import atomic_folder, read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ENDINGS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -106,11 +108,11 @@ def read_peft_folder(
             wanted = f"{ours}={values[0]} of the config" if ours else repr(values[0])
             raise ValueError(f"{folder / CONFIG_FILE}: {field}={value!r} is not supported: must be {wanted}")
     file = folder / WEIGHTS_FILE
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"weights file {file} is missing")
     try:
         tensors = load_file(file)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {file} is not whole: {error}") from error
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_in, num_out) in widths.items():
@@ -123,4 +125,8 @@ def read_peft_folder(
                 f"{file}: tensor {name} has shape {found}, the model needs {needed}: an adapter of another "
                 "rank or model, or with other target modules"
             )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}")
+        check_finite(name, tensor, file=file)
     return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}

@@ -51,7 +51,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
             },
         )
         named = {f: hf[f] for f in ("num_experts", "num_local_experts") if hf.get(f) is not None}
-        if len(set(named.values())) > 1:
+        if any(num != other for num in named.values() for other in named.values()):
             raise ValueError(f"config.json: {named} are not equal: both are the number of experts")
         return MoE.Config(
             num_experts=read_field(named, next(iter(named), "num_experts"), int),

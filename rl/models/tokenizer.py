@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.utils.files import read_json_object
+
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -28,6 +30,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files of a Hugging Face folder that belong to the tokenizer; most folders have only some of them."""
+_SETTINGS = (
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -96,6 +104,9 @@ def check_tokenizer_files(folder: str | Path) -> None:
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if it is not whole."""
     check_tokenizer_files(folder)
+    for file in (Path(folder) / name for name in _SETTINGS):
+        if file.exists():
+            read_json_object(file)  # transformers reads it with the limits of the interpreter
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind: Any = AutoTokenizer
@@ -105,7 +116,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         # their own instead of those in tokenizer.json, so the model would see other tokens than in its training.
         kind = PreTrainedTokenizerFast
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
 
@@ -134,12 +145,12 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
             raise ValueError("no eos_token is named: a reply would have no end")
         ends = {tokenizer.eos_token_id}
         if (file := folder / "generation_config.json").exists():
-            eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") or []
+            eos = read_json_object(file).get("eos_token_id") or []
             ends.update([eos] if isinstance(eos, int) else eos)
         stop_ids = tuple(sorted(ends))
         if not all(type(token_id) is int and token_id >= 0 for token_id in stop_ids):
             raise ValueError(f"eos_token_id of generation_config.json is not a list of token ids: {stop_ids}")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         if str(folder) in str(error):
             raise
         raise ValueError(f"the tokenizer of {folder} cannot be used: {error}") from error

@@ -14,6 +14,8 @@ NUM_FIRST = 2
 """First steps of a run, which allocate and compile; ignored if there are enough others."""
 OVERLAP = 0.2
 """Share of a step that generation and training must each take for an overlap to pay."""
+_LARGEST = 1e15
+"""Bound on the numbers of a config, which may come from anybody."""
 NEAR = 0.5
 """Share of the machine's limit from which on more hardware is the advice."""
 
@@ -132,7 +134,7 @@ def _doubled(config: Config, path: str) -> str:
 
 def _number(config: Config, path: str) -> float:
     value = value_at(config, path)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else 0.0
 
 
 def _on_gpu(config: Config) -> bool:

@@ -19,6 +19,8 @@ from rl.observability.metrics import to_json
 from rl.utils.errors import optional_write
 from rl.utils.files import AppendFile, json_lines
 
+MAX_TIME_S = 1e12
+"""Bound on times in seconds since 1970: neither NaN nor infinity gets into a timeline."""
 EventName = Literal[
     "started",
     "resumed",
@@ -54,4 +56,7 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 
 def is_event(line: Mapping[str, Any]) -> bool:
     """Return whether an object of the file has the fields that every event has."""
-    return isinstance(line.get("event"), str) and isinstance(line.get("time"), int | float)
+    time_s = line.get("time")
+    return (
+        isinstance(line.get("event"), str) and isinstance(time_s, int | float) and abs(time_s) <= MAX_TIME_S
+    )

@@ -1,7 +1,7 @@
 """Folder of one run: its files and its lock.
 
     outputs/<name>/
-        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
+        config.json  defaults.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
         status.json  and, made on request, timeline.json  report.html
         logs/  checkpoints/  and of enabled sinks tensorboard/  wandb/
 
@@ -32,6 +32,7 @@ from rl.utils.files import (
     folder_errors,
     lock_folder,
     make_folder,
+    parse_json,
     previous_file,
 )
 
@@ -41,6 +42,8 @@ STATUS = "status.json"
 AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
+DEFAULTS = "defaults.json"
+"""File with the values that the run's config function returns without options."""
 REPORT = "report.html"
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
@@ -53,8 +56,8 @@ SINK_FOLDERS = (TENSORBOARD, "wandb")
 WEIGHTS = "weights"
 """Folder of weights that are published as files; removed at a regular end of the run."""
 OWN_FILES = (
-    "config.json", METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png", EVENTS,
-    ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
+    "config.json", DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png",
+    EVENTS, ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
 )  # fmt: skip
 """Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
 not finite, and the latest collectives of each rank."""
@@ -74,6 +77,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
+        self.defaults_json = path / DEFAULTS
         self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
@@ -212,12 +216,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 def read_status(path: Path) -> Literal["running", "finished"] | None:
     """Return the status of a run, "running" also if it was killed; None without status.json."""
     try:
-        content = json.loads((path / STATUS).read_text())
+        content = parse_json((path / STATUS).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:  # cut short by the end of its process
         return "running"
-    return "finished" if content.get("status") == "finished" else "running"
+    return "finished" if isinstance(content, dict) and content.get("status") == "finished" else "running"
 
 
 def _make_new(path: Path) -> bool:

@@ -33,7 +33,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
-from rl.utils.files import BoundedFile
+from rl.utils.files import BoundedFile, parse_json
 from rl.utils.processes import ProcessId, identify
 
 P = ParamSpec("P")
@@ -307,7 +307,7 @@ def read_state(file: Path) -> ProcessState:
     """Read the state file of one process; raises FileNotFoundError, or ValueError if it is not a state file."""
     for _ in range(_READ_ATTEMPTS):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = json.loads(file.read_bytes())
+            record = parse_json(file.read_bytes())
             if record["write"] == record["end"]:
                 return _state(record)
     raise ValueError(f"{file} is not the state file of a process")
@@ -323,6 +323,9 @@ def read_states(logs: Path) -> Iterator[ProcessState]:
 def _state(record: dict[str, Any]) -> ProcessState:
     failed = record["failed"]
     names = ("role", "rank", "host", "clock_offset_s", "policy_version", "changed_s")
+    texts, integers = (record["role"], record["host"]), (record["rank"], record["pid"], record["start_ticks"])
+    if not (all(isinstance(x, str) for x in texts) and all(isinstance(x, int) for x in integers)):
+        raise TypeError("the identity of a process has other types")
     return ProcessState(
         **{name: record[name] for name in names},
         process=ProcessId(record["pid"], record["start_ticks"]),

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.observability.events import read_events
+from rl.observability.events import MAX_TIME_S, read_events
 from rl.observability.run_folder import EVENTS
 from rl.observability.spans import SPANS_FOLDER, WAITS, read_states
-from rl.utils.files import atomic_write, previous_file
+from rl.utils.files import atomic_write, parse_json, previous_file
 
 MAX_BYTES = 1 << 27
 """Bytes of ended spans that are read: about a million spans."""
@@ -94,18 +94,23 @@ def _newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
     role, _, rank = file.stem.rpartition("-")
     parts = [part.read_bytes() for part in (previous_file(file), file) if part.exists()]
     for line in b"".join(parts)[-num_bytes:].splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged, or the rest of a line
-            yield _span(json.loads(line), role, int(rank))
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError, AttributeError
+        ):  # damaged, or the rest of a line
+            yield _span(parse_json(line), role, int(rank))
 
 
 def _span(event: dict[str, Any], role: str, rank: int) -> Span:
     start_s, args = float(event["ts"]) / 1e6, event["args"]
+    end_s = start_s + float(event["dur"]) / 1e6
+    if not (abs(start_s) <= MAX_TIME_S and abs(end_s) <= MAX_TIME_S):
+        raise ValueError(f"a span from {start_s} to {end_s}")
     return Span(
         role=role,
         rank=rank,
         name=str(event["name"]),
         start_s=start_s,
-        end_s=start_s + float(event["dur"]) / 1e6,
+        end_s=end_s,
         version=args.get("version"),
         error=args.get("error"),
     )

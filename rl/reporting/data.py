@@ -1,15 +1,14 @@
-"""Everything that a run has left in its folder: finished, running, killed, or of an older version.
+"""Everything that a run has left in its folder: finished, running, killed, of an older version, or from elsewhere.
 
     run = read_run(Path("outputs/try-1"))
     run.steps[-1]["reward/mean"], run.problems
 
-Nothing in the folder is written or locked. What cannot be read is named in `problems`, and the rest is
-returned. Only a folder that is not a run's is refused.
+Nothing in the folder is written, locked or run. What cannot be read is named in `problems`, and the rest is
+returned. Only a folder that is not a run's, or has devices or pipes in place of files, is refused.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +17,18 @@ from typing import Any, Literal
 
 from rl.config.json import value_at
 from rl.observability.events import is_event
-from rl.observability.run_folder import EVENTS, METRICS, ROLLOUTS, STATUS, read_status
+from rl.observability.run_folder import (
+    DEFAULTS,
+    ENVIRONMENT,
+    EVENTS,
+    METRICS,
+    ROLLOUTS,
+    STATUS,
+    read_status,
+)
 from rl.observability.spans import SPANS_FOLDER
 from rl.observability.timeline import Span, read_spans
-from rl.utils.files import json_lines
+from rl.utils.files import json_lines, parse_json, read_json_object
 
 CONFIG, LOGS = "config.json", "logs"
 EXPECTED = {
@@ -33,6 +40,7 @@ EXPECTED = {
 """Files of every run, and what is unknown without them, as in runs of older versions."""
 TOKENS_MB = 48.0
 """Size of rollout files above which the tokens of some steps are dropped."""
+MAX_TOKEN_ID = 2**32 - 1
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "advantages", "mask")
 """Fields of a turn with one entry a token, without versions, which are mostly one number."""
 
@@ -46,6 +54,9 @@ class RunData:
     """`running` includes runs that were killed; None for a version without the status file."""
     config: dict[str, Any]
     """config.json: `module`, `config` (the function's name) and `values`; empty if unreadable."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Values that the config function had when the run started; empty for a version without the file."""
+    environment: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
     """Records of steps, by step."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -61,6 +72,11 @@ class RunData:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
         return value_at(self.config.get("values", {}), path, default)
 
+    def number(self, path: str, default: float) -> float:
+        """Return a value of the config that is a number, or else the default."""
+        value = self.setting(path)
+        return value if isinstance(value, int | float) and math.isfinite(value) else default
+
 
 def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
     """Read a run's folder; raises ValueError if it is missing, or is not a run's.
@@ -73,6 +89,7 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         raise ValueError(
             f"{folder}: there is no such folder; give the folder of a run, such as outputs/<name>"
         )
+    _refuse_special_files(folder)
     of_run = (STATUS, METRICS, CONFIG)
     if not any((folder / name).is_file() for name in of_run):
         raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
@@ -84,6 +101,8 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         folder=folder,
         status=read_status(folder),
         config=_config(folder, problems),
+        defaults=read_optional(folder / DEFAULTS),
+        environment=read_optional(folder / ENVIRONMENT),
         steps=steps,
         evaluations=evaluations,
         rollouts=_rollouts(folder, problems, tokens_mb=tokens_mb),
@@ -93,9 +112,17 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
     )
 
 
+def _refuse_special_files(folder: Path) -> None:
+    """Raise ValueError for what has the name of a file and never ends, such as a pipe or a link to a device."""
+    names = (CONFIG, DEFAULTS, ENVIRONMENT, EVENTS, METRICS, STATUS, *ROLLOUTS)
+    for file in (*(folder / name for name in names), *(folder / LOGS).glob("*/*")):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is not a regular file")
+
+
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((folder / CONFIG).read_bytes())
         if isinstance(config["values"], dict):
             return dict(config)
         problems.append(f"{CONFIG} has no values")
@@ -130,15 +157,47 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
     numbers: dict[int, int] = {}
 
     def take(line: dict[str, Any]) -> dict[str, Any] | None:
-        turns = line.get("turns")
-        is_rollout = isinstance(line.get("step"), int) and isinstance(line.get("kind"), str)
-        if not is_rollout or not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        line = {name: value for name, value in line.items() if value is not None}
+        if not _is_rollout(line):
             return None
-        if numbers.setdefault(line["step"], len(numbers)) % keep_every:
-            turns = [{name: v for name, v in turn.items() if name not in TOKEN_FIELDS} for turn in turns]
-        return {name: value for name, value in line.items() if value is not None} | {"turns": turns}
+        dropped = TOKEN_FIELDS if numbers.setdefault(line["step"], len(numbers)) % keep_every else ()
+        line["turns"] = [
+            {name: v for name, v in turn.items() if v is not None and name not in dropped}
+            for turn in line["turns"]
+        ]
+        return line
 
     return [rollout for file in files for rollout in _lines(file, problems, take)]
+
+
+def _is_rollout(line: dict[str, Any]) -> bool:
+    """Return whether the fields that the report computes with have the types of `rl.observability.recorder`."""
+    parts = line.get("parts", {})
+    return (
+        isinstance(line.get("step"), int)
+        and isinstance(line.get("kind"), str)
+        and isinstance(line.get("sample", 0), int)
+        and all(isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct"))
+        and isinstance(parts, dict)
+        and _number(parts.get("overlong", 0.0)) is not None
+        and isinstance(line.get("turns"), list)
+        and all(isinstance(turn, dict) and _is_turn(turn) for turn in line["turns"])
+    )
+
+
+def _is_turn(turn: dict[str, Any]) -> bool:
+    lists = ("messages", "prompt_ids", "token_ids", "logprobs", "trainer_logprobs")
+    if not all(isinstance(turn.get(name), list | None) for name in lists):
+        return False
+    versions = turn.get("policy_versions", 0)
+    ids = [*(turn.get("prompt_ids") or ()), *(turn.get("token_ids") or ())]
+    return (
+        all(isinstance(message, dict) for message in turn.get("messages") or ())
+        and all(
+            isinstance(version, int) for version in (versions if isinstance(versions, list) else [versions])
+        )
+        and all(isinstance(token_id, int) and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids)
+    )
 
 
 def _spans(logs: Path, problems: list[str]) -> list[Span]:
@@ -181,10 +240,9 @@ def _number(value: object) -> float | None:
     return None
 
 
-def read_environment(file: Path) -> dict[str, Any]:
-    """Return the contents of environment.json, or nothing if the file is missing or damaged."""
+def read_optional(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or nothing if the file is missing or damaged."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return read_json_object(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

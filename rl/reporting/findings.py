@@ -124,7 +124,7 @@ def _last_group(run: RunData, since: int) -> list[RolloutEvidence]:
 def find_failed_rewards(run: RunData) -> Finding | None:
     """Find rollouts that could not be scored, step after step."""
     failed = metric(run.steps, "reward/num_failed")
-    drawn = run.setting("loop.groups_per_batch", 0) * run.setting("loop.group_size", 0)
+    drawn = run.number("loop.groups_per_batch", 0) * run.number("loop.group_size", 0)
     least = max(1.0, FAILED_SHARE * drawn)
     since = failed.lasting(lambda value: value >= least, hold=MIN_FAILED_STEPS, share=0.5)
     if since is None:

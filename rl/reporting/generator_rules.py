@@ -43,9 +43,9 @@ def _by_versions(run: RunData) -> Finding | None:
     if (stop := stopped(run, "StalePolicyError")) is not None:
         title, (since, sentence) = "The generator kept old weights", stop
     else:
-        title, num_minibatches = "The generator keeps old weights", run.setting("loop.num_minibatches", 1)
-        bound = run.setting("loop.max_off_policy_steps", 0) * num_minibatches
-        patience = bound + run.setting("loop.publish_every", 1) * num_minibatches
+        title, num_minibatches = "The generator keeps old weights", run.number("loop.num_minibatches", 1)
+        bound = run.number("loop.max_off_policy_steps", 0) * num_minibatches
+        patience = bound + run.number("loop.publish_every", 1) * num_minibatches
         stuck = behind.lasting(lambda value: value > patience, hold=3)
         if stuck is not None:
             before = behind.before(stuck)

@@ -28,12 +28,17 @@ LOCK = ".lock"
 _BEING_WRITTEN = ".being-written"
 _ACQUIRE_S = 10.0
 """Seconds to wait for a lock that another process holds only for a moment."""
+MAX_DEPTH = 100
+"""Levels of lists and objects in a JSON text."""
+MAX_DIGITS = 100
+"""Digits of an integer in a JSON text, all of which fit into a float; tokenizers have integers of 31 digits."""
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end; after an error `path` is unchanged."""
     temporary = path.with_name(f"{path.name}{TMP_SUFFIX}")
+    temporary.unlink(missing_ok=True)  # in a folder from elsewhere it may be a link to any file
     try:
         yield temporary
         temporary.replace(path)
@@ -170,6 +175,45 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
         lock.release()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text that may come from anybody.
+
+    Raises ValueError also for more than `MAX_DEPTH` levels, which no recursion would survive, and for an integer of
+    more than `MAX_DIGITS`.
+    """
+    too_deep = f"it has more than {MAX_DEPTH} levels of lists and objects"
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        contents = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for content in contents for inner in content if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError(too_deep)
+    return value
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise ValueError if the file is missing or holds something else."""
+    if not file.is_file():
+        raise ValueError(f"file {file} is missing")
+    try:
+        content = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"file {file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"the integer {digits[:20]}... has more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield number and object of each line that is not blank, None for a damaged line; a missing file has no lines."""
     with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -177,7 +221,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             if line.strip():
                 value = None
                 with suppress(ValueError):
-                    value = json.loads(line)
+                    value = parse_json(line)
                 yield number, value if isinstance(value, dict) else None
 
 

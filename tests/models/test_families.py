@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rope_parameters": {"rope_type": []}}, r"rope_type \[\], which is not supported"),
     ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.* differ: must be the same, or one"),
     ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-    ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be a positive integer"),
+    ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be an integer from 1"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
     ("qwen3", {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported: must be 1"),
-    ("mistral", {"sliding_window": 0}, "sliding_window=0: must be a positive integer"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer from 1"),
     ("mistral", {"layer_types": ["full_attention"]}, "layer_types=.*must be a list of 2 of"),
     ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "full_attention and sliding_attention"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*must be 'gelu_pytorch_tanh'"),
@@ -248,7 +248,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True is not supported: must be False"),
     ("qwen3_moe", {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
-    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be a positive integer"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an integer from 1"),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from rl.observability.machine import (
     write_environment,
 )
 from rl.observability.metrics import Max, Mean
-from rl.reporting.data import read_environment
+from rl.reporting.data import read_optional
 from rl.utils.processes import use_threads
 from tests.support.fakes import ListSink
 
@@ -47,9 +47,9 @@ def test_machine_is_described_without_secrets(tmp_path, monkeypatch):
 
 def test_environment_is_read_back(tmp_path, caplog):
     write_environment(tmp_path / "environment.json")
-    assert read_environment(tmp_path / "environment.json") == describe_environment()
+    assert read_optional(tmp_path / "environment.json") == describe_environment()
     (tmp_path / "cut.json").write_text('{"host": "a')
-    assert read_environment(tmp_path / "cut.json") == {}
+    assert read_optional(tmp_path / "cut.json") == {}
     write_environment(tmp_path / "gone" / "environment.json")
     assert "environment.json was not written: No such file" in caplog.text
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rl.config.json import leaves, to_dict
-from rl.config.registry import resolve
-from rl.config.tree import ConfigError
+from rl.config.json import leaves
 from rl.observability.bottleneck import typical
+from rl.observability.run_folder import DEFAULTS
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.rollouts import short
@@ -174,31 +173,27 @@ def _curve(
 # Config
 
 
-def config_rows(config: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+def config_rows(
+    config: Mapping[str, Any], *, defaults: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], str | None]:
     """Return the options of a config.json, and a sentence if their defaults are unknown.
 
-    A row has `path`, `value` and, where it differs, `default`, as JSON texts. The defaults come from the config
-    function as it is now; it may have changed since the run.
+    A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function is not called, since
+    that would run code which the folder names.
     """
-    values = dict(leaves(config.get("values") or {}))
-    base, problem = _defaults(config)
+    values, base = dict(leaves(config.get("values") or {})), dict(leaves(defaults))
     rows = []
     for path, value in values.items():
         row = {"path": path, "value": json.dumps(value)}
-        if base is not None:
-            default = json.dumps(base[path]) if path in base else "absent"
-            if default != row["value"]:
-                row["default"] = default
+        if defaults and (default := json.dumps(base[path]) if path in base else "absent") != row["value"]:
+            row["default"] = default
         rows.append(row)
-    return rows, problem
-
-
-def _defaults(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    module, function = str(config.get("module")), str(config.get("config"))
-    try:
-        return dict(leaves(to_dict(resolve(module, function).config))), None
-    except (ConfigError, ImportError, TypeError, ValueError) as error:
-        return None, f"the differences from {module}.{function} are unknown: {error}"
+    if not rows or defaults:
+        return rows, None
+    return rows, (
+        f"what differs from {config.get('module')}.{config.get('config')} is unknown: the folder has no {DEFAULTS}, as "
+        "the run was made by a script or an older version"
+    )
 
 
 def config_differences(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -20,9 +20,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rl.observability.bottleneck import bottleneck, typical
-from rl.observability.run_folder import ENVIRONMENT
 from rl.observability.spans import read_states
-from rl.reporting.data import read_environment, read_run
+from rl.reporting.data import read_run
 from rl.reporting.findings import KINDS, find
 from rl.reporting.html.overview import (
     breakdown,
@@ -101,7 +100,7 @@ def _run_json(
     states = list(read_states(folder / "logs"))
     controller = next((s for s in states if s.role == "controller" and s.is_here), None)
     texts, no_texts = open_token_texts(folder, values)
-    options, config_note = config_rows(data.config) if data.config else ([], None)
+    options, config_note = config_rows(data.config, defaults=data.defaults)
     rollouts = pack_rollouts(
         data.rollouts,
         texts,
@@ -130,7 +129,7 @@ def _run_json(
         "num_events": len(data.events),
         "config": options,
         "config_note": config_note,
-        "environment": read_environment(folder / ENVIRONMENT),
+        "environment": data.environment,
         "processes": [{"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states],
         "blocks": names | {"chunk": chunk, "chunks": len(rollouts.chunks)},
     }

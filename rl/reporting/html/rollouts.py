@@ -263,14 +263,16 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
         values: values of config.json with `hf_assets_path`, null for a random model, whose tokens are bytes.
     """
     given = values.get("hf_assets_path")
+    if not isinstance(given, str | None):
+        return TokenTexts(None), "hf_assets_path is not a path: tokens are shown by their numbers"
     exported = folder / "checkpoints" / "hf"
-    if (exported / TOKENIZER).exists():
+    if (exported / TOKENIZER).is_file():
         return _open(exported / TOKENIZER)
     folders = [
         exported,
         *([_given_folder(given, values, cache=folder.parent / STARTING_POINTS)] if given else []),
     ]
-    if (folders[-1] / TOKENIZER).exists():
+    if (folders[-1] / TOKENIZER).is_file():
         return _open(folders[-1] / TOKENIZER)
     if given or "hf_assets_path" not in values:
         looked = " or ".join(str(candidate) for candidate in folders)
@@ -284,9 +286,9 @@ def _given_folder(given: str, values: Mapping[str, Any], *, cache: Path) -> Path
     """Return the folder that a run started from, or the given path if the folder is no longer there."""
     from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
 
-    with suppress(ValueError):
+    with suppress(ValueError, OSError, RuntimeError):  # a text that cannot be a path, a home that is unknown
         return resolve_assets(given, cache=cache, revision=values.get("hf_revision"), prepares=False)
-    return Path(given).expanduser()
+    return Path(given)
 
 
 def _open(file: Path) -> tuple[TokenTexts, str | None]:

@@ -111,7 +111,8 @@ def test_changed_option_has_its_default():
     values = to_dict(resolve(MODULE, "tiny").config)
     values["trainer"]["optimizer"]["lr"] = 0.5
     values["of_an_older_version"] = [1]
-    rows, problem = config_rows({"module": MODULE, "config": "tiny", "values": values})
+    config = {"module": MODULE, "config": "tiny", "values": values}
+    rows, problem = config_rows(config, defaults=to_dict(resolve(MODULE, "tiny").config))
     assert problem is None
     changed = [row for row in rows if "default" in row]
     assert changed == [
@@ -119,6 +120,10 @@ def test_changed_option_has_its_default():
         {"path": "of_an_older_version", "value": "[1]", "default": "absent"},
     ]
     assert {"path": "trainer.optimizer.kind", "value": '"fused"'} in rows
+    rows, problem = config_rows(config, defaults={})
+    assert len(rows) > len(changed)
+    assert not [row for row in rows if "default" in row]
+    assert problem.startswith(f"what differs from {MODULE}.tiny is unknown")
 
 
 # Findings
