@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -75,7 +76,7 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     training = service.training
     add("POST", "create_model", training.create_model)
     add("POST", "get_info", training.get_info)
-    add("POST", "forward_backward", training.forward_backward, PROTOBUF_BODY)
+    add("POST", "forward_backward", training.post_forward_backward, PROTOBUF_BODY)
     add("POST", "optim_step", training.optim_step)
     add("POST", "save_weights", training.save_weights)
     add("POST", "save_weights_for_sampler", training.save_weights_for_sampler)
@@ -140,7 +141,10 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 def _text(item: Mapping[str, Any]) -> str:
     """Return a text such as "body.num_samples: Input should be a valid integer, not 'x'"."""
     place = ".".join(str(part)[:80] for part in item["loc"])
-    value = "" if item["type"] in ("missing", "json_invalid") else f", not {item.get('input')!r:.80}"
+    # reprlib, which looks at the first entries only.
+    value = (
+        "" if item["type"] in ("missing", "json_invalid") else f", not {reprlib.repr(item.get('input')):.80}"
+    )
     return f"{place}: {item['msg']}{value}"
 
 
