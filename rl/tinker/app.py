@@ -6,6 +6,7 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -106,7 +107,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in DOCUMENTED
     }
     # Without documentation pages, which would load scripts from elsewhere.
-    app = FastAPI(title="Tinker API", version="1", docs_url=None, redoc_url=None, responses=errors)
+    app = FastAPI(title="Tinker API", version="1", openapi_url=None, responses=errors)
     app.add_exception_handler(TinkerError, _tinker_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -116,6 +117,16 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     router = APIRouter()
     _add_calls(router, service)
     app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
+
+    @cache
+    def description() -> Response:
+        return Response(json.dumps(app.openapi()), media_type="application/json")
+
+    async def openapi() -> Response:
+        """Return the description of all calls, which is rendered once: it needs no key."""
+        return description()
+
+    app.add_api_route("/openapi.json", openapi, include_in_schema=False)
     return app
 
 
@@ -151,7 +162,9 @@ def _text(item: Mapping[str, Any]) -> str:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:  # no route; missing objects are NotFoundErrors
-        return _answer(400, f"{request.method} {request.url.path}: this server does not support this call")
+        return _answer(
+            400, f"{request.method} {request.url.path:.200}: this server does not support this call"
+        )
     return _answer(error.status_code, str(error.detail), error.headers)
 
 

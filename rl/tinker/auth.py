@@ -102,7 +102,7 @@ class Shares:
 
     def take(self, owner: str, amount: int) -> bool:
         """Return False, and take nothing, if it would be more than the owner's share."""
-        if self._held[owner] + amount > self._free - amount:
+        if amount and self._held[owner] + amount > self._free - amount:
             return False
         self._held[owner] += amount
         self._free -= amount

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from rl.tinker.auth import AccessGuard, Keys, read_keys
+from rl.tinker.auth import AccessGuard, Keys, Shares, read_keys
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.types import HttpLimits
@@ -139,6 +139,15 @@ def test_body_that_does_not_arrive_times_out():
     answer = post(chunks(b"a", ends=False), body_timeout_s=0.05)
     assert answer.status_code == 408
     assert answer.json() == {"detail": "the body did not arrive within 0.05 s"}
+
+
+def test_share_of_an_owner_is_what_remains_free():
+    shares = Shares(300)
+    taken = [shares.take(*one) for one in (("a", 151), ("a", 150), ("b", 76), ("b", 75), ("a", 1), ("a", 0))]
+    assert taken == [False, True, False, True, False, True]
+    shares.give_back("a", 150)
+    assert shares.take("b", 75)
+    assert not shares.take("b", 1)
 
 
 def test_key_holds_at_most_the_bytes_that_it_leaves_free():
