@@ -53,8 +53,8 @@ class TrainingCalls:
         self._backend = parts.backend
         self._futures = parts.futures
         self._sampling = sampling
-        self._decoding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the owners with bodies to decode: one at a time, so that threads remain for other owners."""
+        self._decoding, self._decoding_of = asyncio.Lock(), WeakValueDictionary[str, asyncio.Lock]()
+        """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take turns."""
 
     # Creation and end
 
@@ -159,7 +159,7 @@ class TrainingCalls:
 
     async def post_forward_backward(self, request: Request, *, owner: Owner) -> Future:
         """Decode a body in a thread, and submit what it asks for."""
-        async with self._decoding.setdefault(owner, asyncio.Lock()):
+        async with self._decoding_of.setdefault(owner, asyncio.Lock()), self._decoding:
             body = await asyncio.to_thread(self.decode, await request.body())
         return await self.forward_backward(body, owner=owner)
 
