@@ -189,7 +189,7 @@ class Attacker:
                 _json("retrieve_future", {"request_id": him.request_id}, key=self._key),
                 _json("cancel_future", {"request_id": him.request_id}, key=self._key),
                 _json("session_heartbeat", {"session_id": him.session_id}, key=self._key),
-                _json(f"sessions/{him.session_id}/finish", {"reason": "success"}, key=self._key),
+                _json(f"sessions/{him.session_id}/finish", {"reason": {"type": "success"}}, key=self._key),
                 _json("asample", sample(him.sampler_id, number), key=self._key),
                 _json("get_info", {"model_id": him.model_id}, key=self._key),
                 _json("optim_step", step | {"adam_params": {}}, key=self._key),
