@@ -12,7 +12,7 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-WRONG_VALUES = (
+WRONG_VALUES: tuple[Any, ...] = (
     None,
     True,
     -1,
