@@ -11,6 +11,7 @@ import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -24,7 +25,7 @@ from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Service
-from rl.tinker.serving import TinkerServer, listening, serve
+from rl.tinker.serving import TinkerServer, listening, locked_storage, serve
 from rl.tinker.types import HttpLimits
 from tests.support.fake_tinker import FakeBackend, message, service_test
 from tests.support.tinker_server import server_process
@@ -46,14 +47,15 @@ def server(tmp_path_factory):
     keys.touch(mode=0o600)
     keys.write_text(f"{KEY}\n{OTHER}\n")
     with server_process(folder / "storage", "--keys_file", str(keys)) as process:
-        process.pid, process.storage = process.process.pid, folder / "storage"
         yield process
 
 
 def memory_mb(server):
     """Return the server's memory now and its peak, which this call resets."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{server.pid}/status").read_text().splitlines())
-    Path(f"/proc/{server.pid}/clear_refs").write_text("5")
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    )
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
     return SimpleNamespace(**{name: int(status[name].split()[0]) / 1000 for name in ("VmRSS", "VmHWM")})
 
 
@@ -68,7 +70,8 @@ def healthy(server):
 
 def longest_wait_s(server, call):
     """Return a call's result, and the longest time that a request without a key took meanwhile."""
-    waits, ended = [], threading.Event()
+    waits: list[float] = []
+    ended = threading.Event()
 
     def ask():
         with httpx.Client(timeout=120) as http:
@@ -116,17 +119,17 @@ def test_headers_without_end_close_their_connection(server):
 
 @pytest.mark.medium
 def test_half_sent_requests_neither_stop_the_server_nor_fill_its_log(server):
-    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, limits[1]))
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, limits[1]))
     try:
         with contextlib.ExitStack() as stack:
             for _ in range(NUM_CONNECTIONS):
                 stack.enter_context(connect(server)).sendall(HALF)
             time.sleep(1)
             assert healthy(server)
-            assert len(os.listdir(f"/proc/{server.pid}/fd")) < OPEN_FILES
+            assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < OPEN_FILES
     finally:
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     assert len(server.log) < 2000
 
 
@@ -154,9 +157,9 @@ def test_hostile_body_stops_nobody_and_costs_little(server, path, body, kind, st
     assert len(answer.text) < 2000
 
 
-@pytest.mark.medium
-def test_storage_folder_is_for_its_user_only(server):
-    assert stat.S_IMODE(server.storage.stat().st_mode) == 0o700
+def test_new_storage_folder_is_for_its_user_only(tmp_path):
+    with locked_storage(tmp_path / "storage"):
+        assert stat.S_IMODE((tmp_path / "storage").stat().st_mode) == 0o700
 
 
 def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, capsys):
@@ -179,7 +182,7 @@ def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, caps
 async def served(folder, **limits):
     """Serve a fake backend, and yield a function that opens a connection."""
     http = HttpLimits(**limits)
-    service = Service(backend=FakeBackend(), storage_folder=folder / "storage", http=http)
+    service = Service(backend=cast(Any, FakeBackend()), storage_folder=folder / "storage", http=http)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     with listening("127.0.0.1", 0) as listener:
         serving = asyncio.create_task(
