@@ -46,7 +46,7 @@ ALLOWED_IN = {
     "torchao": ("rl/models/converters", "rl/models/float8"),
     "fastapi": ("rl/tinker/",),
     "starlette": ("rl/tinker/",),
-    "uvicorn": ("rl/tinker/serving.py",),
+    "uvicorn": ("rl/tinker/serving.py", "rl/tinker/connections.py"),
     "tensorboard": ("rl/observability/loggers.py",),
     "wandb": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
     "trackio": ("rl/observability/loggers.py", "rl/observability/sinks.py"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import reprlib
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -75,7 +77,7 @@ def _add_calls(router: APIRouter, service: Service) -> None:
     training = service.training
     add("POST", "create_model", training.create_model)
     add("POST", "get_info", training.get_info)
-    add("POST", "forward_backward", training.forward_backward, PROTOBUF_BODY)
+    add("POST", "forward_backward", training.post_forward_backward, PROTOBUF_BODY)
     add("POST", "optim_step", training.optim_step)
     add("POST", "save_weights", training.save_weights)
     add("POST", "save_weights_for_sampler", training.save_weights_for_sampler)
@@ -105,7 +107,7 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in DOCUMENTED
     }
     # Without documentation pages, which would load scripts from elsewhere.
-    app = FastAPI(title="Tinker API", version="1", docs_url=None, redoc_url=None, responses=errors)
+    app = FastAPI(title="Tinker API", version="1", openapi_url=None, responses=errors)
     app.add_exception_handler(TinkerError, _tinker_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -115,6 +117,16 @@ def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> 
     router = APIRouter()
     _add_calls(router, service)
     app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
+
+    @cache
+    def description() -> Response:
+        return Response(json.dumps(app.openapi()), media_type="application/json")
+
+    async def openapi() -> Response:
+        """Return the description of all calls, which is rendered once: it needs no key."""
+        return description()
+
+    app.add_api_route("/openapi.json", openapi, include_in_schema=False)
     return app
 
 
@@ -140,14 +152,19 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 def _text(item: Mapping[str, Any]) -> str:
     """Return a text such as "body.num_samples: Input should be a valid integer, not 'x'"."""
     place = ".".join(str(part)[:80] for part in item["loc"])
-    value = "" if item["type"] in ("missing", "json_invalid") else f", not {item.get('input')!r:.80}"
+    # reprlib, which looks at the first entries only.
+    value = (
+        "" if item["type"] in ("missing", "json_invalid") else f", not {reprlib.repr(item.get('input')):.80}"
+    )
     return f"{place}: {item['msg']}{value}"
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:  # no route; missing objects are NotFoundErrors
-        return _answer(400, f"{request.method} {request.url.path}: this server does not support this call")
+        return _answer(
+            400, f"{request.method} {request.url.path:.200}: this server does not support this call"
+        )
     return _answer(error.status_code, str(error.detail), error.headers)
 
 

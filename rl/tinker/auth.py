@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import re
 import stat
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.types import HttpLimits
+from rl.tinker.bodies import check_json
+from rl.tinker.connections import most_connections
+from rl.tinker.types import HttpLimits, InvalidRequestError
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
@@ -26,7 +28,9 @@ SAFE_KEY = rf"{PREFIX}[!-~]{{16,}}"
 MAX_LENGTH = 4096
 KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
-"""Paths that need no key, because they reveal nothing about any owner."""
+"""Paths that need no key, because they reveal nothing about any owner. They take no body."""
+TENSORS_PATH, SAMPLE_PATH = "/api/v1/forward_backward", "/api/v1/asample"
+"""Paths with larger bodies, the first of which is no JSON."""
 
 
 class Keys:
@@ -86,6 +90,31 @@ class _RefusedError(Exception):
         self.response = JSONResponse({"detail": detail}, status)
 
 
+class Shares:
+    """What each owner holds of something limited: an owner may hold at most as much as remains free.
+
+    So n owners that take all they can get have 1 / (n + 1) each, and something is left for the next one.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._free = total
+        self._held: Counter[str] = Counter()
+
+    def take(self, owner: str, amount: int) -> bool:
+        """Return False, and take nothing, if it would be more than the owner's share."""
+        if amount and self._held[owner] + amount > self._free - amount:
+            return False
+        self._held[owner] += amount
+        self._free -= amount
+        return True
+
+    def give_back(self, owner: str, amount: int) -> None:
+        self._free += amount
+        self._held[owner] -= amount
+        if not self._held[owner]:
+            del self._held[owner]
+
+
 class AccessGuard:
     """ASGI middleware that checks host, key and size, and reads the body within its limits.
 
@@ -95,7 +124,7 @@ class AccessGuard:
         hosts: valid names of the Host header, without port; None accepts any. A page of another site in a browser
             on this machine could reach a loopback server through a name of its own that resolves here.
         limits: bytes and seconds of bodies. JSON grows many times while it is parsed and blocks all others, so
-            every body that is not protobuf has the smaller limit.
+            only two calls may have large bodies.
     """
 
     def __init__(
@@ -105,46 +134,68 @@ class AccessGuard:
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
-        self._held_bytes = 0
+        self._bytes = Shares(limits.held_bytes)
+        self._requests = Shares(most_connections(limits))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server has neither websockets nor lifespan events"
+        try:
+            self._check_host(scope)
+            if scope["path"] in OPEN_PATHS:
+                _refuse_body(scope)
+                await self._app(scope, receive, send)
+            else:
+                await self._call(scope, receive, send)
+        except _RefusedError as refused:
+            await refused.response(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner = scope.setdefault("state", {})["owner"] = self._owner(scope)
+        most = self._most_bytes(scope)
+        if not self._requests.take(owner, 1):
+            raise _RefusedError(
+                429, "limit connections: this key has its share of requests in progress; wait"
+            )
         body = bytearray()
         timeout_s = self._limits.body_timeout_s
         try:
-            most = self._admit(scope)
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._read(body, most, receive)
+                    await self._read(body, most, receive, owner=owner)
             except TimeoutError:
                 raise _RefusedError(408, f"the body did not arrive within {timeout_s:g} s") from None
+            if scope["path"] != TENSORS_PATH:
+                check_json(body)
             await self._app(scope, _replayed(bytes(body), receive), send)
-        except _RefusedError as refused:
-            await refused.response(scope, receive, send)
+        except InvalidRequestError as error:
+            raise _RefusedError(error.status, str(error)) from None
         finally:
-            self._held_bytes -= len(body)
+            self._bytes.give_back(owner, len(body))
+            self._requests.give_back(owner, 1)
 
-    def _admit(self, scope: Scope) -> int:
-        """Check all but the body, and return the most bytes that it may have."""
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
+    def _check_host(self, scope: Scope) -> None:
+        host = Headers(scope=scope).get("host", "")
         if self._hosts is not None and _without_port(host) not in self._hosts:
-            raise _RefusedError(421, f"Host: {host!a}, must be one of {', '.join(sorted(self._hosts))}")
-        if scope["path"] not in OPEN_PATHS:
-            key = headers.get(KEY_HEADER, "").encode("latin-1")
-            owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None
-            if owner is None:
-                raise _RefusedError(401, f"{KEY_HEADER}: must be an API key that this server knows")
-            scope.setdefault("state", {})["owner"] = owner
-        most = self._limits.body_bytes
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
-            most = min(self._limits.json_bytes, most)
-        length = headers.get("content-length", "0")
+            raise _RefusedError(421, f"Host: {host[:256]!a}, must be one of {', '.join(sorted(self._hosts))}")
+
+    def _owner(self, scope: Scope) -> str:
+        key = Headers(scope=scope).get(KEY_HEADER, "").encode("latin-1")
+        owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None
+        if owner is None:
+            raise _RefusedError(401, f"{KEY_HEADER}: must be an API key that this server knows")
+        return owner
+
+    def _most_bytes(self, scope: Scope) -> int:
+        """Return the most bytes that the body may have; refuse one that says that it has more."""
+        limits = self._limits
+        by_path = {TENSORS_PATH: limits.body_bytes, SAMPLE_PATH: limits.json_bytes}
+        most = by_path.get(scope["path"], limits.small_bytes)
+        length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             raise _too_large(most)
         return most
 
-    async def _read(self, body: bytearray, most: int, receive: Receive) -> None:
+    async def _read(self, body: bytearray, most: int, receive: Receive, *, owner: str) -> None:
         while True:
             message = await receive()
             if message["type"] != "http.request":
@@ -152,14 +203,19 @@ class AccessGuard:
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > most:
                 raise _too_large(most)
-            if self._held_bytes + len(chunk) > self._limits.held_bytes:
+            if not self._bytes.take(owner, len(chunk)):
                 raise _RefusedError(
-                    429, f"bodies of more than {self._limits.held_bytes} bytes are being worked on"
+                    429, f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; wait"
                 )
             body += chunk
-            self._held_bytes += len(chunk)
             if not message.get("more_body", False):
                 return
+
+
+def _refuse_body(scope: Scope) -> None:
+    headers = Headers(scope=scope)
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        raise _RefusedError(413, f"{scope['path']}: takes no body")
 
 
 def _too_large(most: int) -> _RefusedError:

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from fastapi import Request
-from google.protobuf.message import DecodeError
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -52,23 +50,13 @@ MASKED_LOGPROB = -99999.0
 """Value of an empty cell of a top-k table, whose token id is 0."""
 
 
-async def read_forward_backward(request: Request) -> pb.ForwardBackwardRequest:
-    body = await request.body()
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError:
-        raise InvalidRequestError(f"body: {len(body)} bytes that are no ForwardBackwardRequest") from None
-    return message
-
-
 def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple[Datum, ...]:
     """Decode a request's data, whose tensors may have `max_values` numbers together once they are dense."""
     data, num_values = [], 0
     for i, datum in enumerate(message.data):
         inputs = {}
         for name, tensor in datum.loss_fn_inputs.items():
-            where = f"data[{i}].loss_fn_inputs[{name!a}]"
+            where = f"data[{i}].loss_fn_inputs[{name!a:.100}]"
             num_values += _num_values(tensor, most=max_values, where=where)
             if num_values > max_values:
                 raise InvalidRequestError(
@@ -86,7 +74,7 @@ def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise InvalidRequestError(f"loss_fn_config[{name!a}]: {value.text!a}, must be a number")
+            raise InvalidRequestError(f"loss_fn_config[{name!a:.100}]: {value.text!a:.100}, must be a number")
         settings[name] = value.number
     return settings
 
@@ -103,9 +91,11 @@ def _tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
 
 def _num_values(message: pb.Tensor, *, most: int, where: str) -> int:
     """Return the number of values of the dense tensor."""
-    shape = list(message.shape)
+    shape = list(message.shape[:3])
     if len(shape) > 2 or not all(0 <= size <= most for size in shape):
-        raise InvalidRequestError(f"{where}.shape: {shape}, must be [N] or [N, K], each from 0 to {most}")
+        raise InvalidRequestError(
+            f"{where}.shape: {shape}, must be [N] or [N, K], each from 0 to {most}; at most 3 are shown"
+        )
     return math.prod(shape) if shape else len(message.dense) // 4
 
 

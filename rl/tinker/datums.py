@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import numpy as np
@@ -53,7 +53,9 @@ class WireLoss:
         for name, value in settings.items():
             if name not in self.defaults:
                 valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
-                raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {self.name}: {valid}")
+                raise InvalidRequestError(
+                    f"loss_fn_config: has {name!r:.100}, unknown to {self.name}: {valid}"
+                )
             bounds = {LOW: (0.0, 1.0), HIGH: (1.0, MAX_FLOAT)}.get(name, (0.0, MAX_FLOAT))
             check_range(f"loss_fn_config: {name}", value, *bounds)
         return self.make({**self.defaults, **settings})
@@ -95,7 +97,7 @@ LOSSES: Mapping[str, WireLoss] = {loss.name: loss for loss in _LOSSES}
 
 def find_loss(name: str) -> WireLoss:
     if name not in LOSSES:
-        raise InvalidRequestError(f"loss_fn={name!r}: must be one of {', '.join(LOSSES)}")
+        raise InvalidRequestError(f"loss_fn={name!r:.100}: must be one of {', '.join(LOSSES)}")
     return LOSSES[name]
 
 
@@ -142,6 +144,11 @@ class WireSamples:
     samples: tuple[TrainingSample, ...]
     widths: tuple[int | None, ...]
     """K of each datum; None where its targets are [N]."""
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (getattr(sample, item.name) for sample in self.samples for item in fields(sample))
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
@@ -224,7 +231,7 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
     for name in inputs:
         if name not in (read := (*loss.required, *loss.optional)):
             raise InvalidRequestError(
-                f"{where}.loss_fn_inputs: has {name!r}, which {loss.name} does not read: it reads "
+                f"{where}.loss_fn_inputs: has {name!r:.100}, which {loss.name} does not read: it reads "
                 f"{', '.join(read)}"
             )
     for name in loss.required:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
+from rl.tinker.bodies import SampleBody
 from rl.tinker.codec import checked_request, encode_sample
 from rl.tinker.futures import SMALL_BYTES, Parts, Result
 from rl.tinker.sessions import Session
@@ -159,7 +160,7 @@ class SamplingSessions:
             session.samplers[new_id] = stored
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
-    async def asample(self, body: wire.SampleRequest, *, owner: Owner) -> Future:
+    async def asample(self, body: SampleBody, *, owner: Owner) -> Future:
         """Start a sample; raise GoneError when its weights were closed for newer ones.
 
         The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids count from 0,

@@ -9,11 +9,13 @@ import ipaddress
 import secrets
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ from rl.config.registry import ResolvedRun
 from rl.config.tree import check_bounds
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, read_keys
+from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log, raise_open_files
 from rl.tinker.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 KEY_FILE = ".api_key"
+ANY_KEY = (
+    "without keys_file any key is accepted: every user of this machine can use this server, and reach the models and "
+    "checkpoints of a key that is easily guessed"
+)
 DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
 END_TIMEOUT_S = 40.0
@@ -59,7 +66,7 @@ class TinkerServer(Configurable):
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
         """Limits on the work and the state of one API key."""
         http: HttpLimits = field(default_factory=HttpLimits)
-        """Limits on single HTTP requests."""
+        """Limits on connections and on single HTTP requests."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "port", at_least=0, at_most=65_535)
@@ -88,7 +95,10 @@ class TinkerServer(Configurable):
             backend = config.backend.build()
             service = Service(backend=backend, storage_folder=folder, limits=config.limits, http=config.http)
             if not is_loopback(config.host):
-                print(f"warning: {config.host} speaks plain HTTP: put TLS in front of it", file=sys.stderr)
+                _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
+            if not self._keys.configured:
+                _warn(ANY_KEY)
+            raise_open_files()
             asyncio.run(self._serve(service, listener, backend))
 
     async def _serve(self, service: Service, listener: socket.socket, backend: TinkerBackend) -> None:
@@ -160,9 +170,20 @@ class ServerThread:
             )
 
 
-def locked_storage(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a storage folder: another process would take half-written checkpoints for leftovers."""
-    return locked_folder(folder, as_what="the storage folder", otherwise="choose another storage_folder")
+@contextlib.contextmanager
+def locked_storage(folder: Path) -> Iterator[None]:
+    """Lock a storage folder, which another process would clean up; make a new one for this user only."""
+    is_new = not folder.exists()
+    with locked_folder(folder, as_what="the storage folder", otherwise="choose another storage_folder"):
+        if is_new:
+            folder.chmod(stat.S_IRWXU)
+        elif folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            _warn(f"other users can read checkpoints in {folder}: chmod 700 it")
+        yield
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _kept_key(file: Path) -> str:
@@ -185,6 +206,9 @@ async def serve(
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, keys=keys, hosts=hosts),
+            http=partial(Connection, limits=service.http, waiting={}),  # type: ignore[arg-type]
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            backlog=BACKLOG,
             lifespan="off",
             ws="none",
             log_level="warning",
@@ -201,7 +225,8 @@ async def serve(
     async def run() -> None:
         await service.start()
         ready(url_of(listener))
-        await server.serve(sockets=[listener])
+        with limited_log():
+            await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     try:
@@ -246,7 +271,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen()
+            listener.listen(BACKLOG)
         except OSError as error:
             raise ValueError(f"host={host!r}, port={port}: cannot listen there: {error.strerror}") from None
         yield listener

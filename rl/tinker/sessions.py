@@ -14,6 +14,7 @@ from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
+from rl.tinker.bodies import CreateSessionBody
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ class Sessions:
         self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
 
-    async def create_session(
-        self, body: wire.CreateSessionRequest, *, owner: Owner
-    ) -> wire.CreateSessionResponse:
+    async def create_session(self, body: CreateSessionBody, *, owner: Owner) -> wire.CreateSessionResponse:
         num_open = sum(one.owner == owner and not one.ended for one in self._sessions.values())
         if num_open >= (most := self._limits.sessions):
             raise LimitReachedError(f"limit sessions: {most} have not ended; finish one of them")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from weakref import WeakValueDictionary
 
-from fastapi import Depends
+from fastapi import Request
 from tinker import types as wire
-from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker.backend import lora_config
-from rl.tinker.codec import decode_data, encode_forward_backward, loss_settings, read_forward_backward
-from rl.tinker.datums import find_loss, metrics_of, optim_params, wire_samples
+from rl.tinker.bodies import ForwardBackwardBody, read_forward_backward
+from rl.tinker.codec import encode_forward_backward
+from rl.tinker.datums import metrics_of, optim_params
 from rl.tinker.futures import Parts, Result
 from rl.tinker.models import Model, Work
 from rl.tinker.sampling import SamplingSessions
@@ -33,7 +34,6 @@ from rl.tinker.types import (
     check_ttl,
 )
 
-ForwardBackward = Annotated[pb.ForwardBackwardRequest, Depends(read_forward_backward)]
 _EITHER = (
     "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and seq_id, for an "
     "existing one, without base_model"
@@ -53,6 +53,8 @@ class TrainingCalls:
         self._backend = parts.backend
         self._futures = parts.futures
         self._sampling = sampling
+        self._decoding, self._decoding_of = asyncio.Lock(), WeakValueDictionary[str, asyncio.Lock]()
+        """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take turns."""
 
     # Creation and end
 
@@ -155,19 +157,26 @@ class TrainingCalls:
 
     # Steps
 
-    async def forward_backward(self, message: ForwardBackward, *, owner: Owner) -> Future:
+    async def post_forward_backward(self, request: Request, *, owner: Owner) -> Future:
+        """Decode a body in a thread, and submit what it asks for."""
+        async with self._decoding_of.setdefault(owner, asyncio.Lock()), self._decoding:
+            body = await asyncio.to_thread(self.decode, await request.body())
+        return await self.forward_backward(body, owner=owner)
+
+    def decode(self, body: bytes) -> ForwardBackwardBody:
+        return read_forward_backward(body, base=self._backend.base_model, http=self._parts.http)
+
+    async def forward_backward(self, body: ForwardBackwardBody, *, owner: Owner) -> Future:
         """Add to the gradient; if this fails, so does the next `optim_step`."""
-        backward = not message.forward_only
 
         def check(model: Model) -> Work:
-            loss = find_loss(message.loss_fn)
-            built = loss.build(loss_settings(message))
-            data = decode_data(message, max_values=self._parts.http.values_per_request)
-            samples = wire_samples(data, loss, self._backend.base_model)
+            if isinstance(body.content, InvalidRequestError):
+                raise body.content
+            built, loss, samples = body.content
 
             async def work() -> Result:
                 async with self._backend.trainer() as trainer:
-                    if backward:
+                    if body.backward:
                         result = await trainer.forward_backward(
                             samples.samples, loss=built, return_logprobs=True, model_id=model.model_id
                         )
@@ -178,9 +187,8 @@ class TrainingCalls:
 
             return work
 
-        num_bytes = message.ByteSize()
         return self._submit(
-            message.model_id, message.seq_id, check, owner=owner, num_bytes=num_bytes, adds=backward
+            body.model_id, body.seq_id, check, owner=owner, num_bytes=body.num_bytes, adds=body.backward
         )
 
     async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:

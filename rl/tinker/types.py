@@ -14,7 +14,6 @@ Shape legend: N tokens of one datum or prompt, K targets per token.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -172,13 +171,21 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """Limits of single HTTP requests."""
+    """Limits of connections and of single HTTP requests."""
 
+    connections: int = 1024
+    """Open connections, and at most half of the process's open files. At the limit a new connection closes the one
+    that has waited longest for its next request."""
+    headers_timeout_s: float = 10.0
+    """Time from a connection, or from the first byte of a later request on it, to the end of the headers."""
     body_bytes: int = 64 * 2**20
+    """Bytes of the body of a `forward_backward`."""
     json_bytes: int = 8 * 2**20
-    """Bytes of a JSON body, which is every body but that of `forward_backward`."""
+    """Bytes of the body of a sample."""
+    small_bytes: int = 256 * 2**10
+    """Bytes of every other body."""
     held_bytes: int = 2**30
-    """Bytes of all bodies that are being read or answered."""
+    """Bytes of all bodies that are being read or answered. One key may hold as many as it leaves free."""
     body_timeout_s: float = 60.0
     values_per_request: int = 32 * 2**20
     """Numbers in the tensors of a `forward_backward`, once the sparse ones are dense."""
@@ -192,13 +199,15 @@ class HttpLimits:
     def __post_init__(self) -> None:
         check_bounds(self, *(field.name for field in fields(self)), above=0)
         check_bounds(self, "poll_s", at_most=40)
+        check_bounds(self, "held_bytes", at_least=2 * max(self.body_bytes, self.json_bytes, self.small_bytes))
 
 
 # Parameters of calls
 
 SESSION = r"[0-9a-f]{8}-[0-9a-f]{16}"
 MAX_SEQ_ID = 2**63 - 1
-MAX_FLOAT = sys.float_info.max
+MAX_FLOAT = 1e30
+"""Largest setting of a loss or an optimizer: products with it are finite in float32."""
 BELOW_1 = math.nextafter(1.0, 0.0)
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
@@ -237,7 +246,7 @@ def check_range(name: str, value: float | None, lowest: float, highest: float) -
         valid = f"{lowest} to {highest}"
         if highest == BELOW_1:
             valid = f"at least {lowest:g} and below 1"
-        elif highest >= MAX_FLOAT:
+        elif highest == math.inf:
             valid = f"a finite number of at least {lowest:g}"
         raise InvalidRequestError(f"{name}={value!r:.100}: must be {valid}")
 

@@ -258,8 +258,9 @@ class Client:
 
     def add(self, model: str, seq_id: int, *tokens: int) -> str:
         """Submit a forward_backward of one datum."""
-        made = message(model, seq_id, *tokens)
-        return self.now(self.service.training.forward_backward, made).request_id
+        training = self.service.training
+        body = training.decode(message(model, seq_id, *tokens).SerializeToString())
+        return self.now(training.forward_backward, body).request_id
 
     def step(self, model: str, seq_id: int | None) -> str:
         adam = wire.AdamParams(learning_rate=1.0)

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import Response
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from rl.tinker.auth import AccessGuard, Keys, read_keys
+from rl.tinker.auth import AccessGuard, Keys, Shares, read_keys
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import REQUEST_BYTES
 from rl.tinker.types import HttpLimits
@@ -57,8 +57,8 @@ def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, mode, said):
 
 # Guard
 
-LIMITS = HttpLimits(body_bytes=100, json_bytes=40, held_bytes=1000, body_timeout_s=10.0)
-TENSORS = {"content-type": "Application/X-Protobuf; v=1"}
+LIMITS = HttpLimits(body_bytes=100, json_bytes=60, small_bytes=40, held_bytes=1000, body_timeout_s=10.0)
+TENSORS, SAMPLE = "/api/v1/forward_backward", "/api/v1/asample"
 
 
 class Guarded:
@@ -112,18 +112,19 @@ def test_unknown_key_is_refused_before_the_body_except_for_health_and_descriptio
     assert [post(path=path, **settings).status_code for path in paths] == [200, 200, 401, 401, 401]
 
 
-def test_large_body_is_refused_and_one_that_may_be_json_sooner():
-    large = post(chunks(b"x" * 60, b"x" * 41), TENSORS)
+def test_large_body_is_refused_sooner_where_it_is_json():
+    large = post(chunks(b"x" * 60, b"x" * 41), path=TENSORS)
     others = [
-        post(b"x" * 101, TENSORS),
-        post(chunks(b"x" * 60, b"x" * 41), TENSORS | {"content-length": "5"}),
-        post(b"x" * 41, {"content-type": "application/json"}),
-        post(b"x" * 41),
+        post(b"x" * 101, path=TENSORS),
+        post(chunks(b"x" * 60, b"x" * 41), {"content-length": "5"}, path=TENSORS),
+        post(b"x" * 61, path=SAMPLE),
+        post(b"x" * 41, {"content-type": PROTOBUF}),
         post(headers={"content-length": "9" * 5000}),
     ]
     assert [one.status_code for one in (large, *others)] == [413] * 6
     assert "larger than the allowed 100 bytes" in large.text
-    assert post(b"x" * 100, TENSORS).status_code == 200
+    fits = [post(b"x" * 100, path=TENSORS), post(b"x" * 60, path=SAMPLE), post(b"x" * 40)]
+    assert [one.status_code for one in fits] == [200] * 3
 
 
 def test_host_is_checked():
@@ -140,24 +141,37 @@ def test_body_that_does_not_arrive_times_out():
     assert answer.json() == {"detail": "the body did not arrive within 0.05 s"}
 
 
-def test_size_limit_counts_all_unanswered_bodies_together():
+def test_share_of_an_owner_is_what_remains_free():
+    shares = Shares(300)
+    taken = [shares.take(*one) for one in (("a", 151), ("a", 150), ("b", 76), ("b", 75), ("a", 1), ("a", 0))]
+    assert taken == [False, True, False, True, False, True]
+    shares.give_back("a", 150)
+    assert shares.take("b", 75)
+    assert not shares.take("b", 1)
+
+
+def test_key_holds_at_most_the_bytes_that_it_leaves_free():
     async def scenario():
-        app = Guarded(held_bytes=45)
+        app = Guarded(held_bytes=200)
         app.go_on.clear()
-        first = asyncio.create_task(app.post(b"x" * 30))
+        first = asyncio.create_task(app.post(b"x" * 90, TENSORS))
         while not app.num_calls:
             await asyncio.sleep(0)
-        second = await app.post(b"x" * 16)
+        second = await app.post(b"x" * 11)
+        other = asyncio.create_task(app.post(b"x" * 40, **{"x-api-key": BOB}))
+        while app.num_calls < 2:
+            await asyncio.sleep(0)
         app.go_on.set()
-        return [one.status_code for one in (await first, second, await app.post(b"x" * 30))]
+        answers = (await first, second, await other, await app.post(b"x" * 90, TENSORS))
+        return [one.status_code for one in answers]
 
-    assert asyncio.run(scenario()) == [200, 429, 200]
+    assert asyncio.run(scenario()) == [200, 429, 200, 200]
 
 
 # Routes
 
 
-@service_test(virtual=False, json_bytes=100)
+@service_test(virtual=False, small_bytes=100)
 async def test_limits_of_the_service_hold_for_its_application(client):
     answers = [await client.post("save_weights", b"x" * size) for size in (100, 101)]
     assert [answer.status_code for answer in answers] == [422, 413]

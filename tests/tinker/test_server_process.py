@@ -35,6 +35,13 @@ def refused(argv, capsys):
     return printed.err
 
 
+def keys_file(folder):
+    keys = folder / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(f"{KEY}\n{OTHER}\n")
+    return "--keys_file", str(keys)
+
+
 def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
     (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -53,11 +60,7 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
 
 
 def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(tmp_path, capsys):
-    storage = tmp_path / "storage"
-    keys = tmp_path / "keys"
-    keys.touch(mode=0o600)
-    keys.write_text(f"{KEY}\n{OTHER}\n")
-    options = ("--keys_file", str(keys))
+    storage, options = tmp_path / "storage", keys_file(tmp_path)
     with server_process(storage, *options) as server:
         client = server.client(KEY)
         model = lora(client)
@@ -89,7 +92,7 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_server_with_work_and_polls_in_progress(tmp_path, number):
     with (
-        server_process(tmp_path / "storage") as server,
+        server_process(tmp_path / "storage", *keys_file(tmp_path)) as server,
         ThreadPoolExecutor(1) as thread,
         httpx.Client(timeout=60) as http,
     ):

@@ -1,0 +1,238 @@
+"""Hostile and ordinary calls of the Tinker API, drawn at random from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinker.proto import tinker_public_pb2 as pb
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+WRONG_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    10**400,
+    1e308,
+    -1e308,
+    "",
+    "x" * 300,
+    "\u0000",
+    [],
+    {},
+    [[1]],
+    {"a": {}},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    path: str
+    method: str = "POST"
+    body: bytes | None = None
+    content_type: str = JSON
+    key: str | None = None
+    headers: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ids:
+    """What one key has: the sessions, models, samplers and paths that calls name."""
+
+    session_id: str
+    sampler_id: str
+    model_id: str
+    request_id: str
+    checkpoint: str
+    """Path of a checkpoint, or of none."""
+
+
+def sample(sampler_id: str, seq_id: int, *, tokens: int = 1, samples: int = 1) -> dict[str, Any]:
+    return {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq_id,
+        "num_samples": samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": tokens, "stop": []},
+    }
+
+
+def gradient(
+    model_id: str, seq_id: int, *, num_data: int = 1, num_tokens: int = 8
+) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    for _ in range(num_data):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(num_tokens, dtype="<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dtype, targets.dense = pb.DTYPE_INT64, np.arange(num_tokens, dtype="<i8").tobytes()
+        targets.shape.append(num_tokens)
+    return message
+
+
+def _json(path: str, body: Any, **options: Any) -> Call:
+    return Call(path=path, body=json.dumps(body).encode(), **options)
+
+
+class Attacker:
+    """Draws calls of one key, some of which name what another key has.
+
+    Args:
+        own: what the key has.
+        foreign: what another key has, and this one must not reach.
+    """
+
+    def __init__(self, *, key: str, own: Ids, foreign: Ids, seed: int) -> None:
+        self._key, self._own, self._foreign = key, own, foreign
+        self._random = random.Random(seed)
+        self._seq_id = 1000
+        self._kinds: dict[str, tuple[int, Callable[[], Call]]] = {
+            "malformed protobuf": (18, self._malformed_protobuf),
+            "protobuf of many parts": (1, self._many_parts),
+            "sparse tensors": (3, self._sparse),
+            "malformed JSON": (15, self._malformed_json),
+            "JSON of wrong values": (15, self._wrong_values),
+            "JSON of wrong tokens": (1, self._wrong_tokens),
+            "no key or a wrong one": (10, self._keyless),
+            "another key's objects": (15, self._another_key),
+            "samples of one token": (12, self._samples),
+            "sessions and models": (5, self._creations),
+            "training": (5, self._training),
+        }
+
+    def draw(self) -> tuple[str, Call]:
+        """Return the kind of a call, and the call."""
+        weights = [weight for weight, _ in self._kinds.values()]
+        ((name, (_, make)),) = self._random.choices(list(self._kinds.items()), weights)
+        return name, make()
+
+    def _number(self) -> int:
+        self._seq_id += 1
+        return self._seq_id
+
+    def _protobuf(self, body: bytes) -> Call:
+        return Call(path="forward_backward", body=body, content_type=PROTOBUF, key=self._key)
+
+    def _malformed_protobuf(self) -> Call:
+        return self._protobuf(self._mutated(gradient(self._own.model_id, self._number()).SerializeToString()))
+
+    def _many_parts(self) -> Call:
+        part = self._random.choice(
+            (b"\x1a\x00", b"\x1a\x02\x0a\x00", b"\x1a\x02\x12\x00", b"\x2a\x00", b"\x1b")
+        )
+        return self._protobuf(part * self._random.choice((60_000, 1_000_000)))
+
+    def _sparse(self) -> Call:
+        """Claim a shape that is not there."""
+        message = gradient(self._own.model_id, self._number())
+        targets = message.data[0].loss_fn_inputs["target_tokens"]
+        targets.shape[:] = [8, self._random.choice((0, 100, 256, 2**22, 2**40, -1))]
+        targets.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+        return self._protobuf(message.SerializeToString())
+
+    def _bodies(self) -> tuple[str, dict[str, Any]]:
+        own, number = self._own, self._number()
+        step = {"model_id": own.model_id, "seq_id": number}
+        return self._random.choice(
+            (
+                ("asample", sample(own.sampler_id, number)),
+                ("optim_step", step | {"adam_params": {"learning_rate": 1e-4}}),
+                ("save_weights", step | {"path": "a", "user_metadata": {"a": "b"}}),
+                ("load_weights", step | {"path": own.checkpoint, "optimizer": True}),
+                ("create_session", {"tags": ["a"], "user_metadata": {}, "sdk_version": "1"}),
+                (
+                    "create_model",
+                    {"session_id": own.session_id, "model_seq_id": number, "base_model": "tiny"},
+                ),
+                ("retrieve_future", {"request_id": own.request_id}),
+                ("weights_info", {"tinker_path": own.checkpoint}),
+                ("telemetry", {"events": [{"a": 1}]}),
+            )
+        )
+
+    def _malformed_json(self) -> Call:
+        path, body = self._bodies()
+        deep = b"[" * 100_000 if self._random.random() < 0.01 else self._mutated(json.dumps(body).encode())
+        return Call(path=path, body=deep, key=self._key)
+
+    def _wrong_values(self) -> Call:
+        """Replace one value, at the top or in a part, or add one."""
+        path, body = self._bodies()
+        part = self._random.choice([body, *(value for value in body.values() if isinstance(value, dict))])
+        part[self._random.choice([*part, "unknown"])] = self._random.choice(WRONG_VALUES)
+        return _json(path, body, key=self._key)
+
+    def _wrong_tokens(self) -> Call:
+        body = sample(self._own.sampler_id, self._number())
+        body["prompt"]["chunks"][0]["tokens"] = [self._random.choice((None, "x", 1))] * 400_000
+        return _json("asample", body, key=self._key)
+
+    def _keyless(self) -> Call:
+        path, body = self._bodies()
+        key = self._random.choice((None, "", "tml-" + "z" * 20, self._key[:-1], "k" * 5000))
+        if self._random.random() < 0.2:  # a path that needs none
+            return Call(path="healthz", method="GET", body=self._random.choice((None, b"x" * 1000)))
+        return _json(path, body, key=key)
+
+    def _another_key(self) -> Call:
+        him, number = self._foreign, self._number()
+        run, kind, name = him.checkpoint.removeprefix("tinker://").split("/")
+        step = {"model_id": him.model_id, "seq_id": number}
+        return self._random.choice(
+            (
+                _json("retrieve_future", {"request_id": him.request_id}, key=self._key),
+                _json("cancel_future", {"request_id": him.request_id}, key=self._key),
+                _json("session_heartbeat", {"session_id": him.session_id}, key=self._key),
+                _json(f"sessions/{him.session_id}/finish", {"reason": {"type": "success"}}, key=self._key),
+                _json("asample", sample(him.sampler_id, number), key=self._key),
+                _json("get_info", {"model_id": him.model_id}, key=self._key),
+                _json("optim_step", step | {"adam_params": {}}, key=self._key),
+                _json("save_weights", step | {"path": "stolen"}, key=self._key),
+                _json("weights_info", {"tinker_path": him.checkpoint}, key=self._key),
+                self._protobuf(gradient(him.model_id, number).SerializeToString()),
+                Call(path=f"training_runs/{run}", method="GET", key=self._key),
+                Call(path=f"training_runs/{run}/checkpoints", method="GET", key=self._key),
+                Call(path=f"training_runs/{run}/checkpoints/{kind}/{name}", method="DELETE", key=self._key),
+                Call(path=f"samplers/{him.sampler_id}", method="GET", key=self._key),
+            )
+        )
+
+    def _samples(self) -> Call:
+        return _json("asample", sample(self._own.sampler_id, self._number()), key=self._key)
+
+    def _creations(self) -> Call:
+        session = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+        model = {"session_id": self._own.session_id, "model_seq_id": self._number(), "base_model": "tiny"}
+        lora = {"lora_config": {"rank": 8}}
+        if self._random.random() < 0.5:
+            return _json("create_session", session, key=self._key)
+        return _json("create_model", model | lora, key=self._key)
+
+    def _training(self) -> Call:
+        """Steps in the wrong order, which wait for others that never come."""
+        num_data = self._random.choice((1, 4, 64))
+        return self._protobuf(
+            gradient(self._own.model_id, self._number(), num_data=num_data).SerializeToString()
+        )
+
+    def _mutated(self, body: bytes) -> bytes:
+        """Change, drop, repeat or insert some bytes."""
+        data, draw = bytearray(body), self._random
+        for _ in range(draw.randrange(1, 6)):
+            place = draw.randrange(len(data) + 1)
+            kind = draw.randrange(4)
+            if kind == 0 and place < len(data):
+                data[place] = draw.randrange(256)
+            elif kind == 1:
+                del data[place : place + draw.randrange(1, 9)]
+            elif kind == 2:
+                data[place:place] = data[place : place + draw.randrange(1, 40)]
+            else:
+                data[place:place] = draw.randbytes(draw.randrange(1, 9))
+        return bytes(data)
