@@ -19,7 +19,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if quantization is None:
         return None
     fields = dict(quantization) if isinstance(quantization, Mapping) else {}
-    block = fields.get("weight_block_size")
+    block: Any = fields.get("weight_block_size")
     is_pair = isinstance(block, list) and len(block) == 2
     is_block = is_pair and all(type(length) is int and length > 0 for length in block)
     if fields.get("quant_method") != "fp8" or fields.get("fmt", "e4m3") != "e4m3" or not is_block:
