@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_sizes_that_no_model_has_are_refused_before_anything_is_built(folder, fi
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6  # kilobytes
 
 
-ODD = (
+ODD: tuple[Any, ...] = (
     None,
     -1,
     0,
@@ -258,7 +259,7 @@ def test_adapter_that_is_not_finite_or_of_integers_is_refused(tmp_path, change, 
     name = "model.layers.0.self_attn.q_proj.weight"
     a_RI, b_OR = torch.ones(2, 8), torch.ones(4, 2)
     write_peft_folder(tmp_path / "a", [(name, a_RI, b_OR)], rank=2, alpha=4.0, base_model=None)
-    given = {"rank": 2, "alpha": 4.0, "widths": {name: (8, 4)}}
+    given: dict[str, Any] = {"rank": 2, "alpha": 4.0, "widths": {name: (8, 4)}}
     assert read_peft_folder(tmp_path / "a", **given)
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file({key: change(tensor) for key, tensor in load_file(file).items()}, file)

@@ -123,6 +123,7 @@ def test_changed_option_has_its_default():
     rows, problem = config_rows(config, defaults={})
     assert len(rows) > len(changed)
     assert not [row for row in rows if "default" in row]
+    assert problem is not None
     assert problem.startswith(f"what differs from {MODULE}.tiny is unknown")
 
 
