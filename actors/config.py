@@ -220,6 +220,9 @@ class LaunchConfig:
     share_gpus: bool | None = None
     """Trainer and generators use the same devices alternately; refused with other hosts than this. None: if
     this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
+    isolate_network: bool | None = None
+    """Give the actors a network of their own, so that no other user of this machine reaches them. None: where
+    the system permits it and no reward actor needs the network; True refuses to start without it."""
     job_name: str = field(default="relay", metadata=only_if("hosts", "slurm", "kubernetes"))
     """Start of the names that the job and its hosts get."""
     python: str | None = field(default=None, metadata=unless("hosts", "this"))

@@ -29,6 +29,7 @@ from actors.calls import ActorCallError
 from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
 from actors.config import LaunchConfig
 from actors.guard import Guard
+from actors.isolation import inside
 from actors.placement import Placements
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path
 from rl.utils.processes import ProcessId, identify, is_alive, kill
@@ -138,11 +139,11 @@ class Hosts:
                         ]
                 asked.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
-                await run_aside(partial(prepare_client_gateway, job), name="hosts")
+                await run_aside(partial(inside, partial(prepare_client_gateway, job)), name="hosts")
             if launch.on_cluster and launch.controller_address is not None:
                 configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
             with quiet_client_start():
-                found_hosts = job.state(cached_path=None)
+                found_hosts = inside(partial(job.state, cached_path=None))
         except TimeoutError as error:
             raise ActorCallError(
                 f"no hosts from {asked.name} within launch.start_timeout_s={launch.start_timeout_s:g}"
@@ -157,7 +158,7 @@ class Hosts:
 
 
 async def _applied(job: Any) -> None:
-    applying = asyncio.ensure_future(run_aside(job.apply, name="hosts"))
+    applying = asyncio.ensure_future(run_aside(partial(inside, job.apply), name="hosts"))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:

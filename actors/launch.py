@@ -31,6 +31,7 @@ from actors.compat import SupervisionError, quiet_client_start, settle_monarch
 from actors.config import LaunchConfig
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
+from actors.isolation import inside, isolate
 from actors.members import (
     MEMBER_NAME,
     LogSettings,
@@ -51,6 +52,7 @@ from actors.processes import (
     with_descendants,
 )
 from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.observability.console import print_line
 from rl.utils.processes import identify, is_alive, kill
 
 logger = logging.getLogger(__name__)
@@ -87,8 +89,11 @@ class Launcher:
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
 
-    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> None:
-        """Start the hosts of a run (`Hosts.start`); call it before `spawn_role`."""
+    async def start_hosts(
+        self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
+    ) -> None:
+        """Isolate the actors (`isolate`) and start the hosts of a run (`Hosts.start`), before `spawn_role`."""
+        print_line(isolate(config, needs_network=needs_network))
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
 
@@ -112,7 +117,7 @@ class Launcher:
             host, command.program = self.hosts.meshes[at.hosts], self.hosts.launch.python or sys.executable
         else:
             with quiet_client_start():
-                host = this_host()
+                host = inside(this_host)
         mesh = host.spawn_procs(
             per_host={"procs": at.procs_per_host},
             name=at.role,
