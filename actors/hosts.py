@@ -32,6 +32,7 @@ from actors.guard import Guard
 from actors.isolation import inside
 from actors.placement import Placements
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path
+from actors.secrets import without_secrets
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_aside
 
@@ -173,7 +174,8 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     A job of a cluster changes how this process talks to actors (TCP), so make it before anything else of Monarch.
     """
     if launch.hosts == "process":
-        return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
+        env = without_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
+        return ProcessJob(dict(groups), env=env)
     gpus_of = {group: placements.gpus_of(group) for group in placements.host_groups()}
     if launch.gpus_per_host is not None:
         gpus_of = {group: launch.gpus_per_host if num else 0 for group, num in gpus_of.items()}

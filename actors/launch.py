@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -98,19 +98,25 @@ class Launcher:
         await self.hosts.start()
 
     async def spawn_role(
-        self, at: Placement, *, env: Mapping[str, str] | None = None, logs: LogSettings | None = None
+        self,
+        at: Placement,
+        *,
+        env: Mapping[str, str] | None = None,
+        keep: Collection[str] = (),
+        logs: LogSettings | None = None,
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
 
         Args:
             at: its hosts, if it has any, were started by `start_hosts`.
             env: variables on top of this process's environment.
+            keep: secrets of this process's environment that the processes get.
             logs: destination of the processes' log records, states and spans.
 
         Raises:
             ActorTimeoutError, ActorCallError: a process did not come up; names the role.
         """
-        command = default_bootstrap_cmd().with_env(process_env(at) | dict(env or {}))
+        command = default_bootstrap_cmd().with_env(process_env(at, keep=keep) | dict(env or {}))
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
         if at.hosts is not None:
             assert self.hosts is not None
