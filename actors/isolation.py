@@ -54,6 +54,16 @@ def inside(function: Callable[[], T]) -> T:
     return function() if _inside is None else _inside.submit(function).result()
 
 
+def network_env() -> dict[str, str]:
+    """Return the variables with which libraries use the only network device of the namespace, if there is one.
+
+    They replace the user's, who may have named a device of the machine.
+    """
+    if _inside is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
 def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
     """Decide if the actors get a network namespace, make it, and return a line that says which it is.
 
@@ -120,7 +130,7 @@ def _move_monarch() -> str | None:
     if not Path("/proc/thread-self/ns/net").exists():
         return "this system has no network namespaces"
     if not can_make_network():
-        return "the system does not permit this process a network namespace"
+        return "this process may not make a network namespace"
     thread = ThreadPoolExecutor(1, thread_name_prefix="monarch-network")
     try:
         thread.submit(_enter, monarch_threads()).result()

@@ -31,7 +31,7 @@ from actors.compat import SupervisionError, quiet_client_start, settle_monarch
 from actors.config import LaunchConfig
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
-from actors.isolation import inside, isolate
+from actors.isolation import inside, isolate, network_env
 from actors.members import (
     MEMBER_NAME,
     LogSettings,
@@ -116,7 +116,9 @@ class Launcher:
         Raises:
             ActorTimeoutError, ActorCallError: a process did not come up; names the role.
         """
-        command = default_bootstrap_cmd().with_env(process_env(at, keep=keep) | dict(env or {}))
+        command = default_bootstrap_cmd().with_env(
+            process_env(at, keep=keep) | network_env() | dict(env or {})
+        )
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
         if at.hosts is not None:
             assert self.hosts is not None

@@ -31,7 +31,11 @@ def connects(port: int) -> bool:
 class Victim(Actor):
     @endpoint
     async def look(self, port: int) -> dict[str, object]:
-        return {"actor": os.getpid(), "actor_connects": connects(port), "secret": os.environ.get("A_TEST_TOKEN")}
+        return {
+            "actor": os.getpid(),
+            "actor_connects": connects(port),
+            "secret": os.environ.get("A_TEST_TOKEN"),
+        }
 
 
 class Intruder(Actor):
