@@ -63,6 +63,8 @@ class Cluster:
     trainer: Role
     pool: GeneratorPool
     reward: Role | None = None
+    network: str
+    """Line that says whether the actors have a network of their own; set by `start`."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Cluster:
         config = self.config
         remote = self._rubric.remote if self._rubric is not None and config.reward.num_procs else ()
         asks = f"the reward function {remote[0]!r}, called in reward actors," if remote else None
-        await self.launcher.start_hosts(config.launch, self.placements, needs_network=asks)
+        self.network = await self.launcher.start_hosts(config.launch, self.placements, needs_network=asks)
         # No role waits for another's set-up: the start takes as long as the slowest role.
         numbers = range(len(self.placements.generators))
         starts = [self._start_trainer(), *map(self._start_generator, numbers)]

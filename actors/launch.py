@@ -52,7 +52,6 @@ from actors.processes import (
     with_descendants,
 )
 from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.observability.console import print_line
 from rl.utils.processes import identify, is_alive, kill
 
 logger = logging.getLogger(__name__)
@@ -91,11 +90,17 @@ class Launcher:
 
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
-    ) -> None:
-        """Isolate the actors (`isolate`) and start the hosts of a run (`Hosts.start`), before `spawn_role`."""
-        print_line(isolate(config, needs_network=needs_network))
+    ) -> str:
+        """Isolate the actors and start the hosts of a run (`Hosts.start`), before `spawn_role`.
+
+        Returns:
+            The line of `isolate` about the actors' network.
+        """
+        network = isolate(config, needs_network=needs_network)
+        logger.info(network)
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
+        return network
 
     async def spawn_role(
         self,

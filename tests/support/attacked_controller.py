@@ -46,7 +46,7 @@ class Intruder(Actor):
 
 async def control(launcher: Launcher, *, isolate: bool | None, port: int) -> None:
     launch = LaunchConfig(isolate_network=isolate)
-    await launcher.start_hosts(launch, placed(launch))
+    print(await launcher.start_hosts(launch, placed(launch)), flush=True)
     role = await launcher.spawn_role(Placement(role="victim", num_procs=1))
     seen = await role.mesh.spawn("victim", Victim).look.call_one(port)
     here = {"pid": os.getpid(), "user": os.getuid(), "connects": connects(port)}
