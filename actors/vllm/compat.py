@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from rl.distributed.process_group import AGENT_STORE, World, open_store
 from rl.models.batch_invariant.model import check_capability
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 STORE_TIMEOUT = timedelta(minutes=5)
-_store: dist.TCPStore | None = None
+_store: TCPStore | None = None
 """The store that this process serves to the other ranks of its engine."""
 
 

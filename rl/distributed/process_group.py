@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.tree import check_bounds
@@ -180,7 +181,7 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     return True
 
 
-def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> dist.TCPStore:
+def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPStore:
     """Return the store in which the ranks find each other; rank 0 serves it, to its master address only.
 
     PyTorch would serve it to every network, and it asks nobody who they are.
@@ -190,7 +191,7 @@ def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> dist.T
     """
     # Under torchrun its agent may serve the store.
     serves = world.rank == 0 and os.environ.get(AGENT_STORE) != "True"
-    return dist.TCPStore(
+    return TCPStore(
         world.master_addr,
         world.master_port,
         world.size if wait else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from actors import isolation, members
 from actors.config import LaunchConfig
@@ -82,6 +83,8 @@ def controller(*arguments, command=(), program=("-m", CONTROLLER)):
             text=True,
         ) as process,
     ):
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             line, values = process.stdout.readline(), process.stdout.readline()
             yield line, json.loads(values)
@@ -139,10 +142,8 @@ def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
 
 
 def test_processes_of_other_users_are_found():
-    # Python would have to be readable by the other user.
-    with subprocess.Popen(
-        ["sleep", "60"], **({"user": NOBODY, "group": NOBODY} if os.geteuid() == 0 else {})
-    ) as sleeper:
+    user = NOBODY if os.geteuid() == 0 else None
+    with subprocess.Popen(["sleep", "60"], user=user, group=user) as sleeper:
         try:
             uid = os.stat(f"/proc/{sleeper.pid}").st_uid
             assert bool(isolation._other_users()) >= (uid != os.getuid())
@@ -213,8 +214,8 @@ def test_vllm_ranks_listen_on_the_master_address_only():
     world = World(rank=0, size=2, master_port=free_port())
     with _ranks_store(world):
         url = f"tcp://{world.master_addr}:{world.master_port}?own=0"
-        rendezvous = dist.rendezvous(url, rank=0, world_size=2, timeout=timedelta(seconds=20))
-        store, *_ = next(rendezvous)
+        ranks = rendezvous(url, rank=0, world_size=2, timeout=timedelta(seconds=20))
+        store, *_ = next(ranks)
         store.set("a", "b")
         found = {address for address, port in listening_addresses() if port == f"{world.master_port:04X}"}
     assert found == {"0100007F"}
