@@ -167,9 +167,12 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     address = f"{world.master_addr}:{world.master_port}"
     timeout = timedelta(seconds=comm.init_timeout_s)
     try:
-        store = open_store(world, timeout=timeout)
         dist.init_process_group(
-            backend=backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            backend=backend,
+            store=open_store(world, timeout=timeout),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
         )
     except dist.DistError as error:
         if "timed out" not in str(error).lower():
