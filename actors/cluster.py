@@ -63,6 +63,8 @@ class Cluster:
     trainer: Role
     pool: GeneratorPool
     reward: Role | None = None
+    network: str
+    """Line that says whether the actors have a network of their own; set by `start`."""
 
     def __init__(
         self,
@@ -107,7 +109,9 @@ class Cluster:
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
         config = self.config
-        await self.launcher.start_hosts(config.launch, self.placements)
+        remote = self._rubric.remote if self._rubric is not None and config.reward.num_procs else ()
+        asks = f"the reward function {remote[0]!r}, called in reward actors," if remote else None
+        self.network = await self.launcher.start_hosts(config.launch, self.placements, needs_network=asks)
         # No role waits for another's set-up: the start takes as long as the slowest role.
         numbers = range(len(self.placements.generators))
         starts = [self._start_trainer(), *map(self._start_generator, numbers)]
@@ -264,7 +268,10 @@ class Cluster:
     ) -> RoleProcesses:
         """Start the processes of one role; importing modules is faster before there are actors."""
         env = QUIET_ENVIRONMENT | dict(env or {})
-        role = await self.launcher.spawn_role(at, env=env, logs=self._logs)
+        keep = set(self.config.launch.keep_env)
+        if at is self.placements.reward and self._rubric is not None:
+            keep |= self._rubric.key_variables
+        role = await self.launcher.spawn_role(at, env=env, keep=keep, logs=self._logs)
         async with deadline(self.config.timeouts.setup_s, f"importing modules in role {at.role!r}"):
             await role.members.import_modules.call(imports)
         return role

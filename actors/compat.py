@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import monarch.actor
@@ -33,6 +34,19 @@ def run_actor_process() -> None:
 
     monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
     invoke_main()
+
+
+def is_client_started() -> bool:
+    """Return whether this process has used Monarch, whose sockets are open from then on."""
+    from monarch._src.actor.actor_mesh import _client_context
+
+    return _client_context.try_get() is not None
+
+
+def monarch_threads() -> list[int]:
+    """Return the threads that Monarch's runtime has started in this process, at its import."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(task.name) for task in tasks if (task / "comm").read_text().startswith("monarch-pytokio")]
 
 
 def quiet_jobs() -> None:

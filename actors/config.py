@@ -220,6 +220,12 @@ class LaunchConfig:
     share_gpus: bool | None = None
     """Trainer and generators use the same devices alternately; refused with other hosts than this. None: if
     this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
+    isolate_network: bool | None = field(default=None, metadata=unless("hosts", "slurm", "kubernetes"))
+    """Give the actors a network of their own, so that no other user of this machine reaches them. None: where
+    the system permits it and no reward actor needs the network; True refuses to start without it."""
+    keep_env: tuple[str, ...] = ()
+    """Environment variables with secrets that actors get. Variables that look like one (HF_TOKEN,
+    AWS_SECRET_ACCESS_KEY, a URL with a password) are kept from them, but for the key of a judge in reward actors."""
     job_name: str = field(default="relay", metadata=only_if("hosts", "slurm", "kubernetes"))
     """Start of the names that the job and its hosts get."""
     python: str | None = field(default=None, metadata=unless("hosts", "this"))
@@ -259,6 +265,11 @@ class LaunchConfig:
             raise ValueError(
                 f"replicas_per_host={self.replicas_per_host} with generator_hosts={self.generator_hosts}: "
                 "replicas that share a host need to fit on it, so one of the two must be 1"
+            )
+        if self.isolate_network and self.on_cluster:
+            raise ValueError(
+                f"isolate_network=True with hosts={self.hosts!r}: must be None or False, since the hosts of a cluster "
+                "reach each other over its network"
             )
         if self.hosts == "kubernetes" and not self.kubernetes.image:
             raise ValueError("kubernetes.image=None: hosts='kubernetes' needs an image with this project")

@@ -29,8 +29,10 @@ from actors.calls import ActorCallError
 from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
 from actors.config import LaunchConfig
 from actors.guard import Guard
+from actors.isolation import inside
 from actors.placement import Placements
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path
+from actors.secrets import without_secrets
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_aside
 
@@ -138,11 +140,11 @@ class Hosts:
                         ]
                 asked.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
-                await run_aside(partial(prepare_client_gateway, job), name="hosts")
+                await run_aside(partial(inside, partial(prepare_client_gateway, job)), name="hosts")
             if launch.on_cluster and launch.controller_address is not None:
                 configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
             with quiet_client_start():
-                found_hosts = job.state(cached_path=None)
+                found_hosts = inside(partial(job.state, cached_path=None))
         except TimeoutError as error:
             raise ActorCallError(
                 f"no hosts from {asked.name} within launch.start_timeout_s={launch.start_timeout_s:g}"
@@ -157,7 +159,7 @@ class Hosts:
 
 
 async def _applied(job: Any) -> None:
-    applying = asyncio.ensure_future(run_aside(job.apply, name="hosts"))
+    applying = asyncio.ensure_future(run_aside(partial(inside, job.apply), name="hosts"))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
@@ -172,7 +174,8 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     A job of a cluster changes how this process talks to actors (TCP), so make it before anything else of Monarch.
     """
     if launch.hosts == "process":
-        return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
+        env = without_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
+        return ProcessJob(dict(groups), env=env)
     gpus_of = {group: placements.gpus_of(group) for group in placements.host_groups()}
     if launch.gpus_per_host is not None:
         gpus_of = {group: launch.gpus_per_host if num else 0 for group, num in gpus_of.items()}

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -31,6 +31,7 @@ from actors.compat import SupervisionError, quiet_client_start, settle_monarch
 from actors.config import LaunchConfig
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
+from actors.isolation import inside, isolate, network_env
 from actors.members import (
     MEMBER_NAME,
     LogSettings,
@@ -87,32 +88,49 @@ class Launcher:
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
 
-    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> None:
-        """Start the hosts of a run (`Hosts.start`); call it before `spawn_role`."""
+    async def start_hosts(
+        self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
+    ) -> str:
+        """Isolate the actors and start the hosts of a run (`Hosts.start`), before `spawn_role`.
+
+        Returns:
+            The line of `isolate` about the actors' network.
+        """
+        network = isolate(config, needs_network=needs_network)
+        logger.info(network)
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
+        return network
 
     async def spawn_role(
-        self, at: Placement, *, env: Mapping[str, str] | None = None, logs: LogSettings | None = None
+        self,
+        at: Placement,
+        *,
+        env: Mapping[str, str] | None = None,
+        keep: Collection[str] = (),
+        logs: LogSettings | None = None,
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
 
         Args:
             at: its hosts, if it has any, were started by `start_hosts`.
             env: variables on top of this process's environment.
+            keep: secrets of this process's environment that the processes get.
             logs: destination of the processes' log records, states and spans.
 
         Raises:
             ActorTimeoutError, ActorCallError: a process did not come up; names the role.
         """
-        command = default_bootstrap_cmd().with_env(process_env(at) | dict(env or {}))
+        command = default_bootstrap_cmd().with_env(
+            process_env(at, keep=keep) | network_env() | dict(env or {})
+        )
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
         if at.hosts is not None:
             assert self.hosts is not None
             host, command.program = self.hosts.meshes[at.hosts], self.hosts.launch.python or sys.executable
         else:
             with quiet_client_start():
-                host = this_host()
+                host = inside(this_host)
         mesh = host.spawn_procs(
             per_host={"procs": at.procs_per_host},
             name=at.role,

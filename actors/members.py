@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, en
 
 from actors.placement import Placement
 from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
+from actors.secrets import without_secrets
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
@@ -133,9 +134,9 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def process_env(at: Placement) -> dict[str, str]:
-    """Return the variables of a role's processes on top of their host's environment."""
-    env = {
+def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables of a role's processes on top of their host's environment; of secrets it has only `keep`."""
+    env = without_secrets(keep) | {
         "RELAY_ROLE": at.role,
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(at.threads),

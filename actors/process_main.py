@@ -23,6 +23,9 @@ def main() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
     from actors.compat import run_actor_process
+    from actors.secrets import forget_empty_secrets
+
+    forget_empty_secrets()
 
     try:
         run_actor_process()

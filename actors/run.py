@@ -279,6 +279,7 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                 )
                 with progress("starting the actors (import, load, compile)"):
                     await cluster.start()
+                print_line(cluster.network)
                 async with _rewarder(cluster, config=config, rubric=rubric) as rewarder:
                     yield Run(
                         config=config,

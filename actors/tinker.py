@@ -8,6 +8,7 @@ trainer need to see the folders that models are saved in.
 from __future__ import annotations
 
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import named_as_options
 from rl.models.generate import PromptLogprobs
 from rl.models.lora import LoRA
+from rl.observability.console import print_line
 from rl.observability.spans import span
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
@@ -170,6 +172,7 @@ class ActorBackend(TinkerBackend):
                 trainer_arguments={"model_spec": base.spec},
             )
             await cluster.start()
+            print_line(cluster.network, stream=sys.stderr)  # the first line on stdout is the address
         except BaseException:
             with left:
                 await launcher.stop_all()

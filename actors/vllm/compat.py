@@ -8,10 +8,11 @@ AttributeError; flask's `request` raises RuntimeError.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
-from rl.distributed.process_group import World
+from rl.distributed.process_group import AGENT_STORE, World, open_store
 from rl.models.batch_invariant.model import check_capability
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
+
+
+STORE_TIMEOUT = timedelta(minutes=5)
+_store: TCPStore | None = None
+"""The store that this process serves to the other ranks of its engine."""
 
 
 def adapt_vllm() -> None:
@@ -63,13 +69,34 @@ def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     set_num_threads = torch.set_num_threads
     try:
-        return InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+        with _ranks_store(world):
+            return InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
     except BaseException:
         cleanup_dist_env_and_memory()
         raise
     finally:
         # On a CPU vLLM replaces this function by one that does nothing, for the rest of the process.
         torch.set_num_threads = set_num_threads
+
+
+@contextlib.contextmanager
+def _ranks_store(world: World) -> Iterator[None]:
+    """Serve the ranks' store as relay does, for vLLM, which would serve it to every network."""
+    global _store
+    before = os.environ.get(AGENT_STORE)
+    if world.size > 1:
+        # Closes that of an earlier engine first, which may have had the same port.
+        _store = None
+        if world.rank == 0:
+            _store = open_store(world, timeout=STORE_TIMEOUT, wait=False)
+        os.environ[AGENT_STORE] = "True"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[AGENT_STORE] = before
+        elif world.size > 1:
+            del os.environ[AGENT_STORE]
 
 
 def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:

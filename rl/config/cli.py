@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 import textwrap
 import typing
@@ -31,6 +32,7 @@ from rl.config.known_names import find
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
 from rl.utils.errors import RunError
+from rl.utils.namespaces import enter_user_namespace
 from rl.utils.processes import without_collections
 
 SOURCE_OPTIONS = {
@@ -42,6 +44,8 @@ SOURCE_OPTIONS = {
     "the module that the file names.",
     "explain": "Show as text or json what the run would be, and which options are refused; start nothing.",
 }
+USES_NETWORK = re.compile(r"launch\.(isolate_network [Ff]alse|hosts (slurm|kubernetes))")
+"""Options with which the actors get no network namespace (`actors.isolation`)."""
 WIDTH = 110
 """Columns of `--help`."""
 _ABSENT = "a registry function can turn it on"
@@ -52,9 +56,12 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
 
     0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
+        enter_user_namespace()  # before the config's module starts threads
     with without_collections():  # the config's module imports everything that the run needs
         run = parse_cli(
-            sys.argv[1:] if argv is None else argv,
+            argv,
             default_module=default_module,
             default_config=default_config,
             prog=prog,

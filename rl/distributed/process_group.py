@@ -6,8 +6,11 @@ environment, once in the life of a process.
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.tree import check_bounds
@@ -27,6 +31,8 @@ from rl.utils.files import atomic_write
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 WATCHDOG_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+BACKLOG = 128
 DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
@@ -159,13 +165,14 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
         return True
     address = f"{world.master_addr}:{world.master_port}"
+    timeout = timedelta(seconds=comm.init_timeout_s)
     try:
         dist.init_process_group(
             backend=backend,
-            init_method=f"tcp://{address}",
+            store=open_store(world, timeout=timeout),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=comm.init_timeout_s),
+            timeout=timeout,
         )
     except dist.DistError as error:
         if "timed out" not in str(error).lower():
@@ -175,6 +182,43 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
             f"within {comm.init_timeout_s:g} s"
         ) from error
     return True
+
+
+def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPStore:
+    """Return the store in which the ranks find each other; rank 0 serves it, to its master address only.
+
+    PyTorch would serve it to every network, and it asks nobody who they are.
+
+    Args:
+        wait: return only when all ranks have connected.
+    """
+    # Under torchrun its agent may serve the store.
+    serves = world.rank == 0 and os.environ.get(AGENT_STORE) != "True"
+    return TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.size if wait else None,
+        serves,
+        timeout=timeout,
+        wait_for_workers=wait,
+        master_listen_fd=_listen(world) if serves else None,
+    )
+
+
+def _listen(world: World) -> int | None:
+    """Return a socket that listens on the master address, or None if other hosts may know it by another one."""
+    family, _, _, _, address = socket.getaddrinfo(
+        world.master_addr, world.master_port, type=socket.SOCK_STREAM
+    )[0]
+    is_name = world.master_addr not in ("localhost", address[0])
+    if is_name and ipaddress.ip_address(address[0]).is_loopback:
+        return None  # Debian's name of this host
+    try:
+        return socket.create_server(address[:2], family=family, backlog=world.size + BACKLOG).detach()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None  # an address that is translated on the way
 
 
 def barrier() -> None:

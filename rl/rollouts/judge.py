@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import openai
@@ -116,6 +116,7 @@ class Judge:
     here and where rewards are computed.
     """
 
+    needs_network: ClassVar[bool] = True
     base_url: str
     """URL before `/chat/completions`."""
     model: str

@@ -170,6 +170,17 @@ class Rubric:
     def has_async_functions(self) -> bool:
         return any(is_async(c.function) for c in self.criteria)
 
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Criteria that say by an attribute `needs_network` that they ask another machine."""
+        return tuple(c.name for c in self.criteria if getattr(c.function, "needs_network", False))
+
+    @property
+    def key_variables(self) -> set[str]:
+        """Environment variables that criteria name by an attribute `api_key_env`."""
+        names = (getattr(c.function, "api_key_env", None) for c in self.criteria)
+        return {name for name in names if name is not None}
+
     def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
         """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 

@@ -6,7 +6,10 @@ are kept.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
+from pathlib import Path
 
 SETTINGS = {
     # Notice a dead process within one second instead of ten.
@@ -19,3 +22,20 @@ SETTINGS = {
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
+
+
+def _make_log_private() -> None:
+    """Make Monarch's own log readable for this user only; without room in /tmp there is none."""
+    with contextlib.suppress(OSError, KeyError):
+        folder = Path("/tmp", pwd.getpwuid(os.getuid()).pw_name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        suffix = os.environ.get("MONARCH_LOG_SUFFIX")
+        file = folder / f"monarch_log{'_' if suffix else ''}{suffix or ''}.log"
+        descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+
+
+_make_log_private()

@@ -1,0 +1,182 @@
+"""Network namespace for the actors of this machine and for Monarch's part of this process.
+
+Monarch's processes find each other by abstract unix sockets and TCP ports that ask nobody who they are: a local user
+who reaches one runs code as this user. Such sockets belong to the network namespace of the thread that opens them. So
+the threads of Monarch, and with them the actors, move to a namespace of their own, while Python's threads stay where
+they are: downloads, metrics sinks and servers of the controller use the network as before.
+
+    line = isolate(config.launch, needs_network=None)   # once in a process, before Monarch is used
+    host = inside(this_host)                            # a call that opens sockets in the calling thread
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from actors.compat import is_client_started, monarch_threads
+from actors.config import LaunchConfig
+from rl.utils.errors import RunError
+from rl.utils.namespaces import (
+    NEW_NET,
+    can_make_network,
+    drop_capabilities,
+    libc,
+    make_network,
+    network_of,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOVE = signal.SIGRTMIN + 7
+"""Signal on which a thread of Monarch enters the namespace."""
+MOVE_LIMIT_S = 30.0
+MAX_NAMED = 3
+DOCS = "docs/running.md, Who can reach the actors"
+
+_inside: ThreadPoolExecutor | None = None
+"""The thread of this process's Python code in the namespace; None without a namespace."""
+
+
+def inside(function: Callable[[], T]) -> T:
+    """Call a function where Monarch's sockets belong: in the namespace if there is one, else here."""
+    return function() if _inside is None else _inside.submit(function).result()
+
+
+def network_env() -> dict[str, str]:
+    """Return the variables with which libraries use the only network device of the namespace, if there is one.
+
+    They replace the user's, who may have named a device of the machine.
+    """
+    if _inside is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
+    """Decide if the actors get a network namespace, make it, and return a line that says which it is.
+
+    Monarch must not have been used by this process, unless it is in a namespace already.
+
+    Args:
+        needs_network: name of what needs the network in an actor, if anything does.
+
+    Raises:
+        ValueError: `launch.isolate_network` is True and there can be no namespace, or this process's actors have one
+            and the hosts of `launch` are other machines.
+        RunError: a thread of Monarch did not move; sockets could be open to others.
+    """
+    if _inside is not None:
+        if launch.on_cluster:
+            raise ValueError(
+                f"launch.hosts={launch.hosts!r}: an earlier run of this process has put Monarch into a network "
+                "namespace, which other hosts cannot reach: start a new process"
+            )
+        return _line(None)
+    against = _reason_against(launch, needs_network)
+    is_possible = against is None
+    if is_possible:
+        against = _move_monarch()
+    drop_capabilities()  # they were for this alone
+    if against is None:
+        return _line(None)
+    if launch.isolate_network:
+        raise ValueError(f"launch.isolate_network=True: {against}; None starts the run without it ({DOCS})")
+    others = _other_users() if is_possible else ()
+    if others:
+        named = ", ".join(others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
+        logger.warning(
+            "any user of this machine can run code as you through the actors' sockets while this run lasts, "
+            "since %s; there are processes of other users: %s (%s)",
+            against,
+            named,
+            DOCS,
+        )
+    return _line(against)
+
+
+def _line(against: str | None) -> str:
+    if against is None:
+        return "the actors have a network of their own (launch.isolate_network)"
+    return f"the actors use this machine's network: {against}"
+
+
+def _reason_against(launch: LaunchConfig, needs_network: str | None) -> str | None:
+    if launch.on_cluster:
+        return f"launch.hosts={launch.hosts!r}; who reaches their ports can run code as you ({DOCS})"
+    if launch.isolate_network is False:
+        return "launch.isolate_network=False"
+    if needs_network is not None:
+        return f"{needs_network} needs it; reward.num_procs=0 keeps both"
+    if is_client_started():
+        return "this process has used Monarch before"
+    return None
+
+
+def _move_monarch() -> str | None:
+    """Make the namespace and move Monarch's threads to it; return the reason if it is not permitted."""
+    global _inside
+    if not Path("/proc/thread-self/ns/net").exists():
+        return "this system has no network namespaces"
+    if not can_make_network():
+        return "this process may not make a network namespace"
+    thread = ThreadPoolExecutor(1, thread_name_prefix="monarch-network")
+    try:
+        thread.submit(_enter, monarch_threads()).result()
+    except PermissionError:
+        thread.shutdown()
+        return "the system does not permit a network namespace"
+    _inside = thread
+    return None
+
+
+def _enter(threads: Sequence[int]) -> None:
+    """Enter a new namespace with this thread, and have the given threads follow by a signal each.
+
+    They have nothing to do before Monarch is used, so that a handler in Python interrupts nothing.
+    """
+    descriptor = make_network()
+    here = os.readlink("/proc/thread-self/ns/net")
+
+    def follow(_number: int) -> None:
+        libc().setns(descriptor, NEW_NET)
+        drop_capabilities()
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(follow)
+    libc().signal(int(MOVE), handler)
+    try:
+        for thread in threads:
+            libc().tgkill(os.getpid(), thread, int(MOVE))
+        deadline = time.monotonic() + MOVE_LIMIT_S
+        while any(network_of(thread) != here for thread in threads):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"a thread of Monarch did not enter the network namespace within {MOVE_LIMIT_S:g} s: "
+                    "launch.isolate_network=False starts the run without one"
+                )
+            time.sleep(0.001)
+    finally:
+        libc().signal(int(MOVE), ctypes.c_void_p(signal.SIG_IGN))
+        os.close(descriptor)
+    drop_capabilities()
+
+
+def _other_users() -> list[str]:
+    """Return the names of users but root who have processes on this machine."""
+    found = set()
+    for process in psutil.process_iter(["uids", "username"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real not in (0, os.getuid()):
+            found.add(process.info["username"] or str(uids.real))
+    return sorted(found)

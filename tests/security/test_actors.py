@@ -1,0 +1,238 @@
+"""Attacks on the processes of a run by other users of the machine."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from actors import isolation, members
+from actors.config import LaunchConfig
+from actors.isolation import isolate
+from actors.placement import Placement
+from actors.processes import free_port
+from actors.secrets import forget_empty_secrets
+from actors.vllm.compat import _ranks_store
+from rl.config import cli
+from rl.distributed.process_group import CommConfig, World, connect
+from rl.rollouts.judge import Judge
+from rl.rollouts.rubric import Criterion, Rubric
+from tests.support.distributed import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NOBODY = 65534
+CONTROLLER = "tests.support.attacked_controller"
+UNPRIVILEGED = ("unshare", "--user", "--map-user=1234", "--map-group=1234")
+"""Start of a command: a process without capabilities, whose user is 1234 for itself."""
+AS_A_PROGRAM = f"""
+import runpy
+from rl.utils.namespaces import enter_user_namespace
+enter_user_namespace()
+runpy.run_module({CONTROLLER!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+def owned_sockets(pid):
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
+
+
+def listening_names(pid):
+    """Return the abstract unix sockets on which a process listens, in any of its threads' namespaces."""
+    inodes = owned_sockets(pid)
+    names = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for row in map(str.split, (thread / "net/unix").read_text().splitlines()):
+            if row[3] == "00010000" and row[6] in inodes and row[-1].startswith("@"):
+                names.add(row[-1][1:])
+    return sorted(names)
+
+
+def listening_addresses():
+    """Return address and port of each TCP socket on which this process listens, as the kernel writes them."""
+    inodes = owned_sockets("self")
+    rows = [
+        row.split()
+        for file in ("tcp", "tcp6")
+        for row in Path(f"/proc/self/net/{file}").read_text().splitlines()
+    ]
+    return {tuple(row[1].split(":")) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@contextmanager
+def controller(*arguments, command=(), program=("-m", CONTROLLER)):
+    """Yield the lines that a controller prints at its start, the last one read."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        subprocess.Popen(
+            [*command, sys.executable, *program, "controller", *arguments, str(listener.getsockname()[1])],
+            cwd=ROOT,
+            env=os.environ | {"A_TEST_TOKEN": "abc", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            line, values = process.stdout.readline(), process.stdout.readline()
+            yield line, json.loads(values)
+        finally:
+            process.stdin.close()
+            process.wait(30)
+
+
+def attack(pid):
+    """Return what an attacker says who knows the sockets of the controller; another user if this one can become it."""
+    user = NOBODY if os.geteuid() == 0 else os.geteuid()
+    names = listening_names(pid)
+    assert names
+    return subprocess.run(
+        [sys.executable, "-m", CONTROLLER, "attacker", str(user), *names],
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=100,
+    ).stdout.strip()  # fmt: skip
+
+
+@pytest.mark.parametrize("unprivileged", [False, True])
+def test_another_user_cannot_run_code_through_the_sockets_of_a_run(unprivileged):
+    kind = {"command": UNPRIVILEGED, "program": ("-c", AS_A_PROGRAM)} if unprivileged else {}
+    with controller("None", **kind) as (line, seen):
+        assert line == "the actors have a network of their own (launch.isolate_network)\n"
+        assert attack(seen["pid"]) == "refused"
+    assert seen["user"] == (1234 if unprivileged else os.getuid())
+    # The controller's own code has the network, its actors do not.
+    assert (seen["connects"], seen["actor_connects"]) == (True, False)
+    assert seen["secret"] is None
+
+
+def test_the_same_attack_succeeds_without_a_network_namespace():
+    with controller("False") as (line, seen):
+        assert line == "the actors use this machine's network: launch.isolate_network=False\n"
+        assert attack(seen["pid"]) == str(os.getuid())
+
+
+@pytest.fixture
+def not_permitted(monkeypatch):
+    monkeypatch.setattr(isolation, "is_client_started", lambda: False)
+    monkeypatch.setattr(isolation, "_move_monarch", lambda: "the system does not permit it")
+    monkeypatch.setattr(isolation, "_inside", None)
+
+
+@pytest.mark.parametrize("users", [["alice", "bob"], []])
+def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
+    users, not_permitted, monkeypatch, caplog
+):
+    monkeypatch.setattr(isolation, "_other_users", lambda: users)
+    line = isolate(LaunchConfig(), needs_network=None)
+    assert line == "the actors use this machine's network: the system does not permit it"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == bool(users)
+    assert all("can run code as you" in text and "alice, bob" in text for text in warnings)
+
+
+def test_processes_of_other_users_are_found():
+    user = NOBODY if os.geteuid() == 0 else None
+    with subprocess.Popen(["sleep", "60"], user=user, group=user) as sleeper:
+        try:
+            uid = os.stat(f"/proc/{sleeper.pid}").st_uid
+            assert bool(isolation._other_users()) >= (uid != os.getuid())
+        finally:
+            sleeper.kill()
+
+
+def test_a_required_network_namespace_that_is_not_permitted_stops_the_start(not_permitted):
+    with pytest.raises(ValueError, match=r"launch\.isolate_network=True: the system does not permit it"):
+        isolate(LaunchConfig(isolate_network=True), needs_network=None)
+    with pytest.raises(ValueError, match="isolate_network=True with hosts='slurm': must be None or False"):
+        LaunchConfig(isolate_network=True, hosts="slurm")
+
+
+def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, monkeypatch):
+    monkeypatch.setenv("MY_JUDGE_KEY", "abc")
+    judge = Judge(base_url="http://127.0.0.1:1/v1", model="m", api_key_env="MY_JUDGE_KEY")
+    rubric = Rubric(criteria=(Criterion(name="grade", function=judge),))
+    assert (rubric.remote, rubric.key_variables) == (("grade",), {"MY_JUDGE_KEY"})
+    line = isolate(LaunchConfig(), needs_network="the judge")
+    assert line.endswith("the judge needs it; reward.num_procs=0 keeps both")
+
+
+@pytest.mark.parametrize(("options", "enters"), [([], True), (["--launch.hosts", "slurm"], False),
+                                                 (["--launch.isolate_network=False"], False)])  # fmt: skip
+def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters, monkeypatch):
+    entered = []
+    monkeypatch.setattr(cli, "enter_user_namespace", lambda: entered.append(True))
+    monkeypatch.setattr(cli, "parse_cli", lambda *_, **__: pytest.exit("not reached") if entered else 1 / 0)
+    with pytest.raises(BaseException) as raised:  # noqa: PT011  (what the parser raises)
+        cli.main(options, default_module="m", default_config="c", prog="p")
+    assert raised.errisinstance(pytest.exit.Exception if enters else ZeroDivisionError)
+
+
+def test_actors_do_not_inherit_secrets(monkeypatch):
+    secrets = {
+        "A_API_KEY": "1",
+        "HF_TOKEN": "2",
+        "PGPASSWORD": "3",
+        "SSH_AUTH_SOCK": "4",
+        "DB": "pg://u:p@h/x",
+    }
+    others = {"TOKENIZERS_PARALLELISM": "false", "HTTPS_PROXY": "http://u:p@h:1", "A_PATH": "/x"}
+    for name, value in {**secrets, **others}.items():
+        monkeypatch.setenv(name, value)
+    env = members.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
+    assert {name: env.get(name) for name in secrets} == dict.fromkeys(secrets, "") | {"HF_TOKEN": None}
+    assert not others.keys() & env.keys()
+    monkeypatch.setenv("A_API_KEY", env["A_API_KEY"])  # as in the actor's process
+    forget_empty_secrets()
+    assert "A_API_KEY" not in os.environ
+    assert os.environ["HF_TOKEN"] == "2"
+
+
+def addresses_of_a_rank():
+    connect(world=World.from_env(), device=torch.device("cpu"), comm=CommConfig(init_timeout_s=60.0))
+    dist.barrier()
+    return listening_addresses(), World.from_env().master_port
+
+
+def test_ranks_listen_on_the_master_address_only():
+    (first, port), (second, _) = run_ranks(addresses_of_a_rank, 2, timeout_s=90)
+    assert ("0100007F", f"{port:04X}") in first
+    assert {address for address, _ in first | second} == {"0100007F"}
+
+
+def test_vllm_ranks_listen_on_the_master_address_only():
+    world = World(rank=0, size=2, master_port=free_port())
+    with _ranks_store(world):
+        url = f"tcp://{world.master_addr}:{world.master_port}?own=0"
+        ranks = rendezvous(url, rank=0, world_size=2, timeout=timedelta(seconds=20))
+        store, *_ = next(ranks)
+        store.set("a", "b")
+        found = {address for address, port in listening_addresses() if port == f"{world.master_port:04X}"}
+    assert found == {"0100007F"}
+
+
+def test_monarchs_log_is_readable_for_its_user_only():
+    suffix = uuid.uuid4().hex
+    code = "import rl.weights, monarch._rust_bindings as m; print(open('/proc/self/maps').read().count(m.__file__))"
+    try:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            check=True,
+            env=os.environ | {"MONARCH_LOG_SUFFIX": suffix},
+        )
+        (file,) = Path("/tmp").glob(f"*/monarch_log_{suffix}.log")
+        assert oct(file.stat().st_mode & 0o777) == "0o600"
+    finally:
+        for file in Path("/tmp").glob(f"*/monarch_log_{suffix}.log"):
+            file.unlink()
