@@ -73,6 +73,7 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(co
 
         current = None
         pool = SimpleNamespace(members=[])
+        network = "the actors use no network"
 
         def __init__(self, *_, store=None, **__):
             self.launcher, self.store = self, store

@@ -104,6 +104,7 @@ def attack(pid):
     ).stdout.strip()  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("unprivileged", [False, True])
 def test_another_user_cannot_run_code_through_the_sockets_of_a_run(unprivileged):
     kind = {"command": UNPRIVILEGED, "program": ("-c", AS_A_PROGRAM)} if unprivileged else {}
@@ -116,6 +117,7 @@ def test_another_user_cannot_run_code_through_the_sockets_of_a_run(unprivileged)
     assert seen["secret"] is None
 
 
+@pytest.mark.medium
 def test_the_same_attack_succeeds_without_a_network_namespace():
     with controller("False") as (line, seen):
         assert line == "the actors use this machine's network: launch.isolate_network=False\n"
