@@ -30,6 +30,8 @@ RATIO_MASK = "sequence_ratio_mask"
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 MAX_TARGETS = 2**25
 """Most targets of a call with several per token, where every token is padded to the largest number."""
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+"""Largest setting of a loss, which computes in float32."""
 MIN_EPS = 1e-30
 """Smallest eps: 0 makes 0 / 0 in float32 of a parameter without gradient, as LoRA's first factors at first."""
 
@@ -54,7 +56,7 @@ class WireLoss:
             if name not in self.defaults:
                 valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
                 raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {self.name}: {valid}")
-            bounds = {LOW: (0.0, 1.0), HIGH: (1.0, MAX_FLOAT)}.get(name, (0.0, MAX_FLOAT))
+            bounds = {LOW: (0.0, 1.0), HIGH: (1.0, MAX_FLOAT32)}.get(name, (0.0, MAX_FLOAT32))
             check_range(f"loss_fn_config: {name}", value, *bounds)
         return self.make({**self.defaults, **settings})
 
@@ -142,6 +144,11 @@ class WireSamples:
     samples: tuple[TrainingSample, ...]
     widths: tuple[int | None, ...]
     """K of each datum; None where its targets are [N]."""
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (getattr(sample, field) for sample in self.samples for field in sample.__slots__)
+        return sum(values.nbytes for values in arrays if isinstance(values, np.ndarray))
 
     def logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
