@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from actors.run import make_router
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import named_as_options
-from rl.models.generate import PromptLogprobs
+from rl.models.generate import Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.observability.console import print_line
 from rl.observability.spans import span
@@ -189,6 +189,23 @@ def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     return of_model
 
 
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Turn errors of one request, which leave the generator alive, into those that end nothing else."""
+    try:
+        yield
+    except DivergedError as error:
+        raise ModelError(f"the sampler's weights have diverged: {error}") from error
+    except ActorCallError as error:
+        if isinstance(error.__cause__, ActorError) and not isinstance(error, ActorLostError):
+            raise RuntimeError(str(error)) from error
+        raise
+
+
+def _num_tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(one.token_ids) for group in groups for one in group)
+
+
 class ActorWorkers:
     """`Workers` that are the actors of a cluster."""
 
@@ -209,6 +226,7 @@ class ActorWorkers:
         self._pool = cluster.pool
         self._generators = itertools.cycle(cluster.pool.members)
         self._router = make_router(cluster.pool)
+        self.num_sequences = cluster.config.generator.max_num_seqs * len(cluster.pool.members)
         self._numbers = itertools.count(1)
         self._versions: set[int] = set()
 
@@ -237,23 +255,28 @@ class ActorWorkers:
         self._versions.discard(version)
         await self._cluster.store.delete(version)
 
-    async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
-    ) -> list[list[Completion]]:
-        try:
-            return await self._router.generate(prompts, sampling=sampling)
-        except DivergedError as error:
-            raise ModelError(f"the sampler's weights have diverged: {error}") from error
-        except ActorCallError as error:
-            # The generator lives, and its error is of this request alone.
-            if isinstance(error.__cause__, ActorError) and not isinstance(error, ActorLostError):
-                raise RuntimeError(str(error)) from error
-            raise
+    async def generate_in_turns(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        begun: list[list[Completion]] | None = None,
+    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+        with _own_errors():
+            groups = await self._router.generate(prompts, sampling=sampling, begun=begun)
+        if all(one.finish_reason != "abort" for group in groups for one in group):
+            return groups
+        go_on = partial(self.generate_in_turns, prompts, sampling=sampling, begun=groups)
+        return Interrupted(resume=go_on, has_advanced=_num_tokens(groups) > _num_tokens(begun or ()))
+
+    async def interrupt(self) -> None:
+        await self._router.abort()
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         assert top_k == 0, "the base model says that there are none"
-        generator = next(self._generators)
-        logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt]))[0][0].copy()
+        with _own_errors():
+            answers = await next(self._generators).call("compute_logprobs", [prompt])
+        logprobs: np.ndarray = answers[0][0].copy()
         logprobs[0] = np.nan
         none = np.empty((len(prompt), 0))
         return PromptLogprobs(logprobs=logprobs, top_ids=none.astype(np.int32), top_logprobs=none)

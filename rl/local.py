@@ -36,9 +36,11 @@ from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
 from rl.models.generate import (
     CompletionRequest,
+    DivergedWeightsError,
+    Drawing,
+    Interrupted,
     PromptLogprobs,
     by_prompt,
-    complete,
     completion_requests,
     prompt_logprobs,
 )
@@ -84,12 +86,34 @@ class _Draw:
     num_tokens: int
     """Tokens of all prompts."""
     cancelled: threading.Event
+    group: _Group | None = None
+    """The calls that are drawn together, once they are."""
     completions: list[Completion] | None = None
+    error: DivergedWeightsError | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens so far, those of the calls in its group included."""
+        return 0 if self.group is None else self.group.drawing.num_tokens
 
     @property
     def drawn_alike(self) -> tuple[float, ...]:
         """Settings that calls have in common if they are answered together."""
         return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Group:
+    """Calls of `generate` that are drawn together."""
+
+    calls: list[_Draw]
+    drawing: Drawing
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Give each call its completions."""
+        remaining = iter(completions)
+        for one in self.calls:
+            one.completions = list(itertools.islice(remaining, len(one.requests)))
 
 
 class LocalBackend:
@@ -129,6 +153,9 @@ class LocalBackend:
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
         self._has_models = models
+        self.num_sequences = 0
+        """Sequences that several owners of models draw at once: the sampler draws one group after another."""
+        self._num_interruptions = 0
         self._waiting: list[_Draw] = []
         """Calls of `generate` under way, which can be answered with others; changed by the event loop alone."""
         self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
@@ -220,6 +247,22 @@ class LocalBackend:
                 and no tokenizer.
             RuntimeError: no weights were published yet, or the backend is closed.
         """
+        done = await self.generate_in_turns(prompts, sampling=sampling)
+        while isinstance(done, Interrupted):
+            done = await done.resume()
+        return done
+
+    async def generate_in_turns(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+        """Generate like `generate`, or until `interrupt` return what is left to do."""
+        return await self._go_on(self._draw(prompts, sampling))
+
+    async def interrupt(self) -> None:
+        """Let the calls of `generate_in_turns` that are under way return at their next token."""
+        self._num_interruptions += 1
+
+    def _draw(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _Draw:
         self._check_open()
         if sampling.stop_texts and self._folder is None:
             raise ValueError(
@@ -236,55 +279,68 @@ class LocalBackend:
         context = self._spec.model.rope.max_positions
         requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
         num_tokens = sum(map(len, prompts))
-        own = _Draw(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+        return _Draw(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+
+    async def _go_on(self, own: _Draw) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+        """Draw a call's completions from where it is."""
+        interruption, num_tokens = self._num_interruptions, own.num_drawn
         try:
             if self._has_models:
                 self._waiting.append(own)
-                await asyncio.sleep(GATHER_S)
-            completions = await self._run_in("generator", "generate", self._answer, own)
+                await asyncio.sleep(GATHER_S)  # also where no call can join, so that calls keep their order
+            await self._run_in("generator", "generate", self._answer, own, interruption)
+        except BaseException:
+            own.cancelled.set()
+            raise
         finally:
-            cancelled.set()
             if self._has_models:
                 self._waiting.remove(own)
-        return by_prompt(completions, sampling=sampling)
+        if own.completions is None:
+            return Interrupted(resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens)
+        return by_prompt(own.completions, sampling=own.sampling)
 
     @cached_property
     def _tokenizer(self) -> Any:
         assert self._folder is not None, "`generate` refuses stop texts without a tokenizer"
         return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
 
-    def _answer(self, own: _Draw) -> list[Completion]:
-        """Return the completions of a call, drawn together with those of the waiting calls that fit."""
+    def _answer(self, own: _Draw, interruption: int) -> None:
+        """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        if own.completions is None:
-            group = self._group(own)
-            completions = complete(
-                self._model,
-                [request for one in group for request in one.requests],
-                sampling=own.sampling,
-                policy_version=self._served_version,
-                is_cancelled=lambda: self._closed.is_set() or all(one.cancelled.is_set() for one in group),
-            )
-            self._check_open()  # `close` may have cut the completions short.
-            remaining = iter(completions)
-            for one in group:
-                one.completions = list(itertools.islice(remaining, len(one.requests)))
-        assert own.completions is not None
-        return own.completions
+        if own.completions is None and own.error is None:
+            group = own.group = own.group or self._group(own)
 
-    def _group(self, first: _Draw) -> list[_Draw]:
-        """Return a call and the waiting ones that can be answered with it; a single call may exceed the limits."""
-        group, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
+            def pauses() -> bool:
+                is_wanted = not all(one.cancelled.is_set() for one in group.calls)
+                return self._closed.is_set() or not is_wanted or self._num_interruptions != interruption
+
+            try:
+                if group.drawing.draw(self._model, pauses):
+                    group.finish(group.drawing.completions(self._served_version))
+            except DivergedWeightsError as error:
+                for one in group.calls:
+                    one.error = error
+            self._check_open()  # `close` may have cut the completions short.
+        if own.error is not None:
+            raise own.error
+
+    def _group(self, first: _Draw) -> _Group:
+        """Put a call and the waiting ones that fit into a group; a single call may exceed the limits."""
+        calls, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
         max_tokens = self._config.training.max_tokens_per_microbatch
         for other in tuple(self._waiting):
-            if other is first or other.cancelled.is_set() or other.completions is not None:
+            if other is first or other.cancelled.is_set() or other.group is not None:
                 continue
             num_sequences += len(other.requests)
             num_tokens += other.num_tokens
             has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= max_tokens
             if has_room and other.drawn_alike == first.drawn_alike:
-                group.append(other)
+                calls.append(other)
+        requests = [request for one in calls for request in one.requests]
+        group = _Group(calls=calls, drawing=Drawing(requests, sampling=first.sampling))
+        for one in calls:
+            one.group = group
         return group
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:

@@ -10,12 +10,13 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +28,25 @@ from rl.models.batch_invariant.model import pad_rows
 from rl.models.decoder import Attention, Decoder
 from rl.models.sampling import End, check_sampling, draw, processed_logprobs, request_seeds, uniforms
 from rl.types import Completion, FinishReason, SamplingParams
+from rl.utils.errors import RunError
 
+T = TypeVar("T")
 CHUNK_TOKENS = 512
 """Tokens of a prompt whose logits exist at once."""
+DIVERGED = "the model's logprobs are NaN: weights or activations are not finite"
+
+
+class DivergedWeightsError(RunError, ArithmeticError):
+    """The weights give logprobs that are NaN, from which nothing can be drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Interrupted(Generic[T]):
+    """The part of a call's work that is left after an interruption."""
+
+    resume: Callable[[], Awaitable[T | Interrupted[T]]]
+    has_advanced: bool
+    """False if nothing was drawn before the interruption."""
 
 
 def generate(
@@ -109,12 +126,38 @@ def complete(
     Args:
         is_cancelled: called before each token; once it returns true, running completions end as "abort".
     """
-    completions = []
-    for first in range(0, len(requests), max_sequences):
-        batch = _Batch(requests[first : first + max_sequences])
-        batch.decode(model, sampling, is_cancelled)
-        completions += [batch.completion(n, policy_version) for n in range(len(batch.requests))]
-    return completions
+    drawing = Drawing(requests, sampling=sampling, max_sequences=max_sequences)
+    drawing.draw(model, is_cancelled)
+    return drawing.completions(policy_version)
+
+
+class Drawing:
+    """Completions that are drawn with pauses, in which the model may be used otherwise."""
+
+    def __init__(
+        self, requests: Sequence[CompletionRequest], *, sampling: SamplingParams, max_sequences: int = 256
+    ) -> None:
+        self._sampling = sampling
+        self._batches = [
+            _Batch(requests[first : first + max_sequences])
+            for first in range(0, len(requests), max_sequences)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for batch in self._batches for tokens in batch.tokens)
+
+    def draw(self, model: Decoder, pauses: Callable[[], bool]) -> bool:
+        """Draw until all completions have ended or `pauses`, called before each token, is true; return the former.
+
+        Raises DivergedWeightsError for logprobs that are NaN.
+        """
+        return all(batch.draw(model, self._sampling, pauses) for batch in self._batches)
+
+    def completions(self, policy_version: int) -> list[Completion]:
+        return [
+            batch.completion(n, policy_version) for batch in self._batches for n in range(len(batch.requests))
+        ]
 
 
 class _Batch:
@@ -122,6 +165,17 @@ class _Batch:
 
     def __init__(self, requests: Sequence[CompletionRequest]) -> None:
         self.requests = requests
+        self.rows = list(range(len(requests)))
+        """Completions that run."""
+        self.caches: list[CachedAttention] = []
+        """Keys and values of each layer so far."""
+        self.num_cached = 0
+        """Slots of the caches that are used."""
+        self.slots: list[np.ndarray] = []
+        """Slots of each running completion; none before the prompts are read."""
+        self.last_tokens = torch.empty(0, dtype=torch.int64)
+        """Last token of each running completion, which the caches lack."""
+        self.num_drawn = 0
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.reasons: list[FinishReason] = ["abort"] * len(requests)
@@ -144,37 +198,46 @@ class _Batch:
             self.reasons[n] = "length"
 
     @torch.no_grad()
-    def decode(self, model: Decoder, sampling: SamplingParams, is_cancelled: Callable[[], bool]) -> None:
-        if is_cancelled():
-            return
+    def draw(self, model: Decoder, sampling: SamplingParams, pauses: Callable[[], bool]) -> bool:
+        """See `Drawing.draw`."""
+        if not self.rows:
+            return True
         device = model.embed_tokens.weight.device
         longest = max(request.max_tokens for request in self.requests)
         uniforms_NC = torch.stack([uniforms(r.seed, longest) for r in self.requests]).to(device)
-        rows = list(range(len(self.requests)))
-        with cached_attention(model):
-            logits_BV, slots = self._prefill(model)
-            num_cached = 1 + max(int(places[-1]) for places in slots)
-            for step in range(longest):
+        with cached_attention(model, self.caches):
+            while self.rows and not pauses():
+                logits_BV = self._next(model) if self.slots else self._prefill(model)
                 logprobs_BV = processed_logprobs(logits_BV, sampling)
                 if sampling.temperature == 0:
                     tokens_B = logprobs_BV.argmax(-1)
                 else:
-                    tokens_B = draw(logprobs_BV, uniforms_NC[rows, step])
+                    tokens_B = draw(logprobs_BV, uniforms_NC[self.rows, self.num_drawn])
                 drawn = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1).tolist()
-                for row, token, logprob in zip(rows, tokens_B.tolist(), drawn, strict=True):
+                if any(map(math.isnan, drawn)):
+                    raise DivergedWeightsError(DIVERGED)
+                self.num_drawn += 1
+                for row, token, logprob in zip(self.rows, tokens_B.tolist(), drawn, strict=True):
                     self.append(row, token, logprob)
-                keep = [i for i, row in enumerate(rows) if self.reasons[row] == "abort"]
-                if not keep or is_cancelled():
-                    return
-                rows = [rows[i] for i in keep]
-                slots = [np.append(slots[i], num_cached + n) for n, i in enumerate(keep)]
-                num_cached += len(keep)
-                positions = torch.tensor([len(places) - 1 for places in slots], device=device)
-                layout = SequenceLayout.of_single_queries(slots, device=device)
-                logits_BV = _logits(model, tokens_B[keep], positions, layout)
+                keep = [i for i, row in enumerate(self.rows) if self.reasons[row] == "abort"]
+                self.rows = [self.rows[i] for i in keep]
+                self.slots = [self.slots[i] for i in keep]
+                self.last_tokens = tokens_B[keep]
+        if not self.rows:
+            self.caches.clear()
+        return not self.rows
 
-    def _prefill(self, model: Decoder) -> tuple[Tensor, list[np.ndarray]]:
-        """Fill the cache with each prompt once; return each request's logits, [N, V], and slots in the cache."""
+    def _next(self, model: Decoder) -> Tensor:
+        """Put the last tokens into the cache; return the logits after them, [B, V]."""
+        tokens_B = self.last_tokens
+        self.slots = [np.append(places, self.num_cached + n) for n, places in enumerate(self.slots)]
+        self.num_cached += len(self.slots)
+        positions_B = torch.tensor([len(places) - 1 for places in self.slots], device=tokens_B.device)
+        layout = SequenceLayout.of_single_queries(self.slots, device=tokens_B.device)
+        return _logits(model, tokens_B, positions_B, layout)
+
+    def _prefill(self, model: Decoder) -> Tensor:
+        """Fill the cache with each prompt once; return each request's logits, [N, V]."""
         groups = [list(group) for _, group in groupby(self.requests, key=lambda request: id(request.prompt))]
         prompts, sizes = [group[0].prompt for group in groups], [len(group) for group in groups]
         lengths = [len(prompt) for prompt in prompts]
@@ -185,10 +248,9 @@ class _Batch:
         ends = np.cumsum(lengths)
         logits_PV = _logits(model, tokens_T, positions_T, layout, rows=torch.from_numpy(ends - 1).to(device))
         slots = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        return (
-            logits_PV.repeat_interleave(torch.tensor(sizes, device=device), dim=0),
-            [places for places, size in zip(slots, sizes, strict=True) for _ in range(size)],
-        )
+        self.slots = [places for places, size in zip(slots, sizes, strict=True) for _ in range(size)]
+        self.num_cached = int(ends[-1])
+        return logits_PV.repeat_interleave(torch.tensor(sizes, device=device), dim=0)
 
 
 def _logits(
@@ -223,13 +285,19 @@ class CachedAttention(nn.Module):
 
 
 @contextmanager
-def cached_attention(model: Decoder) -> Iterator[None]:
-    """Replace the model's core attention by one that reads and fills a cache, and that permits padding."""
+def cached_attention(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
+    """Replace the model's core attention by one that reads and fills a cache, and that permits padding.
+
+    `caches` has those of the layers, or is empty and gets them.
+    """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     cores = [attention.core for attention in attentions]
+    if not caches:
+        caches += [CachedAttention(core) for core in cores]
     try:
-        for attention, core in zip(attentions, cores, strict=True):
-            attention.core = CachedAttention(core)
+        for attention, core, cache in zip(attentions, cores, caches, strict=True):
+            cache.core = core  # that of a model which was made again meanwhile
+            attention.core = cache
         yield
     finally:
         for attention, core in zip(attentions, cores, strict=True):
@@ -246,6 +314,10 @@ class PromptLogprobs:
     """[M, k] int32, most likely first; -1 for the first token."""
     top_logprobs: np.ndarray
     """[M, k] float32, nats; NaN for the first token."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.logprobs.nbytes + self.top_ids.nbytes + self.top_logprobs.nbytes
 
 
 @torch.no_grad()
@@ -274,5 +346,7 @@ def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> Pr
     values = model(inputs_T, positions=positions_T, sequences=layout, head=head)
     # Entry m of the results is about token m + 1.
     own_M, top_Mk, ids_Mk = (x[: len(prompt)].roll(1, 0).cpu().numpy() for x in values)
+    if np.isnan(own_M[1:]).any():
+        raise DivergedWeightsError(DIVERGED)
     own_M[0], top_Mk[0], ids_Mk[0] = np.nan, np.nan, -1
     return PromptLogprobs(logprobs=own_M, top_ids=ids_Mk.astype(np.int32), top_logprobs=top_Mk)

@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import secrets
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from tinker import types as wire
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
+from rl.distributed.mesh import ParallelismConfig
 from rl.models.assets import resolve_assets
-from rl.models.generate import PromptLogprobs
+from rl.models.converter import ModelConverters
+from rl.models.generate import DivergedWeightsError, Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec, model_spec
 from rl.rollouts.samples import demonstration_sample
 from rl.starting_point import given_folder, random_model
+from rl.tinker.turns import FairLock, Turns
 from rl.tinker.types import (
     MAX_SEQ_ID,
     BaseModel,
@@ -37,7 +42,7 @@ from rl.tinker.types import (
 )
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
-from rl.training.models import ModelError
+from rl.training.models import ModelError, adapted
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -74,10 +79,13 @@ class Base(Configurable):
         batch_invariant: bool = False
         """Use kernels whose results do not depend on the rest of the batch, so that a sampler's logprobs have the
         bits that training computes for the same weights (docs/training.md)."""
+        min_lora_rank: int = 0
+        """Lowest rank that clients may ask for; 0 lets them train all parameters, with whole copies of the model."""
         max_lora_rank: int = 128
 
         def __post_init__(self) -> None:
-            check_bounds(self, "max_lora_rank", at_least=1)
+            check_bounds(self, "min_lora_rank", at_least=0)
+            check_bounds(self, "max_lora_rank", at_least=max(1, self.min_lora_rank))
 
     def __init__(
         self, *, config: Config, training: TrainingConfig, cache: str | Path, context: int | None = None
@@ -107,6 +115,7 @@ class Base(Configurable):
         context = self.spec.model.rope.max_positions if context is None else context
         name = config.name or str(self.folder)
         _check_room(name, context, training)
+        has_head = not self.spec.model.tie_embeddings
         self.model = BaseModel(
             name=name,
             architecture=self.spec.name,
@@ -115,8 +124,22 @@ class Base(Configurable):
             tokenizer_folder=str(self.folder),
             stop_token_ids=tuple(stop_token_ids),
             tie_embeddings=self.spec.model.tie_embeddings,
+            min_lora_rank=config.min_lora_rank,
             max_lora_rank=config.max_lora_rank,
+            num_parameters=_num_trained(self.spec, None),
+            num_parameters_per_rank=_num_trained(self.spec, LoRA.Config(rank=1, unembedding=has_head)),
         )
+
+
+def _num_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
+    """Return the number of parameters that a model trains."""
+    spec, converters = adapted(replace(spec, batch_invariant=False), lora)
+    with torch.device("meta"):
+        model = spec.model.build()
+        ModelConverters(
+            converters, spec=spec, degrees=ParallelismConfig().degrees(1), device=torch.device("meta")
+        ).convert(model)
+    return sum(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 def _check_room(name: str, context: int, training: TrainingConfig) -> None:
@@ -132,7 +155,8 @@ def _check_room(name: str, context: int, training: TrainingConfig) -> None:
 
 def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
     """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
-    check_range("lora_config.rank, unless it is 0 to train all parameters", lora.rank, 1, base.max_lora_rank)
+    or_all = "" if base.min_lora_rank else ", unless it is 0 to train all parameters"
+    check_range(f"lora_config.rank{or_all}", lora.rank, max(1, base.min_lora_rank), base.max_lora_rank)
     check_range("lora_config.seed", lora.seed, 0, MAX_SEQ_ID)
     targets = (*(ATTENTION if lora.train_attn else ()), *(FEED_FORWARD if lora.train_mlp else ()))
     unembedding = lora.train_unembed and not base.tie_embeddings
@@ -154,6 +178,9 @@ class BackendLostError(RunError):
 
 class Workers(Protocol):
     """Trainer, publisher and generators of models by id; a `RunError` other than `ModelError` ends them."""
+
+    num_sequences: int
+    """Sequences that several owners draw at once; 0: the owners draw one after another."""
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None: ...
 
@@ -189,71 +216,19 @@ class Workers(Protocol):
 
     async def forget(self, version: int) -> None: ...
 
-    async def generate(
+    async def generate_in_turns(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
-    ) -> list[list[Completion]]: ...
+    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+        """Return the completions, or after `interrupt` what is left to do."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End the calls of `generate_in_turns` under way soon; one may be missed."""
+        ...
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs: ...
 
     async def aclose(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """Requests of one snapshot that run at once."""
-
-    version: int | None
-    """Version of the weights; None if they could not be served."""
-    num_requests: int = 0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    served: asyncio.Task[None] | None = None
-
-
-class Turns:
-    """Turns of the snapshots: the generators have one at a time.
-
-    All requests of the served snapshot run at once. As soon as one for another snapshot waits, no more are admitted;
-    when those that run have ended, the snapshot is served that the oldest request waits for.
-    """
-
-    def __init__(self, serve: Callable[[int], Awaitable[object]]) -> None:
-        self._serve = serve
-        self._turns = [_Turn(None)]
-        """The running turn, then those that wait, oldest first."""
-        self._turns[0].ended.set()
-
-    @asynccontextmanager
-    async def serving(self, version: int) -> AsyncIterator[None]:
-        """Hold the generators at this version within the block; raise what `serve` raises."""
-        turn = next((one for one in self._turns[1:] or self._turns if one.version == version), None)
-        if turn is None:
-            turn = _Turn(version)
-            turn.served = asyncio.create_task(self._begin(turn, after=self._turns[-1]))
-            self._turns.append(turn)
-        turn.num_requests += 1
-        turn.ended.clear()
-        try:
-            assert turn.served is not None
-            await asyncio.shield(turn.served)
-            yield
-        finally:
-            turn.num_requests -= 1
-            if not turn.num_requests:
-                turn.ended.set()
-
-    async def _begin(self, turn: _Turn, *, after: _Turn) -> None:
-        if after.served is not None:
-            await asyncio.wait([after.served])
-        await after.ended.wait()
-        self._turns.remove(after)
-        if not turn.num_requests:
-            turn.version = None  # all were cancelled
-        elif turn.version is not None:
-            try:
-                await self._serve(turn.version)
-            except BaseException:
-                turn.version = None
-                raise
 
 
 class TinkerBackend(Configurable):
@@ -270,7 +245,7 @@ class TinkerBackend(Configurable):
         self._workers: Workers | None = None
         self.base_model: BaseModel
         self._turns: Turns
-        self._order = asyncio.Lock()
+        self._order = FairLock()
         self._base_version: int | None = None
         self._failure: Exception | None = None
 
@@ -285,7 +260,9 @@ class TinkerBackend(Configurable):
         """Load everything that the first call needs; raise ValueError as `Base` does, or if a field does not fit."""
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
-        self._turns = Turns(self._workers.serve)
+        self._turns = Turns(
+            self._workers.serve, interrupt=self._workers.interrupt, capacity=self._workers.num_sequences
+        )
         self.base_model = base.model
 
     async def close(self) -> None:
@@ -296,26 +273,26 @@ class TinkerBackend(Configurable):
             await workers.aclose()
 
     @asynccontextmanager
-    async def trainer(self) -> AsyncIterator[Workers]:
+    async def trainer(self, owner: str = "") -> AsyncIterator[Workers]:
         """Lock calls about models, which never overlap; turn refusals into InvalidRequestError."""
-        async with self._order, self._refusing() as workers:
+        async with self._order.held_by(owner), self._refusing() as workers:
             yield workers
 
     # Weights to sample from, which never change: versions
 
-    async def publish(self, model_id: str) -> int:
+    async def publish(self, model_id: str, owner: str = "") -> int:
         """Return the version of a copy of the model's weights as they are now.
 
         Raises:
             LimitReachedError: there is no room for another one.
             InvalidRequestError: nothing could be sampled from the weights.
         """
-        async with self.trainer() as workers:
+        async with self.trainer(owner) as workers:
             return await self._push(workers, model_id)
 
-    async def open(self, lora: LoRA.Config | None, folder: Path | None) -> int:
+    async def open(self, lora: LoRA.Config | None, folder: Path | None, owner: str = "") -> int:
         """Return the version of a folder of `save_model`, or with None that of the base model."""
-        async with self.trainer() as workers:
+        async with self.trainer(owner) as workers:
             if folder is not None:
                 return await self._loaded(workers, lora, folder)
             if self._base_version is None:
@@ -330,15 +307,17 @@ class TinkerBackend(Configurable):
         if version != self._base_version and self._workers is not None:
             await self._workers.forget(version)
 
-    async def sample(self, version: int, request: SampleRequest) -> SampleOutput:
+    async def sample(self, version: int, request: SampleRequest, owner: str = "") -> SampleOutput:
         """Answer a request; a cancelled one ends its work at the next token."""
-        async with self._refusing() as workers, self._turns.serving(version):
-            completions = [_EMPTY] * request.sampling.num_samples
-            if request.sampling.max_tokens:
-                (completions,) = await workers.generate([request.prompt], sampling=request.sampling)
-            of_prompt = None
-            if request.prompt_logprobs or request.topk_prompt_logprobs:
-                of_prompt = await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
+        sampling, top_k = request.sampling, request.topk_prompt_logprobs
+        completions, of_prompt = [_EMPTY] * sampling.num_samples, None
+        async with self._refusing() as workers:
+            in_turn = partial(self._turns.run, version=version, owner=owner)
+            if sampling.max_tokens:
+                generate = partial(workers.generate_in_turns, [request.prompt], sampling=sampling)
+                (completions,) = await in_turn(generate, num_sequences=sampling.num_samples)
+            if request.prompt_logprobs or top_k:
+                of_prompt = await in_turn(partial(workers.prompt_logprobs, request.prompt, top_k=top_k))
         return SampleOutput(completions=completions, of_prompt=of_prompt)
 
     # Within the trainer's turns
@@ -379,6 +358,8 @@ class TinkerBackend(Configurable):
                 f"the loss or the gradient is not a finite number ({error.what}). The accumulated gradient of this "
                 "model is dropped, also that of earlier calls, unless this was a forward; its weights stay as they were"
             ) from error
+        except DivergedWeightsError as error:
+            raise InvalidRequestError(f"the sampler's weights have diverged: {error}") from error
         except ModelError as error:
             raise InvalidRequestError(str(error)) from error
         except RunError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
@@ -14,7 +15,16 @@ import pydantic
 from google.protobuf.message import Message
 from tinker import types as wire
 
-from rl.tinker.types import BusyError, GoneError, HttpLimits, InvalidRequestError, Limits, TinkerError
+from rl.tinker.codec import PROTOBUF
+from rl.tinker.types import (
+    BusyError,
+    GoneError,
+    HttpLimits,
+    InvalidRequestError,
+    Limits,
+    TinkerError,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
@@ -23,16 +33,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Result: TypeAlias = Message | pydantic.BaseModel
-"""Answer in the official client's own types: protobuf for tensors, RequestFailedResponse for work that failed."""
-
 T = TypeVar("T")
 
 REQUEST_BYTES = 512 * 1024
 """Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192 requests wait."""
 SMALL_BYTES = 4096
-"""Bytes counted for a result besides its tensors, and for each sample that a request waits for."""
+"""Bytes counted for a result besides its body, and for each sample that a request waits for."""
+INLINE_BYTES = 256 * 1024
+"""Bytes of a result that are encoded in the event loop, in less time than a change of threads takes."""
 _CLOSED = "the service is closing"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """The encoded answer to a request, in the official client's own types."""
+
+    body: bytes
+    media_type: str = "application/json"
+    error: str | None = None
+    """Text of a RequestFailedResponse, for work that failed."""
+
+
+Answer: TypeAlias = Result | pydantic.BaseModel
+
+
+async def encoded(make: Callable[[], Message], *, num_bytes: int) -> Result:
+    """Make and encode a message of about this size, in a thread unless it is small."""
+
+    def encode() -> bytes:
+        return make().SerializeToString()
+
+    body = encode() if num_bytes < INLINE_BYTES else await asyncio.to_thread(encode)
+    return Result(body, PROTOBUF)
+
+
+def _encoded_json(answer: pydantic.BaseModel, error: str | None = None) -> Result:
+    # Python's JSON has NaN, as the official client reads it: null would not be a number.
+    return Result(json.dumps(answer.model_dump()).encode(), error=error)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +100,8 @@ class Futures:
         self._limits = limits
         self._requests: dict[str, PendingRequest] = {}
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        self._all = _Held()
+        """Bytes of all owners."""
         self._closed = False
 
     def __contains__(self, request_id: str) -> bool:
@@ -82,15 +121,22 @@ class Futures:
             raise BusyError(
                 f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; wait"
             )
+        share, most = self._limits.all_held_bytes // len(self._held), self._limits.all_held_bytes
+        if self._all.waiting_bytes + num_bytes > most and waiting_bytes > share and not unblocks:
+            raise BusyError(
+                f"limit all_held_bytes: the requests of all keys that wait have {most} bytes; wait"
+            )
+        self._all.waiting_bytes += num_bytes
         held.waiting_bytes = waiting_bytes
         request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
         return request
 
-    async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Result]]) -> None:
+    async def run(self, request: PendingRequest, work: Callable[[], Awaitable[Answer]]) -> None:
         """Do a request's work; an exception becomes a RequestFailedResponse."""
         try:
-            self._finish(request, await work())
+            answer = await work()
+            self._finish(request, answer if isinstance(answer, Result) else _encoded_json(answer))
         except TinkerError as error:
             self.fail(request, str(error))
         except asyncio.CancelledError:
@@ -108,7 +154,10 @@ class Futures:
         category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
     ) -> None:
         """Fail a request with a text for the client, without paths or other internals."""
-        self._finish(request, wire.RequestFailedResponse(error=error, category=category))
+        if request.result is None:
+            error = shortened(error)
+            answer = wire.RequestFailedResponse(error=error, category=category)
+            self._finish(request, _encoded_json(answer, error))
 
     def _finish(self, request: PendingRequest, result: Result) -> None:
         """Set a request's result, unless it has one."""
@@ -116,14 +165,17 @@ class Futures:
             return
         request.result, request.task = result, None
         held = self._held[request.owner]
-        held.waiting_bytes -= request.num_bytes
-        num_bytes = SMALL_BYTES + (result.ByteSize() if isinstance(result, Message) else 0)
+        num_bytes = SMALL_BYTES + len(result.body)
         held.results[request.request_id] = num_bytes
-        held.result_bytes += num_bytes
+        for one in (held, self._all):
+            one.waiting_bytes -= request.num_bytes
+            one.result_bytes += num_bytes
         request.done.set()
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, self._drop, request)
         while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
-            self._drop(self._requests[next(iter(held.results))])
+            self._drop_oldest(held)
+        while self._all.result_bytes > self._limits.all_held_bytes:
+            self._drop_oldest(max(self._held.values(), key=lambda one: one.result_bytes))
 
     async def retrieve(self, request_id: str, *, wait_s: float) -> Result | None:
         """Return a result, or None when there is none after `wait_s`."""
@@ -172,11 +224,17 @@ class Futures:
             )
         return request
 
+    def _drop_oldest(self, held: _Held) -> None:
+        self._drop(self._requests[next(iter(held.results))])
+
     def _drop(self, request: PendingRequest) -> None:
         held = self._held[request.owner]
         if (num_bytes := held.results.pop(request.request_id, None)) is not None:
             held.result_bytes -= num_bytes
+            self._all.result_bytes -= num_bytes
             del self._requests[request.request_id]
+            if not held.results and not held.waiting_bytes:
+                del self._held[request.owner]
 
 
 class Background:

@@ -12,23 +12,24 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple
 
-from tinker import types as wire
-
-from rl.tinker.futures import Parts, PendingRequest, Result
+from rl.tinker.futures import Answer, Parts, PendingRequest
 from rl.tinker.sessions import Session
 from rl.tinker.storage import RunRecord
 from rl.tinker.types import ModelSettings
 
-Work: TypeAlias = Callable[[], Awaitable[Result]]
+
+class Work(NamedTuple):
+    do: Callable[[], Awaitable[Answer]]
+    num_bytes: int = 0
+    """Bytes of the data that the work holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
     request: PendingRequest
-    work: Work | None
-    """None for a refused request, which only uses up its seq id."""
+    work: Work
     adds: bool
     """True if it adds to the gradient."""
 
@@ -65,6 +66,11 @@ class Model:
         return self.record.settings
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of trained weights, gradient and optimizer state, which are float32."""
+        return 16 * self._backend.base_model.num_trained(self.settings.lora)
+
+    @property
     def in_memory(self) -> bool:
         return not self.task.done()
 
@@ -79,7 +85,7 @@ class Model:
             missing += 1
         return seq_id == missing and any(waiting > seq_id for waiting in self._waiting)
 
-    def submit(self, seq_id: int, request: PendingRequest, work: Work | None, *, adds: bool = False) -> None:
+    def submit(self, seq_id: int, request: PendingRequest, work: Work, *, adds: bool = False) -> None:
         if self.ended is not None:
             self._futures.fail(request, self._gone)
         elif seq_id >= self._next:
@@ -105,7 +111,7 @@ class Model:
         finally:
             self.end("the service is closing")
             if self.is_created:
-                async with self._backend.trainer() as trainer:
+                async with self._backend.trainer(self.session.owner) as trainer:
                     await trainer.delete_model(self.model_id)
 
     async def _is_next_here(self) -> bool:
@@ -124,20 +130,20 @@ class Model:
     async def _do(self, one: _Waiting) -> None:
         seq_id = self._next
         self._next += 1
-        if one.work is not None:
-            await self._futures.run(one.request, partial(self._after_gap, one.work))
-        if isinstance(result := one.request.result, wire.RequestFailedResponse):
+        await self._futures.run(one.request, partial(self._after_gap, one.work.do))
+        result = one.request.result
+        if result is not None and result.error is not None:
             if one.adds:
                 self.failed.append(seq_id)
             if seq_id == 0:
                 self.end(f"it could not be created: {result.error}")
 
-    async def _after_gap(self, work: Work) -> Result:
+    async def _after_gap(self, do: Callable[[], Awaitable[Answer]]) -> Answer:
         if self._had_gap:
-            async with self._backend.trainer() as trainer:
+            async with self._backend.trainer(self.session.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)
             self._had_gap = False
-        return await work()
+        return await do()
 
     def _give_up(self) -> None:
         first, last = self._next, max(self._waiting)

@@ -8,15 +8,18 @@ have ended. Closed checkpoints open again with the next sample, closed snapshots
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
 from rl.tinker.bodies import SampleBody
 from rl.tinker.codec import checked_request, encode_sample
-from rl.tinker.futures import SMALL_BYTES, Parts, Result
-from rl.tinker.sessions import Session
+from rl.tinker.futures import SMALL_BYTES, Parts, Result, encoded
+from rl.tinker.sessions import KEPT, Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
     Future,
@@ -24,11 +27,15 @@ from rl.tinker.types import (
     Id,
     InvalidRequestError,
     LimitReachedError,
+    ModelSettings,
     NotFoundError,
     Owner,
     check_base,
     check_seq_id,
 )
+
+if TYPE_CHECKING:
+    from rl.tinker.models import Model
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +46,7 @@ class Weights:
     """Owner; None for the base model."""
     version: asyncio.Future[int]
     """The backend's number for them; pending while they open."""
+    num_bytes: int = 0
     num_samples: int = 0
     """Samples in progress."""
     closed: str | None = None
@@ -57,22 +65,24 @@ class OpenWeights:
         self._open: dict[str, Weights] = {}
         """Weights by key, least recently used first."""
 
-    async def publish(self, model_id: str, owner: str) -> Weights:
+    async def publish(self, model: Model) -> Weights:
         """Snapshot a model's weights.
 
         Raises:
-            LimitReachedError: the backend has no room, and all of the owner's weights are in use.
+            LimitReachedError: there is no room, and all weights that could make room are in use.
         """
+        owner, num_bytes = model.session.owner, self._num_bytes(model.settings)
         version = asyncio.get_running_loop().create_future()
         while not version.done():
+            self.reserve(owner, num_bytes)
             try:
-                version.set_result(await self._parts.backend.publish(model_id))
+                version.set_result(await self._parts.backend.publish(model.model_id, owner))
             except LimitReachedError as error:
                 closing = self._close_oldest(owner, str(error))
                 if closing is None:
                     raise
                 await asyncio.wait([closing])
-        weights = Weights(f"snapshot {version.result()}", owner, version)
+        weights = Weights(f"snapshot {version.result()}", owner, version, num_bytes)
         self._open[weights.key] = weights
         self._make_room(owner)
         return weights
@@ -84,10 +94,34 @@ class OpenWeights:
         if found is None or found.could_not_open:
             lora = None if stored is None else stored.record.settings.lora
             adapters = None if lora is None else lora_config(lora, self._parts.backend.base_model)
-            opening = self._parts.backend.open(adapters, None if stored is None else stored.data)
+            num_bytes = 0 if stored is None else self._num_bytes(stored.record.settings)
+            self.reserve(owner, num_bytes)
+            opening = self._parts.backend.open(adapters, None if stored is None else stored.data, owner)
             version = self._parts.background.start(opening, f"opening of {key}")
-            found = self._open[key] = Weights(key, None if stored is None else owner, version)
+            found = self._open[key] = Weights(key, None if stored is None else owner, version, num_bytes)
         return found
+
+    def reserve(self, owner: str, num_bytes: int) -> None:
+        """Close weights until there is room for more state.
+
+        Raises:
+            LimitReachedError: there is none, and all weights that could make room are in use.
+        """
+        most = self._parts.limits.most_state_bytes
+        while num_bytes and self._num_state_bytes() + num_bytes > most:
+            why = (
+                f"limit all_state_bytes: the models and open weights of all keys have more than {most} bytes"
+            )
+            if self._close_oldest(owner, why) is None:
+                raise LimitReachedError(f"{why}; finish a session")
+
+    def _num_state_bytes(self) -> int:
+        models = sum(model.num_bytes for model in self._parts.sessions.all_models())
+        return models + sum(one.num_bytes for one in self._open.values())
+
+    def _num_bytes(self, settings: ModelSettings) -> int:
+        """Return the bytes of a snapshot of a model's trained weights."""
+        return 4 * self._parts.backend.base_model.num_trained(settings.lora)
 
     def acquire(self, weights: Weights) -> None:
         """Keep weights open until `release`, and mark them as the most recently used."""
@@ -116,11 +150,26 @@ class OpenWeights:
             f"only the {most} most recently used weights stay open (limit samplers); save the weights under a "
             "name to keep them"
         )
-        while owner is not None and sum(one.owner == owner for one in self._open.values()) > most:
+        while owner is not None and self._num_open()[owner] > most:
+            if self._close_oldest_of(owner, why) is None:
+                break
+        most = self._parts.limits.all_samplers
+        why = f"all keys together have at most {most} weights open (limit all_samplers)"
+        while owner is not None and self._num_open().total() > most:
             if self._close_oldest(owner, why) is None:
                 break
 
+    def _num_open(self) -> Counter[str]:
+        """Return the number of open weights by owner, without the base model's."""
+        return Counter(one.owner for one in self._open.values() if one.owner is not None)
+
     def _close_oldest(self, owner: str, why: str) -> asyncio.Task[None] | None:
+        """Close weights of the owner who has most, or else of this one."""
+        num_open = self._num_open()
+        most = max(num_open, key=lambda one: (num_open[one], one == owner), default=owner)
+        return self._close_oldest_of(most, why) or self._close_oldest_of(owner, why)
+
+    def _close_oldest_of(self, owner: str, why: str) -> asyncio.Task[None] | None:
         """Close the owner's least recently used weights without samples, if there are any."""
         for key, weights in self._open.items():
             if weights.owner == owner and not weights.num_samples:
@@ -139,7 +188,7 @@ class OpenWeights:
 class SamplingSessions:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._weights = OpenWeights(parts)
+        self.weights = OpenWeights(parts)
         parts.sessions.end_samplers = self._end_session
 
     async def create_sampling_session(
@@ -157,7 +206,7 @@ class SamplingSessions:
                 stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
                 name = stored.record.settings.base_model
             check_base(self._parts.backend.base_model, name)
-            session.samplers[new_id] = stored
+            self._add(session, new_id, stored)
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
     async def asample(self, body: SampleBody, *, owner: Owner) -> Future:
@@ -174,16 +223,22 @@ class SamplingSessions:
         futures = self._parts.futures
         if request_id not in futures:
             weights = self._weights_of(source, owner)
-            num_bytes = asked.prompt.nbytes + SMALL_BYTES * body.num_samples
+            stop = body.sampling_params.stop or ()
+            num_bytes = (
+                asked.prompt.nbytes
+                + SMALL_BYTES * body.num_samples
+                + sum(4 * len(one) if isinstance(one, str) else 32 for one in stop)
+            )
             request = futures.begin(request_id, owner=owner, num_bytes=num_bytes)
 
             async def sampled() -> Result:
                 version = await asyncio.shield(weights.version)
-                return encode_sample(await self._parts.backend.sample(version, asked), asked)
+                output = await self._parts.backend.sample(version, asked, owner)
+                return await encoded(partial(encode_sample, output, asked), num_bytes=output.num_bytes)
 
-            self._weights.acquire(weights)
+            self.weights.acquire(weights)
             request.task = self._parts.background.start(futures.run(request, sampled), f"sample {request_id}")
-            request.task.add_done_callback(lambda _: self._weights.release(weights))
+            request.task.add_done_callback(lambda _: self.weights.release(weights))
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
 
@@ -200,29 +255,45 @@ class SamplingSessions:
         session = self._parts.sessions.live(sampling_session_id, owner)
         if sampling_session_id not in session.samplers:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
-        return session.samplers[sampling_session_id]
+        found = session.samplers[sampling_session_id] = session.samplers.pop(sampling_session_id)
+        return found
 
     def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
-    async def publish(self, model_id: str, new_id: str, session: Session) -> None:
+    async def publish(self, model: Model, new_id: str) -> None:
         """Open a sampling session of a model's weights as they are now."""
+        session = model.session
         taken = f"sampling_session_seq_id: there is a sampling session {new_id} already"
         if new_id in session.samplers:
             raise InvalidRequestError(taken)
-        weights = await self._weights.publish(model_id, session.owner)
+        weights = await self.weights.publish(model)
         if session.ended:
-            self._weights.close(weights.key, "its session has ended")
+            self.weights.close(weights.key, "its session has ended")
             raise GoneError(f"session {session.session_id} has ended")
         if new_id in session.samplers:  # another model of the session was faster
-            self._weights.close(weights.key, taken)
+            self.weights.close(weights.key, taken)
             raise InvalidRequestError(taken)
-        session.samplers[new_id] = weights
+        self._add(session, new_id, weights)
+
+    def close_checkpoint(self, stored: Stored) -> None:
+        """Accept no more samples of a checkpoint that was deleted."""
+        self.weights.close(str(stored.data), f"{stored.path.tinker_path} was deleted")
+
+    def _add(self, session: Session, new_id: str, source: Weights | Stored | None) -> None:
+        session.samplers[new_id] = source
+        if len(session.samplers) > KEPT:
+            oldest = session.samplers.pop(next(iter(session.samplers)))
+            if isinstance(oldest, Weights):
+                self.weights.close(oldest.key, f"a session keeps its {KEPT} last sampling sessions")
 
     def _weights_of(self, source: Weights | Stored | None, owner: str) -> Weights:
         if not isinstance(source, Weights):
-            return self._weights.opened(source, owner)
+            if source is not None:
+                # Deleted and expired checkpoints are not sampled from, even while they are open.
+                self._parts.storage.find(source.path, owner)
+            return self.weights.opened(source, owner)
         if source.closed is not None:
             raise GoneError(f"the weights are no longer in memory: {source.closed}")
         return source
@@ -234,6 +305,6 @@ class SamplingSessions:
         still_used = [one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)]
         for source in ended:
             if isinstance(source, Weights):
-                self._weights.close(source.key, why)
+                self.weights.close(source.key, why)
             elif source is not None and source.data not in still_used:
-                self._weights.close(str(source.data), why)
+                self.weights.close(str(source.data), why)

@@ -11,7 +11,6 @@ and what belongs to another owner is not found.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import pydantic
 from fastapi import Body
 from fastapi import Path as PathSegment
-from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.codec import PROTOBUF
 from rl.tinker.futures import Futures, Parts, Result
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
@@ -71,7 +68,7 @@ class Service:
         self.sessions = parts.sessions
         self.sampling = SamplingSessions(parts)
         self.training = TrainingCalls(parts, sampling=self.sampling)
-        self.runs = Runs(parts)
+        self.runs = Runs(parts, sampling=self.sampling)
 
     async def start(self) -> None:
         """Start the backend, and remove checkpoints that have expired or are incomplete.
@@ -132,15 +129,12 @@ class Service:
         return await self._parts.futures.retrieve(request_id, wait_s=wait_s)
 
     async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
-        """Wait for a result: protobuf if it has tensors, else JSON."""
+        """Wait for a result: protobuf for the results of forward_backward and sample, else JSON."""
         result = await self.retrieve(body.request_id, owner=owner, wait_s=self.http.poll_s)
         if result is None:
             again = TryAgainResponse(request_id=body.request_id, queue_state="active")
             return JSONResponse(again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408)
-        if isinstance(result, Message):
-            return Response(result.SerializeToString(), media_type=PROTOBUF)
-        # Python's JSON has NaN, as the official client reads it: null would not be a number.
-        return Response(json.dumps(result.model_dump()), media_type="application/json")
+        return Response(result.body, media_type=result.media_type)
 
     async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
         """Cancel a sample, whose result becomes a failure unless it has ended."""
@@ -156,7 +150,8 @@ class Ttl(pydantic.BaseModel):
 class Runs:
     """Calls about training runs and checkpoints, in memory and on the disk together; lists are newest first."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
+        self._sampling = sampling
         self._storage = parts.storage
         self._sessions = parts.sessions
 
@@ -187,6 +182,7 @@ class Runs:
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")
+        self._sampling.close_checkpoint(self._storage.find(path, owner))
         await self._storage.delete(path, owner)
 
     async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:

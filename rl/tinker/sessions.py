@@ -23,14 +23,19 @@ if TYPE_CHECKING:
     from rl.tinker.storage import Stored
 
 
+KEPT = 1000
+"""Sampling sessions, and models that have ended, which a session remembers; sessions that have ended, of one owner."""
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     session_id: str
     owner: str
     models: dict[str, Model] = field(default_factory=dict)
-    """Models by id, also those that have ended; none once the session and their tasks have."""
+    """Models by id, also the last `KEPT` that have ended; none once the session and their tasks have."""
     samplers: dict[str, Weights | Stored | None] = field(default_factory=dict)
-    """What each sampling session samples from: a snapshot, saved weights, or None for the base model."""
+    """What each sampling session samples from: a snapshot, saved weights, or None for the base model. The least
+    recently used one comes first, and is forgotten beyond `KEPT`."""
     ended: bool = False
     silence: asyncio.TimerHandle | None = None
     """Timer that ends the session unless another request about it comes before."""
@@ -54,9 +59,12 @@ class Sessions:
         """Callback that gets an ended session and the reason."""
 
     async def create_session(self, body: CreateSessionBody, *, owner: Owner) -> wire.CreateSessionResponse:
-        num_open = sum(one.owner == owner and not one.ended for one in self._sessions.values())
-        if num_open >= (most := self._limits.sessions):
+        own = [one for one in self._sessions.values() if one.owner == owner]
+        ended = [one for one in own if one.ended and not one.models]
+        if len(own) - len(ended) >= (most := self._limits.sessions):
             raise LimitReachedError(f"limit sessions: {most} have not ended; finish one of them")
+        for one in ended[:-KEPT]:
+            del self._sessions[one.session_id]
         session_id = f"{self._process}-{secrets.token_hex(8)}"
         session = Session(session_id, owner)
         self._sessions[session_id] = session
@@ -100,8 +108,12 @@ class Sessions:
 
     def models(self, owner: str) -> dict[str, Model]:
         """Return an owner's models in memory by id, oldest first."""
-        own = [session for session in self._sessions.values() if session.owner == owner]
-        return {i: model for session in own for i, model in session.models.items() if model.in_memory}
+        return {model.model_id: model for model in self.all_models() if model.session.owner == owner}
+
+    def all_models(self) -> list[Model]:
+        """Return the models of all owners that are in memory, oldest first."""
+        models = (model for session in self._sessions.values() for model in session.models.values())
+        return [model for model in models if model.in_memory]
 
     def sources(self) -> list[Weights | Stored | None]:
         """Return what the sampling sessions of all owners sample from."""
@@ -140,7 +152,7 @@ class Sessions:
             model.end(why)
             model.task.add_done_callback(partial(_forget, session, model.model_id))
         self.end_samplers(session, why)
-        drop = partial(self._sessions.pop, session.session_id)
+        drop = partial(self._sessions.pop, session.session_id, None)
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, drop)
 
 

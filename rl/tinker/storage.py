@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import pydantic
 from tinker import types as wire
@@ -39,6 +39,8 @@ CheckpointKind = Literal["training", "sampler"]
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 REMOVE_EVERY_S = 60.0
 """Shortest time between two searches for expired checkpoints."""
+LAST_S = 253_402_300_799
+"""Last second of the year 9999, the latest that a date can be."""
 _RUN = "run.json"
 _MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -81,28 +83,31 @@ def check_name(name: str) -> None:
 # Records
 
 
+Seconds = Annotated[float, pydantic.Field(ge=0, le=LAST_S)]
+
+
 class _Record(pydantic.BaseModel):
     """Content of a file; times are Unix seconds."""
 
     model_config = pydantic.ConfigDict(frozen=True, protected_namespaces=())
 
     settings: ModelSettings
-    created_s: float
+    created_s: Seconds
     user_metadata: Metadata | None
 
 
 class RunRecord(_Record):
     format: Literal[1] = 1
-    model_id: str
+    model_id: Annotated[str, pydantic.Field(pattern=f"^{_MODEL_ID.pattern}$")]
     owner_hash: str
 
 
 class CheckpointRecord(_Record):
     format: Literal[2] = 2
-    folder: str
+    folder: Annotated[str, pydantic.Field(pattern=f"^{_DATA.pattern}$")]
     """Name of the folder beside the record that has the data."""
-    expires_s: float | None
-    size_bytes: int
+    expires_s: Seconds | None
+    size_bytes: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,11 +164,11 @@ class Storage:
     # Reading
 
     def runs(self, owner: str) -> list[RunRecord]:
-        records = [_read(run / _RUN, RunRecord) for run in self._runs()]
+        records = [self._run_record(run) for run in self._runs()]
         return [record for record in records if record is not None and record.owner_hash == owner]
 
     def run(self, model_id: str, owner: str) -> RunRecord | None:
-        record = _read(self._run(model_id) / _RUN, RunRecord) if _MODEL_ID.fullmatch(model_id) else None
+        record = self._run_record(self._run(model_id)) if _MODEL_ID.fullmatch(model_id) else None
         return record if record is not None and record.owner_hash == owner else None
 
     def checkpoints(self, *model_ids: str) -> list[Stored]:
@@ -251,6 +256,11 @@ class Storage:
     def _run(self, model_id: str) -> Path:
         assert _MODEL_ID.fullmatch(model_id)
         return self._root / model_id.replace(":", ".")
+
+    def _run_record(self, run: Path) -> RunRecord | None:
+        """Return the record of a run's folder, unless it is that of another run."""
+        record = _read(run / _RUN, RunRecord)
+        return record if record is not None and self._run(record.model_id) == run else None
 
     def _runs(self) -> list[Path]:
         return [run for run in self._root.iterdir() if _MODEL_ID.fullmatch(run.name.replace(".", ":"))]

@@ -16,9 +16,10 @@ from rl.tinker.backend import lora_config
 from rl.tinker.bodies import ForwardBackwardBody, read_forward_backward
 from rl.tinker.codec import encode_forward_backward
 from rl.tinker.datums import metrics_of, optim_params
-from rl.tinker.futures import Parts, Result
+from rl.tinker.futures import Answer, Parts, encoded
 from rl.tinker.models import Model, Work
 from rl.tinker.sampling import SamplingSessions
+from rl.tinker.sessions import KEPT
 from rl.tinker.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
 from rl.tinker.types import (
     Future,
@@ -79,13 +80,13 @@ class TrainingCalls:
                     f"{body.model_id} has {model.settings}"
                 )
 
-            async def work() -> Result:
-                async with self._backend.trainer() as trainer:
+            async def load() -> Answer:
+                async with self._backend.trainer(owner) as trainer:
                     await trainer.load_model(model.model_id, str(stored.data), optimizer=body.optimizer)
                 model.failed.clear()
                 return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
 
-            return work
+            return Work(load)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -129,9 +130,13 @@ class TrainingCalls:
             settings = ModelSettings(base_model=body.base_model, lora=lora)
         base = self._backend.base_model
         check_base(base, settings.base_model)
+        if settings.lora is None and base.min_lora_rank:
+            raise InvalidRequestError(
+                f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this server trains "
+                "adapters only"
+            )
         adapters = None if settings.lora is None else lora_config(settings.lora, base)
-        if len(self._parts.sessions.models(owner)) >= (most := self._parts.limits.models):
-            raise LimitReachedError(f"limit models: {most} are in memory; finish the session of one")
+        self._check_room(settings, owner)
         request = self._futures.begin(future.request_id, owner=owner)
         record = RunRecord(
             model_id=model_id,
@@ -140,10 +145,13 @@ class TrainingCalls:
             created_s=self._parts.wall_time_s(),
             user_metadata=body.user_metadata,
         )
+        ended = [i for i, one in session.models.items() if not one.in_memory]
+        for i in ended[:-KEPT]:
+            del session.models[i]
         model = session.models[model_id] = Model(self._parts, record=record, session=session)
 
-        async def work() -> Result:
-            async with self._backend.trainer() as trainer:
+        async def create() -> Answer:
+            async with self._backend.trainer(owner) as trainer:
                 await trainer.create_model(model_id, adapters)
                 model.is_created = True
                 if isinstance(body, wire.CreateModelRequest):
@@ -152,8 +160,17 @@ class TrainingCalls:
                 await trainer.load_model(model_id, str(stored.data), optimizer=body.optimizer)
             return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
 
-        model.submit(0, request, work)
+        model.submit(0, request, Work(create))
         return future
+
+    def _check_room(self, settings: ModelSettings, owner: str) -> None:
+        """Raise LimitReachedError if there is no room for another model."""
+        limits, models = self._parts.limits, self._parts.sessions.all_models()
+        if sum(one.session.owner == owner for one in models) >= limits.models:
+            raise LimitReachedError(f"limit models: {limits.models} are in memory; finish the session of one")
+        if len(models) >= limits.all_models:
+            raise LimitReachedError(f"limit all_models: {limits.all_models} of all keys are in memory")
+        self._sampling.weights.reserve(owner, 16 * self._backend.base_model.num_trained(settings.lora))
 
     # Steps
 
@@ -174,8 +191,8 @@ class TrainingCalls:
                 raise body.content
             built, loss, samples = body.content
 
-            async def work() -> Result:
-                async with self._backend.trainer() as trainer:
+            async def compute() -> Answer:
+                async with self._backend.trainer(owner) as trainer:
                     if body.backward:
                         result = await trainer.forward_backward(
                             samples.samples, loss=built, return_logprobs=True, model_id=model.model_id
@@ -183,13 +200,13 @@ class TrainingCalls:
                     else:
                         result = await trainer.forward(samples.samples, loss=built, model_id=model.model_id)
                 assert result.logprobs is not None
-                return encode_forward_backward(samples.logprobs(result.logprobs), metrics_of(result, loss))
+                logprobs, metrics = samples.logprobs(result.logprobs), metrics_of(result, loss)
+                num_bytes = sum(values.nbytes for values in logprobs)
+                return await encoded(partial(encode_forward_backward, logprobs, metrics), num_bytes=num_bytes)
 
-            return work
+            return Work(compute, body.num_bytes)
 
-        return self._submit(
-            body.model_id, body.seq_id, check, owner=owner, num_bytes=body.num_bytes, adds=body.backward
-        )
+        return self._submit(body.model_id, body.seq_id, check, owner=owner, adds=body.backward)
 
     async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:
         def check(model: Model) -> Work:
@@ -197,8 +214,8 @@ class TrainingCalls:
                 raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
             settings = optim_params(body.optim_params)
 
-            async def work() -> Result:
-                async with self._backend.trainer() as trainer:
+            async def step() -> Answer:
+                async with self._backend.trainer(owner) as trainer:
                     if failed := ", ".join(map(str, model.failed)):
                         model.failed.clear()
                         await trainer.drop_gradient(model_id=model.model_id)
@@ -211,7 +228,7 @@ class TrainingCalls:
                     result = await trainer.optim_step(settings, allow_empty=True, model_id=model.model_id)
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
-            return work
+            return Work(step)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -248,11 +265,11 @@ class TrainingCalls:
                 return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
             new_id = self._sampling.id_of(model.session, number)
 
-            async def snapshot() -> Result:
-                await self._sampling.publish(model.model_id, new_id, model.session)
+            async def snapshot() -> Answer:
+                await self._sampling.publish(model, new_id)
                 return answer(sampling_session_id=new_id)
 
-            return snapshot
+            return Work(snapshot)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -262,7 +279,7 @@ class TrainingCalls:
         kind: CheckpointKind,
         name: str,
         body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest,
-        answer: Callable[..., Result],
+        answer: Callable[..., Answer],
         *,
         overwrite: bool,
     ) -> Work:
@@ -272,10 +289,10 @@ class TrainingCalls:
         path = checkpoint_path(model.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            async with self._backend.trainer() as trainer:
+            async with self._backend.trainer(model.session.owner) as trainer:
                 await trainer.save_model(model.model_id, str(folder), optimizer=kind == "training")
 
-        async def work() -> Result:
+        async def save() -> Answer:
             await self._parts.storage.save(
                 model.record,
                 path,
@@ -286,7 +303,7 @@ class TrainingCalls:
             )
             return answer(path=path.tinker_path)
 
-        return work
+        return Work(save)
 
     def _find_state(self, body: wire.LoadWeightsRequest, owner: str) -> Stored:
         _check_optimizer(body.optimizer_config)
@@ -305,7 +322,6 @@ class TrainingCalls:
         check: Callable[[Model], Work],
         *,
         owner: str,
-        num_bytes: int = 0,
         adds: bool = False,
     ) -> Future:
         """Give a request to its model; `check` validates it and returns its work."""
@@ -318,22 +334,26 @@ class TrainingCalls:
         if model.has_passed(number):
             return future
 
-        work, refusal = None, None
+        refusal = None
         try:
             work = check(model)
         except (InvalidRequestError, NotFoundError) as error:
-            refusal = error
+            # Its place in the stream waits and counts like any other, without the request's data.
+            refusal, work = error, _refused(str(error))
         request = self._futures.begin(
-            future.request_id,
-            owner=owner,
-            num_bytes=num_bytes,
-            unblocks=work is None or model.unblocks(number),
+            future.request_id, owner=owner, num_bytes=work.num_bytes, unblocks=model.unblocks(number)
         )
         model.submit(number, request, work, adds=adds)
         if refusal is not None:
-            self._futures.fail(request, str(refusal))
             raise refusal
         return future
+
+
+def _refused(text: str) -> Work:
+    async def refuse() -> Answer:
+        raise InvalidRequestError(text)
+
+    return Work(refuse)
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:

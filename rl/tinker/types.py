@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
+import psutil
 import pydantic
 from fastapi import Depends, Path, Query, Request
 from tinker import types as wire
@@ -29,6 +30,17 @@ from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
 
+MAX_ERROR_LENGTH = 2000
+"""Characters of an error's text, which may repeat a request's values."""
+MAX_METADATA_LENGTH = 2**16
+"""Characters of all names and values of `user_metadata`."""
+
+
+def shortened(text: str) -> str:
+    if len(text) <= MAX_ERROR_LENGTH:
+        return text
+    return f"{text[:MAX_ERROR_LENGTH]} ... ({len(text)} characters)"
+
 
 class TinkerError(Exception):
     """A request that failed; the text is meant for the client.
@@ -38,6 +50,9 @@ class TinkerError(Exception):
     """
 
     status: ClassVar[int]
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shortened(text))
 
 
 class InvalidRequestError(TinkerError, ValueError):
@@ -95,11 +110,20 @@ class BaseModel:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion unless the request says otherwise."""
     tie_embeddings: bool = True
+    min_lora_rank: int = 0
+    """Lowest rank of adapters; 0 permits training of all parameters."""
     max_lora_rank: int = 128
+    num_parameters: int = 0
+    num_parameters_per_rank: int = 0
+    """Parameters of adapters of rank 1 on all layers."""
     min_temperature: float = 1e-30
     """Lowest temperature above 0 that the sampler can divide logits by."""
     topk_prompt_logprobs: bool = True
     """True if the sampler can return the most likely tokens at each position of a prompt."""
+
+    def num_trained(self, lora: wire.LoraConfig | None) -> int:
+        """Return the most parameters that a model of these settings trains."""
+        return self.num_parameters if lora is None else lora.rank * self.num_parameters_per_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,6 +154,11 @@ class SampleOutput:
     of_prompt: PromptLogprobs | None
     """Logprobs of the prompt, if requested."""
 
+    @property
+    def num_bytes(self) -> int:
+        of_completions = sum(one.token_ids.nbytes + one.logprobs.nbytes for one in self.completions)
+        return of_completions + (0 if self.of_prompt is None else self.of_prompt.num_bytes)
+
 
 def check_base(base: BaseModel, name: str | None) -> None:
     if name != base.name:
@@ -141,7 +170,7 @@ def check_base(base: BaseModel, name: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one API key. A refusal names the limit that it met."""
+    """Limits of one API key and, with `all_`, of all keys together. A refusal names the limit that it met."""
 
     sessions: int = 100
     """Sessions that have not ended."""
@@ -151,10 +180,20 @@ class Limits:
     """Snapshots and saved weights open to sample from. The next one closes the least recently used one: a
     snapshot is then gone, saved weights open again with their next sample."""
     waiting_bytes: int = 4 * 2**30
-    """Bytes of the requests without a result, at least 512 KiB each and 4 KiB a sample."""
+    """Bytes of the decoded requests without a result, at least 512 KiB each and 4 KiB a sample."""
     samples_per_request: int = 1024
     result_bytes: int = 2**30
     """Bytes of the results that are kept; the oldest go first."""
+
+    all_models: int = 256
+    """Models in training at once."""
+    all_samplers: int = 64
+    """Open snapshots and saved weights; the key that has most closes its least recently used one."""
+    all_state_bytes: int | None = None
+    """Estimated bytes of trained weights, gradients, optimizer state and snapshots; None: half of this machine's
+    memory. Snapshots of actors are whole models and have a limit of their own (`weights.keep_versions`)."""
+    all_held_bytes: int = 8 * 2**30
+    """Bytes of waiting requests, and as many of results; a key that has less than its share is not refused."""
 
     session_timeout_s: float | None = None
     """Silence after which a session ends; None: only when the client finishes it."""
@@ -167,6 +206,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_bounds(self, *(field.name for field in fields(self)), above=0)
+
+    @property
+    def most_state_bytes(self) -> int:
+        """`all_state_bytes` with its default."""
+        return self.all_state_bytes or psutil.virtual_memory().total // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,8 +300,13 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raise InvalidRequestError unless all values are texts that an answer can hold."""
-    for key, value in (metadata or {}).items():
+    """Raise InvalidRequestError unless the values are texts that an answer can hold, and not too long."""
+    metadata = metadata or {}
+    if (length := sum(len(key) + len(str(value)) for key, value in metadata.items())) > MAX_METADATA_LENGTH:
+        raise InvalidRequestError(
+            f"user_metadata: has {length} characters, must be at most {MAX_METADATA_LENGTH}"
+        )
+    for key, value in metadata.items():
         try:
             (key + value).encode()
         except (TypeError, UnicodeEncodeError):

@@ -29,6 +29,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from rl.models.lora import LoRA
 from rl.tinker.app import make_app
 from rl.tinker.auth import Keys
+from rl.tinker.codec import PROTOBUF
+from rl.tinker.futures import Result
 from rl.tinker.service import Service
 from rl.tinker.types import (
     BaseModel,
@@ -91,7 +93,7 @@ class FakeBackend:
         self.is_open = False
 
     @asynccontextmanager
-    async def trainer(self) -> AsyncIterator[FakeBackend]:
+    async def trainer(self, owner: str = "") -> AsyncIterator[FakeBackend]:
         yield self
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
@@ -135,13 +137,13 @@ class FakeBackend:
         async with self._call("delete_model", model_id):
             del self.weights[model_id], self.gradients[model_id]
 
-    async def publish(self, model_id: str) -> int:
+    async def publish(self, model_id: str, owner: str) -> int:
         async with self._call("publish", model_id):
             if len(self.published) >= self.max_published:
                 raise LimitReachedError(f"there are {len(self.published)} snapshots")
             return self._add(self.weights[model_id])
 
-    async def open(self, lora: LoRA.Config | None, folder: Path | None) -> int:
+    async def open(self, lora: LoRA.Config | None, folder: Path | None, owner: str) -> int:
         async with self._call("open", f"weights {len(self.calls)}"):
             return self._add(0.0 if folder is None else _read(folder))
 
@@ -156,7 +158,7 @@ class FakeBackend:
                 self.violations.append(f"{version} forgotten under its samples")
             del self.published[version]
 
-    async def sample(self, version: int, request: SampleRequest) -> SampleOutput:
+    async def sample(self, version: int, request: SampleRequest, owner: str) -> SampleOutput:
         self.num_sampling[version] += 1
         try:
             self.calls.append(f"sample {version}")
@@ -296,10 +298,10 @@ class Client:
     async def runs(self, call: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self.service.runs, call)(*args, owner=self.owner, **kwargs)
 
-    async def result(self, request_id: str) -> Any:
-        result = await self.service.retrieve(request_id, owner=self.owner, wait_s=10)
-        assert result is not None, f"{request_id} has no result after 10 s"
-        return result
+    async def result(self, request_id: str, *, wait_s: float = 10) -> Any:
+        result = await self.service.retrieve(request_id, owner=self.owner, wait_s=wait_s)
+        assert result is not None, f"{request_id} has no result after {wait_s:g} s"
+        return decoded(result, request_id)
 
     async def failure(self, request_id: str) -> wire.RequestFailedResponse:
         result = await self.result(request_id)
@@ -334,6 +336,15 @@ class Client:
         """Return the weight of a new model loaded from a checkpoint."""
         request = self.load(path, session_id=self.session(), model_seq_id=number)
         return await self.weight(self.step((await self.result(request)).model_id, 1))
+
+
+def decoded(result: Result, request_id: str) -> Any:
+    """Return an answer in the official client's types, or one that is none of tensors as a namespace."""
+    if result.media_type == PROTOBUF:
+        kind = pb.SampleResponse if ":sample:" in request_id else pb.ForwardBackwardOutput
+        return kind.FromString(result.body)
+    fields = json.loads(result.body)
+    return SimpleNamespace(**fields) if result.error is None else wire.RequestFailedResponse(**fields)
 
 
 def message(model: str, seq_id: int, *tokens: int) -> pb.ForwardBackwardRequest:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
-from rl.tinker.backend import Turns
 from rl.tinker.codec import checked_request
 from rl.tinker.futures import REQUEST_BYTES, SMALL_BYTES
+from rl.tinker.turns import Turns
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, NotFoundError
 from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
@@ -239,7 +239,7 @@ class Generators:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.turns = Turns(self.serve)
+        self.turns = Turns(self.serve, interrupt=self.interrupt)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.ends: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -249,10 +249,15 @@ class Generators:
             raise ArithmeticError("the pull failed")
         self.log.append(f"serves {version}")
 
+    async def interrupt(self) -> None:
+        raise AssertionError("requests of one owner are not interrupted")
+
     async def request(self, name: str) -> None:
-        async with self.turns.serving("xabc".index(name[0]) or -1):
+        async def work() -> None:
             self.log.append(name)
             await self.ends[name].wait()
+
+        await self.turns.run(work, version="xabc".index(name[0]) or -1)
 
     async def after(self, *names: str) -> list[str]:
         """Start these requests and return the calls recorded since the last look."""

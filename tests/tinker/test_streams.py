@@ -34,7 +34,7 @@ async def test_requests_behind_a_gap_fail_in_time_and_later_ones_run(client):
     started_s = now_s()
     await asyncio.sleep(7)
     behind = [client.add(model, 3, 3), client.step(model, 5)]
-    failures = [await client.service.retrieve(one, owner=client.owner, wait_s=60) for one in behind]
+    failures = [await client.result(one, wait_s=60) for one in behind]
 
     assert now_s() - started_s == pytest.approx(7 + 30)
     for failure in failures:

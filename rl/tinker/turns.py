@@ -1,0 +1,344 @@
+"""Who computes next: turns of the owners at the trainer, and of owners and snapshots at the generators.
+
+The generators hold one snapshot at a time. Requests of a snapshot run at once, and a request for another snapshot
+waits until they have ended. This holds for the requests of one owner. Between owners a turn ends after `TURN_S` if
+an owner waits who has used the generators less: the running requests are interrupted, and go on in a later turn
+from where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rl.models.generate import Interrupted
+from rl.utils.errors import RunError
+
+T = TypeVar("T")
+
+TURN_S = 2.0
+"""Shortest turn at the generators while another owner waits."""
+LAG_S = 2.0
+"""Seconds of the generators by which an owner who runs may be ahead of another one. Interrupted requests read their
+prompts again, so owners who are equally busy should change places rarely."""
+CREDIT_S = 1.0
+"""Seconds that an owner who comes, or comes back, may be behind the others: little work is done at once."""
+LONGEST_TURN_S = 60.0
+"""Time after which requests are interrupted in any case: calls to actors have deadlines, and an owner may ask for
+more at once than they can do until then."""
+AGAIN_S = 0.25
+"""Time between two looks at a turn that should end, and between two interruptions of requests that go on."""
+
+
+class FairLock:
+    """Lock for which the owners who wait take turns; the requests of one owner come in order."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Requests by owner; the first owner is next, and then goes to the end."""
+
+    @asynccontextmanager
+    async def held_by(self, owner: str) -> AsyncIterator[None]:
+        if self._is_held:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(owner, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the turn had come at this very moment
+                    self._pass_on()
+                raise
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            own = self._waiting.pop(owner)
+            while own and (turn := own.popleft()).done():
+                pass  # cancelled
+            if own:
+                self._waiting[owner] = own
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_held = False
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    has_advanced: bool = False
+    """True if a request got tokens and was interrupted."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Request:
+    version: int
+    owner: str
+    num_sequences: int
+    number: int
+    started: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_late: bool = False
+    """True if it joined a running turn, in which the engine may have kept it waiting behind the others."""
+    turn: _Turn | None = None
+    """The last turn that it was in."""
+    patience: int = 1
+    """Factor of the shortest turn that it needs; grows with turns in which no request got a token."""
+
+
+class Turns:
+    """Turns at the generators.
+
+    Args:
+        serve: gives the generators a version.
+        interrupt: ends the running calls, whose work returns `Interrupted`.
+        capacity: sequences that the generators draw at once. Below it, requests of several owners share a turn.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[int], Awaitable[object]],
+        *,
+        interrupt: Callable[[], Awaitable[object]],
+        capacity: int = 0,
+    ) -> None:
+        self._serve = serve
+        self._interrupt = interrupt
+        self._capacity = capacity
+        self._numbers = itertools.count()
+        self._active: Counter[str] = Counter()
+        """Requests by owner, whether they wait or run."""
+        self._waiting: dict[str, dict[_Request, None]] = {}
+        """Waiting requests by owner, oldest first."""
+        self._running: dict[_Request, None] = {}
+        self._num_sequences: Counter[str] = Counter()
+        """Sequences of the running requests by owner."""
+        self._used_s: dict[str, float] = {}
+        """Seconds of the generators by owner, while owners compete."""
+        self._charged_s = 0.0
+        """Time of the last addition to `_used_s`."""
+        self._version: int | None = None
+        """The served version; None at the start and after an error."""
+        self._is_new = False
+        """True if the version was changed and no request has started since."""
+        self._turn = _Turn()
+        self._began_s = 0.0
+        self._switch_s = 0.0
+        """Time that the last change of versions took."""
+        self._is_idle = asyncio.Event()
+        self._change: asyncio.Task[None] | None = None
+        """Change of versions or interruption under way, during which no request starts."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(
+        self,
+        work: Callable[[], Awaitable[T | Interrupted[T]]],
+        *,
+        version: int,
+        owner: str = "",
+        num_sequences: int = 1,
+    ) -> T:
+        """Do work on generators that hold a version, until it is done; raise what `serve` raises."""
+        request = _Request(
+            version=version, owner=owner, num_sequences=num_sequences, number=next(self._numbers)
+        )
+        self._join(owner)
+        try:
+            while True:
+                done = await self._in_turn(request, work)
+                if not isinstance(done, Interrupted):
+                    return done
+                work = done.resume
+                if done.has_advanced and request.turn is not None:
+                    request.turn.has_advanced = True
+                request.started = asyncio.get_running_loop().create_future()
+        finally:
+            self._active[owner] -= 1
+            if not self._active[owner]:
+                del self._active[owner]
+
+    async def _in_turn(
+        self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
+    ) -> T | Interrupted[T]:
+        own = self._waiting.setdefault(request.owner, {})
+        if own and request.number < next(iter(own)).number:  # it was interrupted
+            self._waiting[request.owner] = {request: None, **own}
+        else:
+            own[request] = None
+        self._look()
+        try:
+            await request.started
+            return await work()
+        finally:
+            self._leave(request)
+            self._look()
+
+    # Accounts
+
+    def _join(self, owner: str) -> None:
+        """Open an owner's account, at most `CREDIT_S` behind the others."""
+        self._charge()
+        if not self._active[owner]:
+            others = [one for one in self._active if one != owner and self._active[one]]
+            least_s = min((self._used_s[one] for one in others), default=0.0) - CREDIT_S
+            self._used_s = {
+                one: used_s
+                for one, used_s in self._used_s.items()
+                if one in others or (others and used_s > least_s)
+            }
+            self._used_s.setdefault(owner, least_s)
+        self._active[owner] += 1
+
+    def _charge(self) -> None:
+        """Add the time since the last call to the accounts of those who run, by the number of their sequences."""
+        now_s = asyncio.get_running_loop().time()
+        elapsed_s, self._charged_s = now_s - self._charged_s, now_s
+        for owner, num_sequences in self._num_sequences.items() if len(self._active) > 1 else ():
+            self._used_s[owner] += elapsed_s * num_sequences / self._num_sequences.total()
+
+    def _is_behind(self, owner: str) -> bool:
+        """Return whether an owner who runs is so far ahead of this one that the turn should end."""
+        return self._used_s[owner] < max(self._used_s[one] for one in self._num_sequences) - LAG_S
+
+    # Turns
+
+    def _look(self) -> None:
+        """Start what can start."""
+        self._drop_cancelled()
+        if self._change is not None or not self._waiting:
+            return
+        owners = sorted(
+            self._waiting, key=lambda one: (self._used_s[one], next(iter(self._waiting[one])).number)
+        )
+        if is_late := bool(self._running):
+            for owner in owners:
+                while (own := self._waiting.get(owner)) and self._fits(first := next(iter(own))):
+                    self._start(first, is_late=is_late)
+        else:
+            version = next(iter(self._waiting[owners[0]])).version
+            if self._is_new and any(
+                one.version == self._version for own in self._waiting.values() for one in own
+            ):
+                assert self._version is not None
+                version = self._version  # whoever it was changed for has paid for it
+            self._is_new = False
+            if version != self._version:
+                self._begin_change(self._switch(version, owners[0]))
+                return
+            self._turn, self._began_s = _Turn(), asyncio.get_running_loop().time()
+            # Only here may requests overtake older ones of their owner for other versions.
+            for owner in owners:
+                for request in [one for one in self._waiting[owner] if one.version == version]:
+                    if not self._fits(request):
+                        break
+                    self._start(request, is_late=is_late)
+        self._look_at_the_end()
+
+    def _fits(self, request: _Request) -> bool:
+        is_alone = not self._num_sequences.keys() - {request.owner}
+        return request.version == self._version and (is_alone or self._num_sequences.total() < self._capacity)
+
+    def _start(self, request: _Request, *, is_late: bool) -> None:
+        self._leave(request)
+        if not request.started.done():
+            self._running[request] = None
+            self._num_sequences[request.owner] += request.num_sequences
+            self._is_idle.clear()
+            if request.turn is not None:
+                request.patience = 1 if request.turn.has_advanced else 2 * request.patience
+            request.turn, request.is_late = self._turn, is_late
+            request.started.set_result(None)
+
+    def _leave(self, request: _Request) -> None:
+        """Remove a request from those that wait or run."""
+        self._charge()
+        own = self._waiting.get(request.owner, {})
+        own.pop(request, None)
+        if not own:
+            self._waiting.pop(request.owner, None)
+        if request in self._running:
+            del self._running[request]
+            self._num_sequences[request.owner] -= request.num_sequences
+            self._num_sequences = +self._num_sequences
+        if not self._running:
+            self._is_idle.set()
+
+    def _drop_cancelled(self) -> None:
+        """Drop the oldest requests of each owner that were cancelled and have not noticed yet."""
+        for own in list(self._waiting.values()):
+            for request in list(itertools.takewhile(lambda one: one.started.done(), own)):
+                self._leave(request)
+
+    def _look_at_the_end(self) -> None:
+        """Look whether to interrupt once the turn has had its time."""
+        if not self._running:
+            return
+        loop, at_s = asyncio.get_running_loop(), self._began_s + LONGEST_TURN_S
+        if self._waiting or len(self._num_sequences) > 1:
+            at_s = min(at_s, max(self._end_s(), loop.time() + AGAIN_S))
+        if self._timer is not None:
+            if self._timer.when() <= at_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at_s, self._end_turn)
+
+    def _end_s(self) -> float:
+        """Return the time at which the turn may end."""
+        return self._began_s + max(self._switch_s, TURN_S * max(one.patience for one in self._running))
+
+    def _end_turn(self) -> None:
+        self._timer = None
+        self._charge()
+        if self._change is not None or not self._running:
+            return
+        late = {one.owner for one in self._running if one.is_late}
+        now_s = asyncio.get_running_loop().time()
+        is_over = now_s >= self._end_s() and any(map(self._is_behind, {*self._waiting, *late}))
+        if is_over or now_s >= self._began_s + LONGEST_TURN_S:
+            self._begin_change(self._interrupt_all())
+        else:
+            self._look_at_the_end()
+
+    def _begin_change(self, change: Awaitable[None]) -> None:
+        async def run() -> None:
+            try:
+                await change
+            finally:
+                self._change = None
+                self._look()
+
+        self._change = asyncio.create_task(run(), name="change of turns")
+
+    async def _switch(self, version: int, owner: str) -> None:
+        began_s, self._version = asyncio.get_running_loop().time(), None
+        try:
+            await self._serve(version)
+        except Exception as error:  # noqa: BLE001  (of those who wait for the version)
+            for own in list(self._waiting.values()):
+                for request in [one for one in own if one.version == version]:
+                    self._leave(request)
+                    if not request.started.done():
+                        request.started.set_exception(error)
+        else:
+            self._version, self._is_new = version, True
+        self._switch_s = asyncio.get_running_loop().time() - began_s
+        if len(self._active) > 1 and owner in self._used_s:
+            self._used_s[owner] += self._switch_s
+
+    async def _interrupt_all(self) -> None:
+        while self._running:
+            with contextlib.suppress(RunError):  # of a backend that is lost, where all calls fail
+                await self._interrupt()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await self._is_idle.wait()

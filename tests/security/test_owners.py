@@ -1,0 +1,499 @@
+"""One API key cannot starve another one, fill the memory, or keep what it no longer may have.
+
+The turns and the limits are checked in virtual time; the sampler in this process with real models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+
+from rl.models.generate import Interrupted
+from rl.tinker.datums import find_loss
+from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, encoded
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.service import Ttl
+from rl.tinker.sessions import KEPT
+from rl.tinker.turns import CREDIT_S, LAG_S, LONGEST_TURN_S, FairLock, Turns
+from rl.tinker.types import (
+    BusyError,
+    GoneError,
+    InvalidRequestError,
+    LimitReachedError,
+    NotFoundError,
+)
+from tests.support.fake_tinker import BASE, ME, YOU, message, running_service, service_test, settled
+from tests.support.virtual_time import now_s, run_in_virtual_time
+from tests.tinker.parts import create, local_backend, request, settings, tokens_of
+
+pytestmark = pytest.mark.anyio
+STEP_S = 0.1
+"""Time that a token takes on the generators of these tests."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[LocalTinkerBackend]:
+    backend = local_backend(tmp_path / "base")
+    await backend.start()
+    yield backend
+    await backend.close()
+
+
+# Turns
+
+
+class Engine:
+    """Generators with a number of slots, each of which draws a token of a request per step; the rest waits in line."""
+
+    def __init__(self, *, slots: int, capacity: int | None = None, pull_s: float = 0.3) -> None:
+        self.turns = Turns(
+            self.serve, interrupt=self.interrupt, capacity=slots if capacity is None else capacity
+        )
+        self.slots = asyncio.Semaphore(slots)
+        self.pull_s = pull_s
+        self.interrupted = asyncio.Event()
+        self.num_interruptions = self.num_pulls = 0
+
+    async def serve(self, version: int) -> None:
+        self.num_pulls += 1
+        await asyncio.sleep(self.pull_s)
+
+    async def interrupt(self) -> None:
+        self.num_interruptions += 1
+        self.interrupted.set()
+        self.interrupted = asyncio.Event()
+
+    async def sample(self, owner: str, num_tokens: int, *, version: int = 1, num_sequences: int = 1) -> float:
+        """Return the time that a request took."""
+        started_s = now_s()
+        work = partial(self._draw, num_tokens)
+        await self.turns.run(work, version=version, owner=owner, num_sequences=num_sequences)
+        return now_s() - started_s
+
+    async def _draw(self, num_tokens: int) -> Interrupted[None] | None:
+        interrupted = self.interrupted
+        drawn = 0
+        async with self.slots:
+            while drawn < num_tokens and not interrupted.is_set():
+                await asyncio.sleep(STEP_S)
+                drawn += 1
+        if drawn == num_tokens:
+            return None
+        return Interrupted(resume=partial(self._draw, num_tokens - drawn), has_advanced=drawn > 0)
+
+
+LONG = 2000
+"""Tokens of a long request: 200 s."""
+
+
+async def waits(engine: Engine, *, count: int, version: int, pause_s: float = 0.0) -> list[float]:
+    """Return how long one-token samples of a second key take, one after another."""
+    found = []
+    for _ in range(count):
+        found.append(await engine.sample("you", 1, version=version))
+        await asyncio.sleep(pause_s)
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["of the same weights", "of other weights"])
+@pytest.mark.parametrize("keys", ["aaa", "abc"], ids=["one key", "three keys"])
+def test_three_long_requests_keep_another_keys_token_waiting_for_one_turn_at_most(keys, version):
+    async def main() -> list[float]:
+        engine = Engine(slots=2)
+        long = [
+            asyncio.create_task(engine.sample(key, LONG, version=1 + (key == "c"), num_sequences=2))
+            for key in keys
+        ]
+        await asyncio.sleep(5)
+        found = await waits(engine, count=20, version=version, pause_s=0.3)
+        await asyncio.gather(*long)
+        return found
+
+    found, _ = run_in_virtual_time(main())
+    assert max(found) < 5 + STEP_S
+
+
+def test_owners_who_are_equally_busy_share_the_time_and_change_places_rarely():
+    async def main() -> tuple[list[float], Engine]:
+        engine = Engine(slots=1)
+        keys = [asyncio.create_task(engine.sample(key, 600, version=n)) for n, key in enumerate("ab")]
+        return await asyncio.gather(*keys), engine
+
+    (took, engine), total_s = run_in_virtual_time(main())
+    # 60 s of work each: both end near the end, and the pulls cost little.
+    assert min(took) > 120 - 2 * (2 * LAG_S + CREDIT_S)
+    assert engine.num_pulls <= 120 / LAG_S
+    assert total_s < 120 + 0.3 * engine.num_pulls + 1
+
+
+def test_a_single_owner_is_interrupted_before_the_deadline_of_a_call_only():
+    async def main() -> Engine:
+        engine = Engine(slots=4)
+        await asyncio.gather(*(engine.sample("me", 300, num_sequences=3) for _ in range(8)))
+        return engine
+
+    engine, total_s = run_in_virtual_time(main())
+    assert engine.num_interruptions == total_s // LONGEST_TURN_S == 1
+    assert engine.num_pulls == 1
+
+
+def test_owners_of_one_snapshot_run_at_once_while_the_engine_has_room():
+    async def main() -> tuple[list[float], Engine]:
+        engine = Engine(slots=8)
+        calls = [engine.sample(key, 100, num_sequences=2) for key in "abcd"]
+        return await asyncio.gather(*calls), engine
+
+    (took, engine), _ = run_in_virtual_time(main())
+    assert max(took) == pytest.approx(10 + engine.pull_s)
+    assert engine.num_interruptions == 0
+
+
+def test_request_that_joins_a_turn_and_gets_no_slot_is_first_in_the_next_turn():
+    async def main() -> float:
+        engine = Engine(slots=1, capacity=100)  # the engine has less room than it says: its cache is full
+        long = asyncio.create_task(engine.sample("me", LONG, num_sequences=50))
+        await asyncio.sleep(1)
+        took = await engine.sample("you", 1)
+        long.cancel()
+        return took
+
+    assert run_in_virtual_time(main())[0] < 5
+
+
+def test_turns_grow_until_a_request_gets_a_token():
+    """Requests read their prompts again after an interruption, which may take longer than a turn."""
+
+    async def slow_draw(engine: Engine) -> Interrupted[None] | None:
+        interrupted = engine.interrupted
+        try:
+            async with asyncio.timeout(10):
+                await interrupted.wait()
+        except TimeoutError:
+            return None
+        return Interrupted(resume=partial(slow_draw, engine), has_advanced=False)
+
+    async def main() -> None:
+        engine = Engine(slots=1)
+
+        async def others() -> None:
+            while True:
+                await engine.sample("you", 1, version=2)
+
+        busy = asyncio.create_task(others())
+        async with asyncio.timeout(100):
+            await engine.turns.run(partial(slow_draw, engine), version=1, owner="me")
+        busy.cancel()
+
+    run_in_virtual_time(main())
+
+
+def test_owners_take_turns_at_the_trainer():
+    async def main() -> list[str]:
+        lock, order = FairLock(), []
+
+        async def call(name: str) -> None:
+            async with lock.held_by(name[0]):
+                order.append(name)
+                await asyncio.sleep(1)
+
+        calls = [asyncio.create_task(call(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")]
+        await asyncio.sleep(0.5)
+        calls[2].cancel()
+        await asyncio.wait(calls)
+        async with lock.held_by("d"):
+            return order
+
+    assert run_in_virtual_time(main())[0] == ["a1", "a2", "b1", "c1", "a4", "b2"]
+
+
+async def test_interrupted_completions_go_on_with_the_same_tokens(backend, monkeypatch):
+    for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
+        monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
+    base = await backend.open(None, None)
+    await create(backend, "m", settings())
+    other = await backend.publish("m")
+    long = request(backend.base_model, [3, 1, 4], num_samples=200, max_tokens=60, stop=(), seed=5)
+    alone = tokens_of(await backend.sample(base, long, "me"))
+    interruptions = backend._workers._num_interruptions
+    running = [asyncio.create_task(backend.sample(base, long, "me")) for _ in range(3)]
+    short = request(backend.base_model, [1, 5], max_tokens=1)
+    while not all(task.done() for task in running):
+        assert len(tokens_of(await backend.sample(other, short, "you"))) == 1
+    assert [tokens_of(task.result()) for task in running] == [alone] * 3
+    assert backend._workers._num_interruptions > interruptions
+
+
+# Memory
+
+
+@service_test(result_bytes=10 * (SMALL_BYTES + 4000))
+async def test_errors_repeat_little_of_a_request_and_what_is_kept_is_counted(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    for seq_id in range(1, 20):
+        huge = message(model, seq_id, 1)
+        huge.data[0].loss_fn_inputs["x" * 1_000_000].CopyFrom(huge.data[0].loss_fn_inputs["target_tokens"])
+        with pytest.raises(InvalidRequestError) as error:
+            client.now(client.service.training.forward_backward, huge)
+        assert len(str(error.value)) < 2100
+        if seq_id > 12:
+            assert len((await client.failure(f"{model}:{seq_id}")).error) < 2100
+    held = client.service._parts.futures._held[client.owner]
+    assert held.result_bytes <= 10 * (SMALL_BYTES + 4000)
+    assert sum(len(one.result.body) for one in client.service._parts.futures._requests.values()) < 50_000
+
+
+@service_test(virtual=False)
+async def test_a_result_is_encoded_once_and_a_large_one_in_a_thread(client):
+    threads = []
+
+    def make() -> pb.SampleResponse:
+        threads.append(threading.current_thread())
+        return pb.SampleResponse()
+
+    for num_bytes in (10, INLINE_BYTES):
+        await encoded(make, num_bytes=num_bytes)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    request_id = client.sample(client.base_sampler())
+    first, again = [await client.service.retrieve(request_id, owner=ME, wait_s=9) for _ in range(2)]
+    assert first is again
+    assert (await client.retrieved(request_id)).content == first.body
+
+
+@service_test(waiting_bytes=4 * REQUEST_BYTES, gap_timeout_s=30)
+async def test_invalid_requests_count_as_waiting(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    for seq_id in range(2, 6):
+        with pytest.raises(InvalidRequestError):
+            client.add(model, seq_id, -1)
+    for seq_id in range(6, 50):
+        with pytest.raises(BusyError, match="limit waiting_bytes"):
+            client.add(model, seq_id, -1)
+    assert await client.loss(client.add(model, 1, 5)) == 5  # what others wait for is let in
+    assert "token id -1" in (await client.failure(f"{model}:5")).error
+
+
+@service_test(waiting_bytes=2**20, all_held_bytes=3 * 2**20)
+async def test_data_count_with_their_size_once_they_are_dense(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    sparse = message(model, 2, *range(90))
+    wide = pb.Tensor(
+        sparse_csr=pb.SparseCsr(crow_indices=bytes(8 * 91), col_indices=b"", values=b""),
+        dtype=pb.DTYPE_INT64,
+        shape=[90, BASE.vocab_size],
+    )
+    sparse.data[0].loss_fn_inputs["target_tokens"].CopyFrom(wide)
+    client.now(client.service.training.forward_backward, sparse)
+    with pytest.raises(BusyError, match="limit waiting_bytes"):
+        client.add(model, 3, 3)
+
+
+@service_test(all_held_bytes=8 * (REQUEST_BYTES + 2 * SMALL_BYTES))
+async def test_all_keys_together_hold_a_bounded_number_of_bytes_and_each_has_a_share(client):
+    client.backend.hold("sample")
+    mine, yours = client.base_sampler(), client.of(YOU).base_sampler()
+    client.sample(mine, 0)
+    client.of(YOU).sample(yours, 0)
+    for seq_id in range(1, 7):
+        client.sample(mine, seq_id)
+    with pytest.raises(BusyError, match="limit all_held_bytes"):
+        client.sample(mine, 7)
+    client.of(YOU).sample(yours, 1)
+
+
+@service_test(all_models=3)
+async def test_models_of_all_keys_are_limited(client):
+    for _ in range(2):
+        client.model()
+    client.of(YOU).model()
+    with pytest.raises(LimitReachedError, match="limit all_models: 3"):
+        client.of(YOU).model()
+
+
+@service_test(all_state_bytes=19_500_000)
+async def test_state_of_all_keys_is_limited_in_bytes(client):
+    client.backend.base_model = replace(BASE, num_parameters=10**6, num_parameters_per_rank=10**4)
+    client.model(rank=0)  # 16 MB
+    with pytest.raises(LimitReachedError, match="limit all_state_bytes"):
+        client.of(YOU).model(rank=0)
+    other = client.of(YOU).model(rank=4)  # 0.64 MB, and each snapshot 0.16 MB
+    first, *_ = [await client.of(YOU).opened(other, n, n) for n in range(1, 5)]
+    client.of(YOU).model(rank=4)
+    client.of(YOU).model(rank=4)
+    client.of(YOU).model(rank=4)
+    last = [await client.of(YOU).opened(other, n, n) for n in range(5, 9)]
+    assert await client.of(YOU).token(last[-1]) == 0
+    with pytest.raises(GoneError, match="limit all_state_bytes"):
+        client.of(YOU).sample(first)
+
+
+@service_test(all_samplers=4)
+async def test_the_key_with_most_open_weights_makes_room_for_others(client):
+    model, other = client.model(), client.of(YOU).model()
+    mine = [await client.opened(model, n, n) for n in range(1, 5)]
+    yours = [await client.of(YOU).opened(other, n, n) for n in range(1, 3)]
+    for gone in mine[:2]:
+        with pytest.raises(GoneError, match="limit all_samplers"):
+            client.sample(gone)
+    for there in mine[2:]:
+        assert await client.token(there) == 0
+    assert [await client.of(YOU).token(one) for one in yours] == [0, 0]
+
+
+@service_test(virtual=False)
+async def test_training_of_all_parameters_can_be_switched_off(client):
+    path = await client.saved(client.model(rank=0), 1, "full")
+    client.backend.base_model = replace(BASE, min_lora_rank=2, max_lora_rank=8)
+    for make in (
+        partial(client.model, rank=0),
+        partial(client.model, rank=1),
+        partial(client.load, path, session_id=client.session(), model_seq_id=0),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"lora_config\.rank=\d: must be 2 to 8"):
+            make()
+    await client.result(f"{client.model(rank=2)}:0")
+
+
+@service_test()
+async def test_a_session_remembers_a_bounded_number_of_samplers_and_failed_models(client):
+    session = client.session()
+    kept = client.base_sampler(0, session)
+    snapshot = await client.opened(client.model(session=session), 1, 1)
+    for number in range(2, KEPT + 20):
+        client.base_sampler(number, session)
+        await client.token(kept, number)
+    found = client.service.sessions._sessions[session]
+    assert len(found.samplers) == KEPT
+    with pytest.raises(NotFoundError):
+        client.sample(snapshot)
+    await settled()
+    assert len(client.backend.published) == 1  # the base model's
+    for number in range(1, KEPT + 20):
+        client.backend.fail("create_model", InvalidRequestError("no"))
+        await client.failure(f"{client.model(session=session, number=number)}:0")
+        await settled()
+    assert len(found.models) <= KEPT + 2
+
+
+@service_test()
+async def test_sessions_that_were_finished_are_remembered_in_a_bounded_number(client):
+    for _ in range(KEPT + 50):
+        client.finish(client.session())
+    assert len(client.service.sessions._sessions) <= KEPT + 1
+
+
+@service_test()
+async def test_metadata_have_a_limit(client):
+    with pytest.raises(InvalidRequestError, match="user_metadata: has 100001 characters"):
+        client.model(user_metadata={"a": "b" * 100_000})
+
+
+# What is gone
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+async def test_a_deleted_or_expired_checkpoint_is_not_sampled_by_a_session_that_has_it_open(tmp_path, how):
+    clock = [1000.0]
+    async with running_service(tmp_path, wall_time_s=lambda: clock[0]) as client:
+        path = await client.saved_sampler(await client.trained(), 3, "s")
+        sampler = client.create_sampler(client.session(), 0, model_path=path)
+        assert await client.token(sampler, 0) == -5
+        run = path.removeprefix("tinker://").partition("/")[0]
+        if how == "deleted":
+            await client.runs("delete_checkpoint", run, "sampler_weights", "s")
+            await settled()
+            assert client.backend.published == {}
+        else:
+            await client.runs("set_ttl", run, "sampler_weights", "s", Ttl(ttl_seconds=10))
+            clock[0] += 11
+        with pytest.raises(NotFoundError, match="there is no checkpoint"):
+            client.sample(sampler, 1)
+
+
+async def test_diverged_weights_are_not_sampled_and_harm_no_other_request(tmp_path):
+    backend = local_backend(tmp_path / "base", tie=False)
+    await backend.start()
+    await create(backend, "m", settings(rank=0))
+    good = await backend.publish("m")
+    workers: Any = backend._workers
+    weight = workers.models["m"].policy.model.embed_tokens.weight
+    with torch.no_grad():
+        weight[200] = torch.nan  # beyond the tokens that a publication is probed with
+    version = await backend.publish("m")
+    for asked in (
+        request(backend.base_model, [200, 201]),
+        request(backend.base_model, [7, 200], max_tokens=1, prompt_logprobs=True),
+    ):
+        with pytest.raises(InvalidRequestError, match="the sampler's weights have diverged"):
+            await backend.sample(version, asked)
+    assert len(tokens_of(await backend.sample(good, request(backend.base_model, [7])))) == 1
+    await backend.close()
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"expires_s": "x"},
+        {"expires_s": "nan"},
+        {"expires_s": 1e308},
+        {"created_s": "inf"},
+        {"folder": "", "expires_s": 1},
+        {"folder": "..", "expires_s": 1},
+        {"folder": "../other@" + "0" * 32, "expires_s": 1},
+        {"size_bytes": -1},
+    ],
+    ids=str,
+)
+async def test_damaged_record_neither_keeps_the_server_from_starting_nor_names_other_folders(
+    tmp_path, change
+):
+    async with running_service(tmp_path) as client:
+        model = await client.trained()
+        await client.saved(model, 3, "bad")
+        path = await client.saved(model, 4, "good")
+    file = tmp_path / model.replace(":", ".") / "weights" / "bad.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    async with running_service(tmp_path) as client:
+        found = await client.runs("checkpoints", offset=0, limit=9)
+        assert [one.tinker_path for one in found.checkpoints] == [path]
+        (run,) = (await client.runs("training_runs")).training_runs
+        assert run.training_run_id == model
+
+
+async def test_a_run_that_names_another_run_shows_none_of_its_checkpoints(tmp_path):
+    async with running_service(tmp_path) as client:
+        mine, yours = await client.trained(), await client.of(YOU).trained()
+        await client.saved(mine, 3, "mine")
+        await client.of(YOU).saved(yours, 3, "yours")
+    file = tmp_path / yours.replace(":", ".") / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_id": mine}))
+    async with running_service(tmp_path) as client:
+        found = await client.of(YOU).runs("checkpoints", offset=0, limit=9)
+        assert found.checkpoints == []
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_clip_threshold_that_float32_cannot_hold_is_the_callers_mistake(loss):
+    find_loss(loss).build({"clip_high_threshold": 3e38})
+    with pytest.raises(InvalidRequestError, match=r"clip_high_threshold=1e\+308: must be 1\.0 to 3\.4"):
+        find_loss(loss).build({"clip_high_threshold": 1e308})
