@@ -91,7 +91,7 @@ def test_a_planted_fault_fails_its_check(rehearsal, check, settings, fault):
 @pytest.mark.parametrize(
     ("check", "num_gpus", "plant", "fault"),
     [
-        ("generator", 1, CAPTURE_BREAKER, "captur"),
+        ("generator", 1, CAPTURE_BREAKER, "StreamCapture"),
         ("sync", 4, CONTEXT_OPENER, "contexts on GPUs of other ranks"),
     ],
 )

@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,9 @@ def run_here(name: str, *, file: Path, numbers: bool) -> None:
         CHECKS[name].run(report)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the machine
         traceback.print_exc()
-        report.faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        first, *lines = f"{type(error).__name__}: {error}".splitlines()
+        causes = [line for line in lines if re.match(r"[\w.]+Error: ", line)]  # in the traceback of another process
+        report.faults.append(": ".join([first, *causes[-1:]]))
     report.write(file)
 
 
