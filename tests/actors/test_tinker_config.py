@@ -75,8 +75,8 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(co
         pool = SimpleNamespace(members=[])
         network = "the actors use no network"
 
-        def __init__(self, *_, store=None, **__):
-            self.launcher, self.store = self, store
+        def __init__(self, config=None, *, store=None, **_):
+            self.launcher, self.config, self.store = self, config, store
 
         async def start(self):
             await self.store.start(None)

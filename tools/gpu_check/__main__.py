@@ -105,7 +105,9 @@ def run_here(name: str, *, file: Path, numbers: bool) -> None:
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the machine
         traceback.print_exc()
         first, *lines = f"{type(error).__name__}: {error}".splitlines()
-        causes = [line for line in lines if re.match(r"[\w.]+Error: ", line)]  # in the traceback of another process
+        causes = [
+            line for line in lines if re.match(r"[\w.]+Error: ", line)
+        ]  # in the traceback of another process
         report.faults.append(": ".join([first, *causes[-1:]]))
     report.write(file)
 
