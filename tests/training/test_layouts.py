@@ -202,7 +202,7 @@ def test_steps_in_the_backward_equal_those_after_it_on_one_device(measured, one,
     for rank in measured(case):
         if "pp" not in sizes(case[1]):
             assert rank["early"][1] == pytest.approx(norms, rel=1e-5)
-            assert_near(rank["early"][0], weights, relative=1e-6 if case[1] == "fsdp2" else 1e-5)
+            assert_near(rank["early"][0], weights, relative=3e-6 if case[1] == "fsdp2" else 1e-5)
 
 
 @of_kinds("dense", "lora")
