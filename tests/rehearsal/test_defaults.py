@@ -16,8 +16,8 @@ SHORT = (
     "--loop.groups_per_batch", "2", "--loop.group_size", "2", "--generator.max_num_seqs", "8",
 )  # fmt: skip
 OURS = re.compile(
-    r"run folder: |trainer and generators take turns|starting the actors|warm-up: |   step   reward|      1 |"
-    r"finished: |  [a-zA-Z ]{14}  ?\S|$"
+    r"run folder: |the actors have a network|trainer and generators take turns|starting the actors|warm-up: |"
+    r"   step   reward|      1 |finished: |  [a-zA-Z ]{14}  ?\S|$"
 )
 
 
