@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 import socket
 import subprocess
@@ -148,7 +149,8 @@ def test_processes_of_other_users_are_found():
     with subprocess.Popen(["sleep", "60"], user=user, group=user) as sleeper:
         try:
             uid = os.stat(f"/proc/{sleeper.pid}").st_uid
-            assert bool(isolation._other_users()) >= (uid != os.getuid())
+            name = pwd.getpwuid(uid).pw_name
+            assert (name in isolation._other_users()) == (uid != os.getuid())
         finally:
             sleeper.kill()
 
