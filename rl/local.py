@@ -308,6 +308,8 @@ class LocalBackend:
         """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
+        if own.group is None and self._num_interruptions != interruption:
+            return  # it was queued behind others
         if own.completions is None and own.error is None:
             group = own.group = own.group or self._group(own)
 

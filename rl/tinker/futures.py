@@ -104,6 +104,11 @@ class Futures:
         """Bytes of all owners."""
         self._closed = False
 
+    @property
+    def have_work(self) -> bool:
+        """True while a request of any owner waits for its result."""
+        return self._all.waiting_bytes > 0
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 

@@ -78,6 +78,11 @@ class Service:
         await self._parts.storage.prepare()
         await self._parts.backend.start()
 
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits for its result."""
+        return self._parts.futures.have_work
+
     def stop_waiting(self) -> None:
         """End the waits for results with a GoneError, and accept no more requests. Idempotent."""
         self._parts.futures.close()

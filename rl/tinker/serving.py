@@ -30,6 +30,7 @@ from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log
 from rl.tinker.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
+from rl.utils.malloc import give_back_freed_memory
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
@@ -42,6 +43,8 @@ ANY_KEY = (
 )
 DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
+MEMORY_S = 10.0
+"""Time between two looks whether freed memory can be given back."""
 END_TIMEOUT_S = 40.0
 """Time from the stop signal to the forced end of the process."""
 
@@ -229,6 +232,7 @@ async def serve(
             await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
+    memory = asyncio.create_task(_give_back_memory(service))
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         service.stop_waiting()
@@ -239,7 +243,16 @@ async def serve(
             await running
     finally:
         stopping.cancel()
+        memory.cancel()
         await service.close()
+
+
+async def _give_back_memory(service: Service) -> None:
+    """Give freed memory back to the system while nothing is computed: training keeps it for its next tensors."""
+    while True:
+        await asyncio.sleep(MEMORY_S)
+        if not service.has_work:
+            await asyncio.to_thread(give_back_freed_memory)
 
 
 def is_loopback(host: str) -> bool:

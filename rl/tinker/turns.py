@@ -9,12 +9,14 @@ from where they are.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from rl.models.generate import Interrupted
@@ -32,6 +34,8 @@ CREDIT_S = 1.0
 LONGEST_TURN_S = 60.0
 """Time after which requests are interrupted in any case: calls to actors have deadlines, and an owner may ask for
 more at once than they can do until then."""
+MIN_SEQUENCES = 512
+"""Sequences that one owner may have in a turn in any case: two groups of a local sampler."""
 AGAIN_S = 0.25
 """Time between two looks at a turn that should end, and between two interruptions of requests that go on."""
 
@@ -75,12 +79,6 @@ class FairLock:
         self._is_held = False
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    has_advanced: bool = False
-    """True if a request got tokens and was interrupted."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Request:
     version: int
@@ -90,10 +88,10 @@ class _Request:
     started: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_late: bool = False
     """True if it joined a running turn, in which the engine may have kept it waiting behind the others."""
-    turn: _Turn | None = None
-    """The last turn that it was in."""
+    is_first: bool = False
+    """True if it is the oldest of its owner in a turn, and was there from the start."""
     patience: int = 1
-    """Factor of the shortest turn that it needs; grows with turns in which no request got a token."""
+    """Factor of the shortest turn that it needs; grows with turns in which it was the first and got no token."""
 
 
 class Turns:
@@ -103,6 +101,8 @@ class Turns:
         serve: gives the generators a version.
         interrupt: ends the running calls, whose work returns `Interrupted`.
         capacity: sequences that the generators draw at once. Below it, requests of several owners share a turn.
+            Of an owner alone twice as many run, so that the generators always have work; the rest waits here,
+            because an interruption costs time for each request that runs.
     """
 
     def __init__(
@@ -115,10 +115,11 @@ class Turns:
         self._serve = serve
         self._interrupt = interrupt
         self._capacity = capacity
+        self._most = max(2 * capacity, MIN_SEQUENCES)
         self._numbers = itertools.count()
         self._active: Counter[str] = Counter()
         """Requests by owner, whether they wait or run."""
-        self._waiting: dict[str, dict[_Request, None]] = {}
+        self._waiting: dict[str, list[_Request]] = {}
         """Waiting requests by owner, oldest first."""
         self._running: dict[_Request, None] = {}
         self._num_sequences: Counter[str] = Counter()
@@ -131,7 +132,6 @@ class Turns:
         """The served version; None at the start and after an error."""
         self._is_new = False
         """True if the version was changed and no request has started since."""
-        self._turn = _Turn()
         self._began_s = 0.0
         self._switch_s = 0.0
         """Time that the last change of versions took."""
@@ -159,8 +159,8 @@ class Turns:
                 if not isinstance(done, Interrupted):
                     return done
                 work = done.resume
-                if done.has_advanced and request.turn is not None:
-                    request.turn.has_advanced = True
+                is_stuck = request.is_first and not done.has_advanced
+                request.patience = 2 * request.patience if is_stuck else 1
                 request.started = asyncio.get_running_loop().create_future()
         finally:
             self._active[owner] -= 1
@@ -170,11 +170,8 @@ class Turns:
     async def _in_turn(
         self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
     ) -> T | Interrupted[T]:
-        own = self._waiting.setdefault(request.owner, {})
-        if own and request.number < next(iter(own)).number:  # it was interrupted
-            self._waiting[request.owner] = {request: None, **own}
-        else:
-            own[request] = None
+        # An interrupted request is older than those that have not started.
+        bisect.insort(self._waiting.setdefault(request.owner, []), request, key=attrgetter("number"))
         self._look()
         try:
             await request.started
@@ -217,15 +214,13 @@ class Turns:
         self._drop_cancelled()
         if self._change is not None or not self._waiting:
             return
-        owners = sorted(
-            self._waiting, key=lambda one: (self._used_s[one], next(iter(self._waiting[one])).number)
-        )
+        owners = sorted(self._waiting, key=lambda one: (self._used_s[one], self._waiting[one][0].number))
         if is_late := bool(self._running):
             for owner in owners:
-                while (own := self._waiting.get(owner)) and self._fits(first := next(iter(own))):
-                    self._start(first, is_late=is_late)
+                while (own := self._waiting.get(owner)) and self._fits(own[0]):
+                    self._start(own[0], is_late=is_late)
         else:
-            version = next(iter(self._waiting[owners[0]])).version
+            version = self._waiting[owners[0]][0].version
             if self._is_new and any(
                 one.version == self._version for own in self._waiting.values() for one in own
             ):
@@ -235,7 +230,7 @@ class Turns:
             if version != self._version:
                 self._begin_change(self._switch(version, owners[0]))
                 return
-            self._turn, self._began_s = _Turn(), asyncio.get_running_loop().time()
+            self._began_s = asyncio.get_running_loop().time()
             # Only here may requests overtake older ones of their owner for other versions.
             for owner in owners:
                 for request in [one for one in self._waiting[owner] if one.version == version]:
@@ -246,30 +241,30 @@ class Turns:
 
     def _fits(self, request: _Request) -> bool:
         is_alone = not self._num_sequences.keys() - {request.owner}
-        return request.version == self._version and (is_alone or self._num_sequences.total() < self._capacity)
+        most = self._most if is_alone else self._capacity
+        return request.version == self._version and self._num_sequences.total() < most
 
     def _start(self, request: _Request, *, is_late: bool) -> None:
         self._leave(request)
         if not request.started.done():
+            request.is_late = is_late
+            request.is_first = not is_late and not self._num_sequences[request.owner]
             self._running[request] = None
             self._num_sequences[request.owner] += request.num_sequences
             self._is_idle.clear()
-            if request.turn is not None:
-                request.patience = 1 if request.turn.has_advanced else 2 * request.patience
-            request.turn, request.is_late = self._turn, is_late
             request.started.set_result(None)
 
     def _leave(self, request: _Request) -> None:
         """Remove a request from those that wait or run."""
         self._charge()
-        own = self._waiting.get(request.owner, {})
-        own.pop(request, None)
-        if not own:
-            self._waiting.pop(request.owner, None)
         if request in self._running:
             del self._running[request]
             self._num_sequences[request.owner] -= request.num_sequences
             self._num_sequences = +self._num_sequences
+        elif request in (own := self._waiting.get(request.owner, [])):
+            own.remove(request)
+            if not own:
+                del self._waiting[request.owner]
         if not self._running:
             self._is_idle.set()
 

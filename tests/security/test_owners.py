@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, encoded
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Ttl
 from rl.tinker.sessions import KEPT
-from rl.tinker.turns import CREDIT_S, LAG_S, LONGEST_TURN_S, FairLock, Turns
+from rl.tinker.turns import CREDIT_S, LAG_S, LONGEST_TURN_S, MIN_SEQUENCES, FairLock, Turns
 from rl.tinker.types import (
     BusyError,
     GoneError,
@@ -200,6 +200,48 @@ def test_turns_grow_until_a_request_gets_a_token():
         busy.cancel()
 
     run_in_virtual_time(main())
+
+
+def test_turns_do_not_grow_while_an_owners_short_requests_wait_in_line():
+    async def main() -> list[float]:
+        engine = Engine(slots=1, capacity=0)
+        busy = [asyncio.create_task(engine.sample("me", 1)) for _ in range(2000)]
+        found = await waits(engine, count=40, version=1, pause_s=0.2)
+        await asyncio.gather(*busy)
+        return found
+
+    assert max(run_in_virtual_time(main())[0]) < 5 + STEP_S
+
+
+def test_an_owners_requests_beyond_a_limit_wait_for_their_turn_and_the_oldest_come_first():
+    async def main() -> tuple[int, list[int]]:
+        engine, done, most = Engine(slots=1, capacity=0), [], 0
+
+        async def sample(number: int) -> None:
+            nonlocal most
+
+            async def counted(work: Callable[[], Awaitable[Any]]) -> Any:
+                nonlocal most
+                running.add(number)
+                most = max(most, len(running))
+                found = await work()
+                running.discard(number)
+                return replace(found, resume=partial(counted, found.resume)) if found else None
+
+            work = partial(counted, partial(engine._draw, 1))
+            await engine.turns.run(work, version=1, owner="me", num_sequences=4)
+            done.append(number)
+
+        running: set[int] = set()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(waits(engine, count=20, version=1))
+            for number in range(300):
+                group.create_task(sample(number))
+        return most, done
+
+    (most, done), _ = run_in_virtual_time(main())
+    assert most == MIN_SEQUENCES // 4
+    assert done == sorted(done)
 
 
 def test_owners_take_turns_at_the_trainer():
