@@ -19,6 +19,7 @@ import pytest
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl.tinker import serving
 from rl.tinker.auth import AccessGuard, Keys
 from rl.tinker.backend import Base
 from rl.tinker.codec import PROTOBUF
@@ -178,21 +179,24 @@ def test_server_without_keys_and_with_a_folder_of_everybody_warns(tmp_path, caps
 # Connections, in this process
 
 
-@asynccontextmanager
-async def served(folder, **limits):
-    """Serve a fake backend, and yield a function that opens a connection."""
+def fake_service(folder, **limits):
     http = HttpLimits(**limits)
-    service = Service(backend=cast(Any, FakeBackend()), storage_folder=folder / "storage", http=http)
+    return Service(backend=cast(Any, FakeBackend()), storage_folder=folder / "storage", http=http)
+
+
+@asynccontextmanager
+async def served(service):
+    """Serve a service, and yield a function that opens a connection."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     with listening("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(
+        running = asyncio.create_task(
             serve(service, listener, keys=Keys([KEY]), hosts=None, stop=stop, ready=ready.set_result)
         )
         await ready
         async with asyncio.timeout(20):
             yield lambda: asyncio.open_connection(*listener.getsockname()[:2])
         stop.set()
-        await serving
+        await running
 
 
 async def ask(reader, writer, request=HEALTH):
@@ -213,7 +217,7 @@ def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
             await asyncio.sleep(0.05)
 
     async def scenario():
-        async with served(tmp_path, headers_timeout_s=0.4) as connect:
+        async with served(fake_service(tmp_path, headers_timeout_s=0.4)) as connect:
             silent, half, dripping, second, idle = [await connect() for _ in range(5)]
             half[1].write(HALF)
             dripping[1].write(HALF)
@@ -231,9 +235,32 @@ def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
     asyncio.run(scenario())
 
 
+def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
+    given_back: list[Service] = []
+    monkeypatch.setattr(serving, "MEMORY_S", 0.01)
+    monkeypatch.setattr(serving, "give_back_freed_memory", lambda: given_back.append(service))
+
+    async def new_ones():
+        await asyncio.sleep(0.05)  # a call may be under way
+        before = len(given_back)
+        await asyncio.sleep(0.2)
+        return len(given_back) - before
+
+    async def scenario():
+        async with served(service):
+            assert await new_ones()
+            request = service._parts.futures.begin("a:1", owner="me")
+            assert not await new_ones()
+            service._parts.futures.fail(request, "it was cancelled")
+            assert await new_ones()
+
+    service = fake_service(tmp_path)
+    asyncio.run(scenario())
+
+
 def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp_path):
     async def scenario():
-        async with served(tmp_path, connections=8) as connect:
+        async with served(fake_service(tmp_path, connections=8)) as connect:
             first = await connect()
             waiting = [await connect() for _ in range(7)]
             assert await ask(*first) == b"HTTP/1.1 200 OK\r\n"
@@ -249,7 +276,7 @@ def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp
 def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
     async def scenario():
         monkeypatch.setattr("rl.tinker.connections.WRITE_TIMEOUT_S", 0.2)
-        async with served(tmp_path) as connect:
+        async with served(fake_service(tmp_path)) as connect:
             _, writer = await connect()
             writer.transport.pause_reading()
             writer.write(HEALTH.replace(b"/api/v1/healthz", b"/openapi.json") * 1000)
