@@ -18,9 +18,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, wraps
-from pathlib import Path
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -34,20 +32,16 @@ from rl.distributed.sharding import whole_tensor
 from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
+from rl.models.draw_calls import DrawCall, DrawCalls
 from rl.models.generate import (
-    CompletionRequest,
     DivergedWeightsError,
-    Drawing,
     Interrupted,
     PromptLogprobs,
     by_prompt,
-    completion_requests,
     prompt_logprobs,
 )
 from rl.models.lora import LoRA
-from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.models import TrainedModels, adapted
@@ -56,8 +50,6 @@ from rl.utils.threads import WorkerThread
 
 ResultT = TypeVar("ResultT")
 
-MAX_SEQUENCES = 256
-"""Most completions that calls of `generate` decode at once; a single call may have more."""
 GATHER_S = 0.005
 """Seconds that a call of `generate` waits for others to join it, with several models."""
 
@@ -75,45 +67,6 @@ def _engine_call(
         )
 
     return asynchronous
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Draw:
-    """The completions of one call of `generate`, which can be drawn with those of others."""
-
-    sampling: SamplingParams
-    requests: list[CompletionRequest]
-    num_tokens: int
-    """Tokens of all prompts."""
-    cancelled: threading.Event
-    group: _Group | None = None
-    """The calls that are drawn together, once they are."""
-    completions: list[Completion] | None = None
-    error: DivergedWeightsError | None = None
-
-    @property
-    def num_drawn(self) -> int:
-        """Tokens so far, those of the calls in its group included."""
-        return 0 if self.group is None else self.group.drawing.num_tokens
-
-    @property
-    def drawn_alike(self) -> tuple[float, ...]:
-        """Settings that calls have in common if they are answered together."""
-        return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Group:
-    """Calls of `generate` that are drawn together."""
-
-    calls: list[_Draw]
-    drawing: Drawing
-
-    def finish(self, completions: Sequence[Completion]) -> None:
-        """Give each call its completions."""
-        remaining = iter(completions)
-        for one in self.calls:
-            one.completions = list(itertools.islice(remaining, len(one.requests)))
 
 
 class LocalBackend:
@@ -149,15 +102,12 @@ class LocalBackend:
                 "the actors (python -m rl.train)"
             )
         self._config = config
-        self._folder = hf_assets_path
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
         self._has_models = models
         self.num_sequences = 0
         """Sequences that several owners of models draw at once: the sampler draws one group after another."""
         self._num_interruptions = 0
-        self._waiting: list[_Draw] = []
-        """Calls of `generate` under way, which can be answered with others; changed by the event loop alone."""
         self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
         """Unmerged adapters and copies of the weights by version, in the order of the pushes; the base of adapters
         is shared."""
@@ -174,6 +124,11 @@ class LocalBackend:
                 model_spec=spec, hf_assets_path=hf_assets_path, device=device, world=world
             )
             self._spec, self._device = self.engine.policy.spec, self.engine.device
+        self._calls = DrawCalls(
+            spec=self._spec,
+            hf_assets_path=hf_assets_path,
+            max_tokens=config.training.max_tokens_per_microbatch,
+        )
         self._dtype: torch.dtype = getattr(torch, config.training.param_dtype)
         self._frozen: dict[str, Tensor] = {}
         """The base's weights in the dtype of forwards, shared by all adapters."""
@@ -256,37 +211,19 @@ class LocalBackend:
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Generate like `generate`, or until `interrupt` return what is left to do."""
-        return await self._go_on(self._draw(prompts, sampling))
+        self._check_open()
+        return await self._go_on(self._calls.new(prompts, sampling=sampling))
 
     async def interrupt(self) -> None:
         """Let the calls of `generate_in_turns` that are under way return at their next token."""
         self._num_interruptions += 1
 
-    def _draw(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _Draw:
-        self._check_open()
-        if sampling.stop_texts and self._folder is None:
-            raise ValueError(
-                f"stop_texts={sampling.stop_texts}: needs a tokenizer: set hf_assets_path, or give stop_token_ids"
-            )
-        cancelled = threading.Event()
-
-        def ends(tokens: Sequence[int]) -> bool:
-            if cancelled.is_set() or tokens[-1] in sampling.stop_token_ids:
-                return True
-            texts = sampling.stop_texts
-            return bool(texts) and spells_any(texts, tokens, tokenizer=self._tokenizer)
-
-        context = self._spec.model.rope.max_positions
-        requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
-        num_tokens = sum(map(len, prompts))
-        return _Draw(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
-
-    async def _go_on(self, own: _Draw) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+    async def _go_on(self, own: DrawCall) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Draw a call's completions from where it is."""
         interruption, num_tokens = self._num_interruptions, own.num_drawn
         try:
             if self._has_models:
-                self._waiting.append(own)
+                self._calls.waiting.append(own)
                 await asyncio.sleep(GATHER_S)  # also where no call can join, so that calls keep their order
             await self._run_in("generator", "generate", self._answer, own, interruption)
         except BaseException:
@@ -294,28 +231,23 @@ class LocalBackend:
             raise
         finally:
             if self._has_models:
-                self._waiting.remove(own)
+                self._calls.waiting.remove(own)
         if own.completions is None:
             return Interrupted(resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens)
         return by_prompt(own.completions, sampling=own.sampling)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        assert self._folder is not None, "`generate` refuses stop texts without a tokenizer"
-        return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
-
-    def _answer(self, own: _Draw, interruption: int) -> None:
+    def _answer(self, own: DrawCall, interruption: int) -> None:
         """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
         if own.group is None and self._num_interruptions != interruption:
             return  # it was queued behind others
         if own.completions is None and own.error is None:
-            group = own.group = own.group or self._group(own)
+            group = own.group or self._calls.group(own)
 
             def pauses() -> bool:
-                is_wanted = not all(one.cancelled.is_set() for one in group.calls)
-                return self._closed.is_set() or not is_wanted or self._num_interruptions != interruption
+                is_interrupted = self._num_interruptions != interruption
+                return is_interrupted or self._closed.is_set() or not group.is_wanted
 
             try:
                 if group.drawing.draw(self._model, pauses):
@@ -326,24 +258,6 @@ class LocalBackend:
             self._check_open()  # `close` may have cut the completions short.
         if own.error is not None:
             raise own.error
-
-    def _group(self, first: _Draw) -> _Group:
-        """Put a call and the waiting ones that fit into a group; a single call may exceed the limits."""
-        calls, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
-        max_tokens = self._config.training.max_tokens_per_microbatch
-        for other in tuple(self._waiting):
-            if other is first or other.cancelled.is_set() or other.group is not None:
-                continue
-            num_sequences += len(other.requests)
-            num_tokens += other.num_tokens
-            has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= max_tokens
-            if has_room and other.drawn_alike == first.drawn_alike:
-                calls.append(other)
-        requests = [request for one in calls for request in one.requests]
-        group = _Group(calls=calls, drawing=Drawing(requests, sampling=first.sampling))
-        for one in calls:
-            one.group = group
-        return group
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import resource
 import socket
@@ -9,6 +10,7 @@ import stat
 import threading
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -236,15 +238,15 @@ def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
 
 
 def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
-    given_back: list[Service] = []
+    service, given_back = fake_service(tmp_path), itertools.count()
     monkeypatch.setattr(serving, "MEMORY_S", 0.01)
-    monkeypatch.setattr(serving, "give_back_freed_memory", lambda: given_back.append(service))
+    monkeypatch.setattr(serving, "give_back_freed_memory", partial(next, given_back))
 
     async def new_ones():
         await asyncio.sleep(0.05)  # a call may be under way
-        before = len(given_back)
+        before = next(given_back)
         await asyncio.sleep(0.2)
-        return len(given_back) - before
+        return next(given_back) - before - 1
 
     async def scenario():
         async with served(service):
@@ -254,7 +256,6 @@ def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
             service._parts.futures.fail(request, "it was cancelled")
             assert await new_ones()
 
-    service = fake_service(tmp_path)
     asyncio.run(scenario())
 
 

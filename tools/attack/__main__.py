@@ -109,12 +109,14 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path, keys: Sequence[str]) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+async def started(
+    folder: Path, keys: Sequence[str], *, config: str
+) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
     """Start a server with the usual limit on open files; yield it and its address."""
     file = folder / "keys"
     file.touch(mode=0o600)
     file.write_text("\n".join(keys))
-    command = [sys.executable, "-m", "rl.tinker.server", "--config", "tiny", "--port", "0"]
+    command = [sys.executable, "-m", "rl.tinker.server", "--config", config, "--port", "0"]
     command += ["--storage_folder", str(folder / "storage"), "--keys_file", str(file), *OPTIONS]
 
     def limit_files() -> None:
@@ -284,6 +286,9 @@ async def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--quick", action="store_true", help="2,000 requests")
+    parser.add_argument(
+        "--config", default="tiny", help="of configs/tinker.py; tiny_actors has vLLM (default: tiny)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("outputs/attack"))
     args = parser.parse_args(argv)
@@ -292,7 +297,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     keys = ["tml-" + secrets.token_hex(16) for _ in range(3)]
-    async with started(args.folder, keys) as (process, url):
+    async with started(args.folder, keys, config=args.config) as (process, url):
         requests = 2000 if args.quick else args.requests
         found = await attack(url, process.pid, keys, requests=requests, seed=args.seed)
         process.send_signal(signal.SIGTERM)

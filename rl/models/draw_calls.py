@@ -1,0 +1,116 @@
+"""Calls of a local sampler, and which of them are answered together."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.models.generate import CompletionRequest, DivergedWeightsError, Drawing, completion_requests
+from rl.models.sampling import spells_any
+from rl.models.spec import ModelSpec
+from rl.models.tokenizer import open_tokenizer
+from rl.types import Completion, SamplingParams
+
+MAX_SEQUENCES = 256
+"""Most completions that are decoded at once for several calls; a single call may have more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DrawCall:
+    """The completions of one call, which can be drawn with those of others."""
+
+    sampling: SamplingParams
+    requests: list[CompletionRequest]
+    num_tokens: int
+    """Tokens of all prompts."""
+    cancelled: threading.Event
+    group: SharedDrawing | None = None
+    """The calls that are drawn together, once they are."""
+    completions: list[Completion] | None = None
+    error: DivergedWeightsError | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens so far, those of the calls in its group included."""
+        return 0 if self.group is None else self.group.drawing.num_tokens
+
+    @property
+    def drawn_alike(self) -> tuple[float, ...]:
+        """Settings that calls have in common if they are answered together."""
+        return self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SharedDrawing:
+    """Calls that are drawn together."""
+
+    calls: list[DrawCall]
+    drawing: Drawing
+
+    @property
+    def is_wanted(self) -> bool:
+        return not all(one.cancelled.is_set() for one in self.calls)
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Give each call its completions."""
+        remaining = iter(completions)
+        for one in self.calls:
+            one.completions = list(itertools.islice(remaining, len(one.requests)))
+
+
+class DrawCalls:
+    def __init__(self, *, spec: ModelSpec, hf_assets_path: str | None, max_tokens: int) -> None:
+        """Take the most tokens of the prompts that are read at once for several calls."""
+        self._spec = spec
+        self._folder = hf_assets_path
+        self._max_tokens = max_tokens
+        self.waiting: list[DrawCall] = []
+        """Calls under way, which can be answered with others; changed by the event loop alone."""
+
+    def new(self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams) -> DrawCall:
+        """Return a call; raise ValueError as `LocalBackend.generate`."""
+        if sampling.stop_texts and self._folder is None:
+            raise ValueError(
+                f"stop_texts={sampling.stop_texts}: needs a tokenizer: set hf_assets_path, or give stop_token_ids"
+            )
+        cancelled = threading.Event()
+
+        def ends(tokens: Sequence[int]) -> bool:
+            if cancelled.is_set() or tokens[-1] in sampling.stop_token_ids:
+                return True
+            texts = sampling.stop_texts
+            return bool(texts) and spells_any(texts, tokens, tokenizer=self._tokenizer)
+
+        context = self._spec.model.rope.max_positions
+        requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
+        num_tokens = sum(map(len, prompts))
+        return DrawCall(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        assert self._folder is not None, "`new` refuses stop texts without a tokenizer"
+        return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
+
+    def group(self, first: DrawCall) -> SharedDrawing:
+        """Put a call and the waiting ones that fit into a group; a single call may exceed the limits."""
+        calls, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
+        for other in tuple(self.waiting):
+            if other is first or other.cancelled.is_set() or other.group is not None:
+                continue
+            num_sequences += len(other.requests)
+            num_tokens += other.num_tokens
+            has_room = num_sequences <= MAX_SEQUENCES and num_tokens <= self._max_tokens
+            if has_room and other.drawn_alike == first.drawn_alike:
+                calls.append(other)
+        requests = [request for one in calls for request in one.requests]
+        group = SharedDrawing(calls=calls, drawing=Drawing(requests, sampling=first.sampling))
+        for one in calls:
+            one.group = group
+        return group
