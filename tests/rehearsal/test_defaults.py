@@ -73,16 +73,23 @@ def test_batch_invariant_kernels_are_captured_and_not_rounded_to_tf32(rehearsal,
     assert [line for line in products if "tf32" in line] == []
 
 
+ONE, TWO = (0,), (0, 1)
+SMALLER = (
+    "--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
+    "--generator.num_replicas", "1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "family", "trainer_gpus", "generator_gpus", "options"),
     [
-        ("qwen3_0_6b_lora_24gb", "qwen3", (0,), (0,), ()),
-        ("qwen3_8b", "qwen3", (0, 1), (2,),
-         ("--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
-          "--generator.num_replicas", "1")),
-        ("qwen3_30b_a3b", "qwen3_moe", (0, 1), (0, 1),
-         ("--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
-          "--trainer.parallelism.expert_parallel_degree", "2", "--generator.num_replicas", "1")),
+        *(
+            (config, "qwen3", ONE, ONE, ())
+            for config in ("qwen3_0_6b_lora_24gb", "qwen3_0_6b_24gb", "qwen3_0_6b", "qwen3_1_7b", "qwen3_4b_lora")
+        ),
+        *((config, "qwen3", TWO, (2,), SMALLER) for config in ("qwen3_4b", "qwen3_8b", "qwen3_14b")),
+        ("qwen3_30b_a3b", "qwen3_moe", TWO, TWO,
+         (*SMALLER, "--trainer.parallelism.expert_parallel_degree", "2")),
     ],
 )  # fmt: skip
 def test_config_for_gpus_runs(rehearsal, tmp_path, config, family, trainer_gpus, generator_gpus, options):
