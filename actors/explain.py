@@ -191,7 +191,7 @@ def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[
     if lacks_gpus and (
         here.num_gpus or named or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
-        devices = f"{needed} GPUs of {size}: this machine has {here.num_gpus}"
+        devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
     return here, f"{'GPUs' if on_gpu else 'CPU cores'} of this machine"
 
