@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -205,6 +205,8 @@ class SamplingSessions:
             if body.model_path is not None:
                 stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
                 name = stored.record.settings.base_model
+                # A session keeps many, and would keep the metadata of each.
+                stored = replace(stored, record=stored.record.model_copy(update={"user_metadata": None}))
             check_base(self._parts.backend.base_model, name)
             self._add(session, new_id, stored)
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
@@ -302,7 +304,7 @@ class SamplingSessions:
         self._parts.futures.end_samples(session.session_id, why)
         ended = list(session.samplers.values())
         session.samplers.clear()
-        still_used = [one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)]
+        still_used = {one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)}
         for source in ended:
             if isinstance(source, Weights):
                 self.weights.close(source.key, why)

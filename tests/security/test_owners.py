@@ -6,21 +6,24 @@ The turns and the limits are checked in virtual time; the sampler in this proces
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.models.generate import Interrupted
+from rl.models.generate import Interrupted, PromptLogprobs
 from rl.tinker.datums import find_loss
-from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, encoded
+from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, PendingRequest, encoded
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Ttl
 from rl.tinker.sessions import KEPT
@@ -280,7 +283,43 @@ async def test_interrupted_completions_go_on_with_the_same_tokens(backend, monke
     assert backend._workers._num_interruptions > interruptions
 
 
+async def test_logprobs_of_many_prompts_do_not_keep_another_key_waiting(backend, monkeypatch):
+    for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
+        monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
+    monkeypatch.setattr("rl.local.prompt_logprobs", lambda *args, **options: time.sleep(0.05) or of_prompt)
+    none = np.zeros((1, 0), np.float32)
+    of_prompt = PromptLogprobs(logprobs=none, top_ids=none, top_logprobs=none)
+    base = await backend.open(None, None)
+    prompt = request(backend.base_model, [3, 1, 4], max_tokens=1, prompt_logprobs=True)
+    many = [asyncio.create_task(backend.sample(base, prompt, "me")) for _ in range(60)]
+    while not any(task.done() for task in many):
+        await asyncio.sleep(0.01)
+    await backend.sample(base, request(backend.base_model, [1, 5], max_tokens=1), "you")
+    assert sum(task.done() for task in many) < 30
+    assert all(one.of_prompt is of_prompt for one in await asyncio.gather(*many))
+
+
 # Memory
+
+
+@service_test(result_bytes=10 * (SMALL_BYTES + 4000))
+async def test_results_that_are_dropped_leave_the_memory(client):
+    model = client.model()
+    for seq_id in range(1, 20):
+        await client.loss(client.add(model, seq_id, *range(90)))
+    assert f"{model}:1" not in client.service._parts.futures
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, PendingRequest)]
+    assert len(kept) == len(client.service._parts.futures._requests)
+
+
+@service_test(virtual=False)
+async def test_sampling_sessions_do_not_keep_the_metadata_of_their_weights(client):
+    saved = client.save_sampler(client.model(), 1, "a", user_metadata={"a": "b"})
+    path = (await client.result(saved)).path
+    sampler = client.create_sampler(session := client.session(), 0, model_path=path)
+    assert client.service.sessions._sessions[session].samplers[sampler].record.user_metadata is None
+    assert await client.token(sampler) == 0
 
 
 @service_test(result_bytes=10 * (SMALL_BYTES + 4000))
