@@ -373,6 +373,19 @@ async def test_invalid_requests_count_as_waiting(client):
     assert "token id -1" in (await client.failure(f"{model}:5")).error
 
 
+@service_test(waiting_bytes=4 * REQUEST_BYTES, gap_timeout_s=30)
+async def test_a_request_far_ahead_does_not_let_in_all_those_before_it(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    client.backend.hold("forward_backward")
+    client.add(model, 1000, 5)
+    with pytest.raises(BusyError, match="limit waiting_bytes"):
+        for seq_id in range(1, 20):
+            client.add(model, seq_id, 5)
+            await settled()
+    assert seq_id < 6
+
+
 @service_test(waiting_bytes=2**20, all_held_bytes=3 * 2**20)
 async def test_data_count_with_their_size_once_they_are_dense(client):
     model = client.model()
@@ -489,6 +502,20 @@ async def test_sessions_that_were_finished_are_remembered_in_a_bounded_number(cl
 async def test_metadata_have_a_limit(client):
     with pytest.raises(InvalidRequestError, match="user_metadata: has 100001 characters"):
         client.model(user_metadata={"a": "b" * 100_000})
+
+
+async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkeypatch):
+    async with running_service(tmp_path) as client:
+        await client.saved(await client.trained(), 3, "a")
+        storage = client.service._parts.storage
+        checkpoints = storage.checkpoints
+        monkeypatch.setattr(storage, "checkpoints", lambda *ids: time.sleep(0.3) or checkpoints(*ids))
+        began = time.monotonic()
+        lists = [asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")]
+        await settled()
+        assert time.monotonic() - began < 0.3
+        runs, found = await asyncio.gather(*lists)
+        assert len(runs.training_runs) == len(found.checkpoints) == 1
 
 
 # What is gone

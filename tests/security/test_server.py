@@ -310,6 +310,15 @@ def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
 # Shares
 
 
+@pytest.mark.parametrize(("connections", "samples"), [(4096, 2000), (200, 84), (10, 1)])
+def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connections(
+    tmp_path, connections, samples
+):
+    service = fake_service(tmp_path, connections=connections)
+    config = asyncio.run(service.client_config(cast(Any, None)))
+    assert config.sample_max_concurrent_requests == samples
+
+
 def test_paths_without_a_key_take_no_body():
     async def forever():
         yield b"x"
