@@ -315,9 +315,14 @@ async def test_interrupted_completions_go_on_with_the_same_tokens(backend, monke
 async def test_logprobs_of_many_prompts_do_not_keep_another_key_waiting(backend, monkeypatch):
     for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
         monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
-    monkeypatch.setattr("rl.local.prompt_logprobs", lambda *args, **options: time.sleep(0.05) or of_prompt)
     none = np.zeros((1, 0), np.float32)
     of_prompt = PromptLogprobs(logprobs=none, top_ids=none, top_logprobs=none)
+
+    def slow(*args: Any, **options: Any) -> PromptLogprobs:
+        time.sleep(0.05)
+        return of_prompt
+
+    monkeypatch.setattr("rl.local.prompt_logprobs", slow)
     base = await backend.open(None, None)
     prompt = request(backend.base_model, [3, 1, 4], max_tokens=1, prompt_logprobs=True)
     many = [asyncio.create_task(backend.sample(base, prompt, "me")) for _ in range(60)]
@@ -472,6 +477,19 @@ async def test_state_of_all_keys_is_limited_in_bytes(client):
         client.of(YOU).sample(first)
 
 
+@service_test(all_state_bytes=100_000_000)
+async def test_large_models_do_not_close_the_weights_of_a_key_that_has_less(client):
+    client.backend.base_model = replace(BASE, num_parameters=10**6, num_parameters_per_rank=10**4)
+    you = client.of(YOU)
+    model = you.model(rank=4)
+    snapshots = [await you.opened(model, n, n) for n in range(1, 5)]
+    for _ in range(6):
+        client.model(rank=0)  # 16 MB
+    with pytest.raises(LimitReachedError, match="limit all_state_bytes"):
+        client.model(rank=0)
+    assert [await you.token(one) for one in snapshots] == [0] * 4
+
+
 @service_test(all_samplers=4)
 async def test_the_key_with_most_open_weights_makes_room_for_others(client):
     model, other = client.model(), client.of(YOU).model()
@@ -538,7 +556,12 @@ async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkey
         await client.saved(await client.trained(), 3, "a")
         storage = client.service._parts.storage
         checkpoints = storage.checkpoints
-        monkeypatch.setattr(storage, "checkpoints", lambda *ids: time.sleep(0.3) or checkpoints(*ids))
+
+        def slow(*model_ids: str) -> Any:
+            time.sleep(0.3)
+            return checkpoints(*model_ids)
+
+        monkeypatch.setattr(storage, "checkpoints", slow)
         began = time.monotonic()
         lists = [asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")]
         await settled()

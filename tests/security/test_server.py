@@ -237,6 +237,7 @@ def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
 
 def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
     given_back: list[Service] = []
+    service = fake_service(tmp_path)
     monkeypatch.setattr(serving, "MEMORY_S", 0.01)
     monkeypatch.setattr(serving, "give_back_freed_memory", lambda: given_back.append(service))
 
@@ -254,7 +255,6 @@ def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
             service._parts.futures.fail(request, "it was cancelled")
             assert await new_ones()
 
-    service = fake_service(tmp_path)
     asyncio.run(scenario())
 
 
