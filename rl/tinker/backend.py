@@ -245,6 +245,9 @@ class TinkerBackend(Configurable):
         self._workers: Workers | None = None
         self.base_model: BaseModel
         self._turns: Turns
+        self._num_interruptions = 0
+        self._reading: asyncio.Semaphore
+        """Prompts whose logprobs are computed at once, which cannot be interrupted."""
         self._order = FairLock()
         self._base_version: int | None = None
         self._failure: Exception | None = None
@@ -260,9 +263,9 @@ class TinkerBackend(Configurable):
         """Load everything that the first call needs; raise ValueError as `Base` does, or if a field does not fit."""
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
-        self._turns = Turns(
-            self._workers.serve, interrupt=self._workers.interrupt, capacity=self._workers.num_sequences
-        )
+        capacity = self._workers.num_sequences
+        self._turns = Turns(self._workers.serve, interrupt=self._interrupt, capacity=capacity)
+        self._reading = asyncio.Semaphore(max(1, capacity // 8))
         self.base_model = base.model
 
     async def close(self) -> None:
@@ -317,8 +320,24 @@ class TinkerBackend(Configurable):
                 generate = partial(workers.generate_in_turns, [request.prompt], sampling=sampling)
                 (completions,) = await in_turn(generate, num_sequences=sampling.num_samples)
             if request.prompt_logprobs or top_k:
-                of_prompt = await in_turn(partial(workers.prompt_logprobs, request.prompt, top_k=top_k))
+                of_prompt = await in_turn(partial(self._prompt_logprobs, workers, request))
         return SampleOutput(completions=completions, of_prompt=of_prompt)
+
+    async def _prompt_logprobs(
+        self, workers: Workers, request: SampleRequest
+    ) -> PromptLogprobs | Interrupted[PromptLogprobs]:
+        """Return a prompt's logprobs, unless the turn is interrupted before they are begun."""
+        interruption = self._num_interruptions
+        async with self._reading:
+            if self._num_interruptions != interruption:
+                again = partial(self._prompt_logprobs, workers, request)
+                return Interrupted(resume=again, has_advanced=False)
+            return await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
+
+    async def _interrupt(self) -> None:
+        self._num_interruptions += 1
+        if self._workers is not None:
+            await self._workers.interrupt()
 
     # Within the trainer's turns
 

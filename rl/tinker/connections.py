@@ -46,12 +46,13 @@ def raise_open_files() -> None:
 class Connection(H11Protocol):
     """HTTP/1.1 connection that waits for headers or takes an answer only so long.
 
-    A client without a key can hold a connection only while it waits. So at the limit the connection goes that has
-    waited longest, and a new one is refused only if a request is in progress on every other.
+    A client without a key can hold a connection only while others do not need it. So at the limit the connection goes
+    that has waited longest, and a new one is refused only if a request with a key is in progress on every other.
 
     Args:
         limits: of the number of connections and the time of the headers.
-        waiting: the server's connections without a request in progress, the longest waiting first.
+        waiting: the server's connections without a request in progress, the longest waiting first; also those whose
+            client has no key and does not take its answer.
     """
 
     def __init__(
@@ -88,8 +89,12 @@ class Connection(H11Protocol):
             self._stalled.cancel()
 
     def _watch(self, *, comes: bool) -> None:
-        """Note whether a request is in progress; without one, headers that have begun to come have a deadline."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Note whether a request is in progress; without one, headers that have begun to come have a deadline.
+
+        An answer that a client without a key does not take is no progress.
+        """
+        is_in_progress = self.cycle is not None and not self.cycle.response_complete
+        if is_in_progress and not (self.flow.write_paused and "owner" not in self.scope["state"]):
             self._waiting.pop(self, None)
             self._stop_deadline()
             return
@@ -106,10 +111,12 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._watch(comes=False)
         self._await_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._watch(comes=False)
         if self._stalled is not None:
             self._stalled.cancel()
 

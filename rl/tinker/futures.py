@@ -81,6 +81,8 @@ class PendingRequest:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     """Task of a sample, which can be cancelled and ends with its session."""
+    expiry: asyncio.TimerHandle | None = None
+    """Timer that drops the result."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +178,8 @@ class Futures:
             one.waiting_bytes -= request.num_bytes
             one.result_bytes += num_bytes
         request.done.set()
-        asyncio.get_running_loop().call_later(self._limits.result_kept_s, self._drop, request)
+        loop = asyncio.get_running_loop()
+        request.expiry = loop.call_later(self._limits.result_kept_s, self._drop, request)
         while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
             self._drop_oldest(held)
         while self._all.result_bytes > self._limits.all_held_bytes:
@@ -238,6 +241,8 @@ class Futures:
             held.result_bytes -= num_bytes
             self._all.result_bytes -= num_bytes
             del self._requests[request.request_id]
+            if request.expiry is not None:  # it would keep the result in memory
+                request.expiry.cancel()
             if not held.results and not held.waiting_bytes:
                 del self._held[request.owner]
 

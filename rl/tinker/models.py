@@ -79,11 +79,8 @@ class Model:
         return seq_id < self._next
 
     def unblocks(self, seq_id: int) -> bool:
-        """Return whether later requests wait for this seq id."""
-        missing = self._next
-        while missing in self._waiting:
-            missing += 1
-        return seq_id == missing and any(waiting > seq_id for waiting in self._waiting)
+        """Return whether all waiting requests wait for this seq id: it alone may exceed the limits."""
+        return seq_id == self._next and bool(self._waiting)
 
     def submit(self, seq_id: int, request: PendingRequest, work: Work, *, adds: bool = False) -> None:
         if self.ended is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,16 +108,22 @@ class OpenWeights:
             LimitReachedError: there is none, and all weights that could make room are in use.
         """
         most = self._parts.limits.most_state_bytes
-        while num_bytes and self._num_state_bytes() + num_bytes > most:
+        while num_bytes and (held := self._state_bytes()).total() + num_bytes > most:
+            held[owner] += num_bytes
             why = (
                 f"limit all_state_bytes: the models and open weights of all keys have more than {most} bytes"
             )
-            if self._close_oldest(owner, why) is None:
+            if self._close_oldest(owner, why, held) is None:
                 raise LimitReachedError(f"{why}; finish a session")
 
-    def _num_state_bytes(self) -> int:
-        models = sum(model.num_bytes for model in self._parts.sessions.all_models())
-        return models + sum(one.num_bytes for one in self._open.values())
+    def _state_bytes(self) -> Counter[str]:
+        """Return the bytes of models and open weights by owner."""
+        held: Counter[str] = Counter()
+        for model in self._parts.sessions.all_models():
+            held[model.session.owner] += model.num_bytes
+        for one in self._open.values():
+            held[one.owner or ""] += one.num_bytes  # 0 of the base model's
+        return held
 
     def _num_bytes(self, settings: ModelSettings) -> int:
         """Return the bytes of a snapshot of a model's trained weights."""
@@ -163,10 +169,12 @@ class OpenWeights:
         """Return the number of open weights by owner, without the base model's."""
         return Counter(one.owner for one in self._open.values() if one.owner is not None)
 
-    def _close_oldest(self, owner: str, why: str) -> asyncio.Task[None] | None:
-        """Close weights of the owner who has most, or else of this one."""
-        num_open = self._num_open()
-        most = max(num_open, key=lambda one: (num_open[one], one == owner), default=owner)
+    def _close_oldest(
+        self, owner: str, why: str, held: Counter[str] | None = None
+    ) -> asyncio.Task[None] | None:
+        """Close weights of the owner who has most, by number unless given, or else of this one."""
+        held = self._num_open() if held is None else held
+        most = max(held, key=lambda one: (held[one], one == owner), default=owner)
         return self._close_oldest_of(most, why) or self._close_oldest_of(owner, why)
 
     def _close_oldest_of(self, owner: str, why: str) -> asyncio.Task[None] | None:
@@ -205,6 +213,8 @@ class SamplingSessions:
             if body.model_path is not None:
                 stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
                 name = stored.record.settings.base_model
+                # A session keeps many, and would keep the metadata of each.
+                stored = replace(stored, record=stored.record.model_copy(update={"user_metadata": None}))
             check_base(self._parts.backend.base_model, name)
             self._add(session, new_id, stored)
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
@@ -302,7 +312,7 @@ class SamplingSessions:
         self._parts.futures.end_samples(session.session_id, why)
         ended = list(session.samplers.values())
         session.samplers.clear()
-        still_used = [one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)]
+        still_used = {one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)}
         for source in ended:
             if isinstance(source, Weights):
                 self.weights.close(source.key, why)

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -25,11 +26,13 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
+from rl.tinker.connections import most_connections
 from rl.tinker.futures import Futures, Parts, Result
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
 from rl.tinker.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.training import TrainingCalls
+from rl.tinker.turns import FairLock
 from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
 
 if TYPE_CHECKING:
@@ -102,7 +105,10 @@ class Service:
     # Calls about the server
 
     async def client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+        default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
+            # A client waits for each sample on a connection, and a key has half of them; some are for other calls.
+            sample_max_concurrent_requests=min(default, max(1, most_connections(self.http) // 2 - 16)),
             fwdbwd_max_chunk_len=self.http.chunk_data,
             fwdbwd_max_chunk_bytes_count=self.http.chunk_bytes,
         )
@@ -153,9 +159,13 @@ class Ttl(pydantic.BaseModel):
 
 
 class Runs:
-    """Calls about training runs and checkpoints, in memory and on the disk together; lists are newest first."""
+    """Calls about training runs and checkpoints, in memory and on the disk together; lists are newest first.
+
+    Lists read many files, in a thread and in turns of the owners.
+    """
 
     def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
+        self._order = FairLock()
         self._sampling = sampling
         self._storage = parts.storage
         self._sessions = parts.sessions
@@ -164,24 +174,32 @@ class Runs:
         self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
     ) -> wire.TrainingRunsResponse:
         """Return the runs in memory or with checkpoints."""
-        records = {record.model_id: record for record in self._storage.runs(owner)}
-        records |= {i: model.record for i, model in self._sessions.models(owner).items()}
-        newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
-        some, cursor = _page(newest, offset=offset, limit=limit)
-        runs = [self._describe(record) for record in some]
-        return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
+        in_memory = {i: model.record for i, model in self._sessions.models(owner).items()}
+
+        def read() -> wire.TrainingRunsResponse:
+            records = {record.model_id: record for record in self._storage.runs(owner)} | in_memory
+            newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
+            some, cursor = _page(newest, offset=offset, limit=limit)
+            runs = [self._describe(record) for record in some]
+            return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
+
+        return await self._in_turn(owner, read)
 
     async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
-        return self._describe(self._record(run_id, owner))
+        return await self._in_turn(owner, partial(self._describe, self._record(run_id, owner)))
 
     async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
-        found = self._storage.checkpoints(self._record(run_id, owner).model_id)
+        read = partial(self._storage.checkpoints, self._record(run_id, owner).model_id)
+        found = await self._in_turn(owner, read)
         return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
 
     async def checkpoints(
         self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
     ) -> wire.CheckpointsListResponse:
-        newest = self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
+        def read() -> list[Stored]:
+            return self._storage.checkpoints(*(run.model_id for run in self._storage.runs(owner)))
+
+        newest = await self._in_turn(owner, read)
         some, cursor = _page(newest, offset=offset, limit=limit)
         return wire.CheckpointsListResponse(checkpoints=[_checkpoint(one) for one in some], cursor=cursor)
 
@@ -208,6 +226,10 @@ class Runs:
             lora_rank=None if settings.lora is None else settings.lora.rank,
             **lora,
         )
+
+    async def _in_turn(self, owner: str, read: Callable[[], T]) -> T:
+        async with self._order.held_by(owner):
+            return await asyncio.to_thread(read)
 
     def _record(self, model_id: str, owner: str) -> RunRecord:
         if (model := self._sessions.models(owner).get(model_id)) is not None:

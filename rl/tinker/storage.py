@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -121,7 +121,8 @@ class Stored:
 
 
 class Storage:
-    """Checkpoints of all owners. Only the event loop's thread reads and changes records, which are small."""
+    """Checkpoints of all owners. Only the event loop's thread changes records, which are small; lists may be read in
+    others."""
 
     def __init__(self, folder: str | Path, *, wall_time_s: Callable[[], float]) -> None:
         self._root = Path(folder).absolute()
@@ -132,7 +133,7 @@ class Storage:
     async def prepare(self) -> None:
         """Create the folder, and remove expired checkpoints, data without a record, and runs without files."""
         make_folder(self._root, "the storage folder")
-        await self._remove_expired()
+        await self._remove_expired(self._expired())
         for run in self._runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
@@ -148,18 +149,20 @@ class Storage:
             if not any(one.is_file() and one != run / _RUN for one in run.rglob("*")):
                 shutil.rmtree(run, ignore_errors=True)
 
-    async def _remove_expired(self) -> None:
-        if self._wall_time_s() < self._removed_s + REMOVE_EVERY_S:
-            return
+    async def _remove_expired(self, files: Iterable[Path]) -> None:
+        for file in files:
+            record = _read(file, CheckpointRecord)  # it may have got more time meanwhile
+            if record is not None and self._has_expired(record):
+                try:
+                    await _remove(file, record)
+                except OSError:
+                    log.exception("%s has expired and cannot be removed", file)
+
+    def _expired(self) -> list[Path]:
+        """Return the records that have expired."""
         self._removed_s = self._wall_time_s()
-        for run in self._runs():
-            for file in _records(run):
-                record = _read(file, CheckpointRecord)
-                if record is not None and self._has_expired(record):
-                    try:
-                        await _remove(file, record)
-                    except OSError:
-                        log.exception("%s has expired and cannot be removed", file)
+        files = [file for run in self._runs() for file in _records(run)]
+        return [file for file in files if (one := _read(file, CheckpointRecord)) and self._has_expired(one)]
 
     # Reading
 
@@ -211,7 +214,8 @@ class Storage:
         user_metadata: Metadata | None,
     ) -> None:
         """Let `write` fill an empty folder, and publish it as a checkpoint."""
-        await self._remove_expired()
+        if self._wall_time_s() >= self._removed_s + REMOVE_EVERY_S:
+            await self._remove_expired(await asyncio.to_thread(self._expired))
         file = self._file(path)
         if not overwrite and self._stored(path) is not None:
             raise InvalidRequestError(

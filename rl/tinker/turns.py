@@ -89,7 +89,7 @@ class _Request:
     is_late: bool = False
     """True if it joined a running turn, in which the engine may have kept it waiting behind the others."""
     is_first: bool = False
-    """True if it is the oldest of its owner in a turn, and was there from the start."""
+    """True if a turn began with it, so that no other one can have kept the generators from it."""
     patience: int = 1
     """Factor of the shortest turn that it needs; grows with turns in which it was the first and got no token."""
 
@@ -130,8 +130,8 @@ class Turns:
         """Time of the last addition to `_used_s`."""
         self._version: int | None = None
         """The served version; None at the start and after an error."""
-        self._is_new = False
-        """True if the version was changed and no request has started since."""
+        self._paid_by: str | None = None
+        """Owner for whom the version was changed, until a request has started."""
         self._began_s = 0.0
         self._switch_s = 0.0
         """Time that the last change of versions took."""
@@ -183,11 +183,13 @@ class Turns:
     # Accounts
 
     def _join(self, owner: str) -> None:
-        """Open an owner's account, at most `CREDIT_S` behind the others."""
+        """Open an owner's account, at most `CREDIT_S` behind those who run and not behind those who wait already."""
         self._charge()
         if not self._active[owner]:
             others = [one for one in self._active if one != owner and self._active[one]]
-            least_s = min((self._used_s[one] for one in others), default=0.0) - CREDIT_S
+            least_s = min(
+                (self._used_s[one] - CREDIT_S * (one in self._num_sequences) for one in others), default=0.0
+            )
             self._used_s = {
                 one: used_s
                 for one, used_s in self._used_s.items()
@@ -221,12 +223,13 @@ class Turns:
                     self._start(own[0], is_late=is_late)
         else:
             version = self._waiting[owners[0]][0].version
-            if self._is_new and any(
+            if self._paid_by is not None and any(
                 one.version == self._version for own in self._waiting.values() for one in own
             ):
                 assert self._version is not None
-                version = self._version  # whoever it was changed for has paid for it
-            self._is_new = False
+                version = self._version
+                owners.sort(key=lambda one: one != self._paid_by)
+            self._paid_by = None
             if version != self._version:
                 self._begin_change(self._switch(version, owners[0]))
                 return
@@ -248,7 +251,7 @@ class Turns:
         self._leave(request)
         if not request.started.done():
             request.is_late = is_late
-            request.is_first = not is_late and not self._num_sequences[request.owner]
+            request.is_first = not self._running
             self._running[request] = None
             self._num_sequences[request.owner] += request.num_sequences
             self._is_idle.clear()
@@ -325,7 +328,7 @@ class Turns:
                     if not request.started.done():
                         request.started.set_exception(error)
         else:
-            self._version, self._is_new = version, True
+            self._version, self._paid_by = version, owner
         self._switch_s = asyncio.get_running_loop().time() - began_s
         if len(self._active) > 1 and owner in self._used_s:
             self._used_s[owner] += self._switch_s

@@ -217,9 +217,9 @@ class Limits:
 class HttpLimits:
     """Limits of connections and of single HTTP requests."""
 
-    connections: int = 1024
+    connections: int = 4096
     """Open connections, and at most half of the process's open files. At the limit a new connection closes the one
-    that has waited longest for its next request."""
+    that has waited longest for its next request. A client waits for up to 2,000 samples on as many connections."""
     headers_timeout_s: float = 10.0
     """Time from a connection, or from the first byte of a later request on it, to the end of the headers."""
     body_bytes: int = 64 * 2**20

@@ -6,21 +6,24 @@ The turns and the limits are checked in virtual time; the sampler in this proces
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.models.generate import Interrupted
+from rl.models.generate import Interrupted, PromptLogprobs
 from rl.tinker.datums import find_loss
-from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, encoded
+from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, PendingRequest, encoded
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Ttl
 from rl.tinker.sessions import KEPT
@@ -202,6 +205,35 @@ def test_turns_grow_until_a_request_gets_a_token():
     run_in_virtual_time(main())
 
 
+def test_turns_do_not_grow_while_a_request_waits_behind_one_of_another_owner_in_the_same_turn():
+    async def main() -> list[float]:
+        engine = Engine(slots=1, capacity=16)  # the engine has less room than it says
+        busy = [asyncio.create_task(engine.sample(key, LONG, num_sequences=2)) for key in "ab"]
+        found = await waits(engine, count=30, version=2, pause_s=0.3)
+        for one in busy:
+            one.cancel()
+        return found
+
+    assert max(run_in_virtual_time(main())[0]) < 8
+
+
+def test_owners_who_come_later_are_not_before_one_who_waits():
+    async def main() -> float:
+        engine = Engine(slots=1, capacity=0)
+        busy = [asyncio.create_task(engine.sample("a", LONG))]
+        await asyncio.sleep(5)
+        mine = asyncio.create_task(engine.sample("you", 1, version=2))
+        for key in "bcdef":
+            await asyncio.sleep(0.1)
+            busy.append(asyncio.create_task(engine.sample(key, LONG, version=3)))
+        took = await mine
+        for one in busy:
+            one.cancel()
+        return took
+
+    assert run_in_virtual_time(main())[0] < 4
+
+
 def test_turns_do_not_grow_while_an_owners_short_requests_wait_in_line():
     async def main() -> list[float]:
         engine = Engine(slots=1, capacity=0)
@@ -280,7 +312,48 @@ async def test_interrupted_completions_go_on_with_the_same_tokens(backend, monke
     assert backend._workers._num_interruptions > interruptions
 
 
+async def test_logprobs_of_many_prompts_do_not_keep_another_key_waiting(backend, monkeypatch):
+    for name, value in (("TURN_S", 0.0), ("LAG_S", 0.0), ("CREDIT_S", 0.0), ("AGAIN_S", 0.01)):
+        monkeypatch.setattr(f"rl.tinker.turns.{name}", value)
+    none = np.zeros((1, 0), np.float32)
+    of_prompt = PromptLogprobs(logprobs=none, top_ids=none, top_logprobs=none)
+
+    def slow(*args: Any, **options: Any) -> PromptLogprobs:
+        time.sleep(0.05)
+        return of_prompt
+
+    monkeypatch.setattr("rl.local.prompt_logprobs", slow)
+    base = await backend.open(None, None)
+    prompt = request(backend.base_model, [3, 1, 4], max_tokens=1, prompt_logprobs=True)
+    many = [asyncio.create_task(backend.sample(base, prompt, "me")) for _ in range(60)]
+    while not any(task.done() for task in many):
+        await asyncio.sleep(0.01)
+    await backend.sample(base, request(backend.base_model, [1, 5], max_tokens=1), "you")
+    assert sum(task.done() for task in many) < 30
+    assert all(one.of_prompt is of_prompt for one in await asyncio.gather(*many))
+
+
 # Memory
+
+
+@service_test(result_bytes=10 * (SMALL_BYTES + 4000))
+async def test_results_that_are_dropped_leave_the_memory(client):
+    model = client.model()
+    for seq_id in range(1, 20):
+        await client.loss(client.add(model, seq_id, *range(90)))
+    assert f"{model}:1" not in client.service._parts.futures
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, PendingRequest)]
+    assert len(kept) == len(client.service._parts.futures._requests)
+
+
+@service_test(virtual=False)
+async def test_sampling_sessions_do_not_keep_the_metadata_of_their_weights(client):
+    saved = client.save_sampler(client.model(), 1, "a", user_metadata={"a": "b"})
+    path = (await client.result(saved)).path
+    sampler = client.create_sampler(session := client.session(), 0, model_path=path)
+    assert client.service.sessions._sessions[session].samplers[sampler].record.user_metadata is None
+    assert await client.token(sampler) == 0
 
 
 @service_test(result_bytes=10 * (SMALL_BYTES + 4000))
@@ -332,6 +405,19 @@ async def test_invalid_requests_count_as_waiting(client):
             client.add(model, seq_id, -1)
     assert await client.loss(client.add(model, 1, 5)) == 5  # what others wait for is let in
     assert "token id -1" in (await client.failure(f"{model}:5")).error
+
+
+@service_test(waiting_bytes=4 * REQUEST_BYTES, gap_timeout_s=30)
+async def test_a_request_far_ahead_does_not_let_in_all_those_before_it(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    client.backend.hold("forward_backward")
+    client.add(model, 1000, 5)
+    client.add(model, 1, 5)
+    await settled()
+    client.add(model, 2, 5)
+    with pytest.raises(BusyError, match="limit waiting_bytes"):
+        client.add(model, 3, 5)
 
 
 @service_test(waiting_bytes=2**20, all_held_bytes=3 * 2**20)
@@ -389,6 +475,19 @@ async def test_state_of_all_keys_is_limited_in_bytes(client):
     assert await client.of(YOU).token(last[-1]) == 0
     with pytest.raises(GoneError, match="limit all_state_bytes"):
         client.of(YOU).sample(first)
+
+
+@service_test(all_state_bytes=100_000_000)
+async def test_large_models_do_not_close_the_weights_of_a_key_that_has_less(client):
+    client.backend.base_model = replace(BASE, num_parameters=10**6, num_parameters_per_rank=10**4)
+    you = client.of(YOU)
+    model = you.model(rank=4)
+    snapshots = [await you.opened(model, n, n) for n in range(1, 5)]
+    for _ in range(6):
+        client.model(rank=0)  # 16 MB
+    with pytest.raises(LimitReachedError, match="limit all_state_bytes"):
+        client.model(rank=0)
+    assert [await you.token(one) for one in snapshots] == [0] * 4
 
 
 @service_test(all_samplers=4)
@@ -450,6 +549,25 @@ async def test_sessions_that_were_finished_are_remembered_in_a_bounded_number(cl
 async def test_metadata_have_a_limit(client):
     with pytest.raises(InvalidRequestError, match="user_metadata: has 100001 characters"):
         client.model(user_metadata={"a": "b" * 100_000})
+
+
+async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkeypatch):
+    async with running_service(tmp_path) as client:
+        await client.saved(await client.trained(), 3, "a")
+        storage = client.service._parts.storage
+        checkpoints = storage.checkpoints
+
+        def slow(*model_ids: str) -> Any:
+            time.sleep(0.3)
+            return checkpoints(*model_ids)
+
+        monkeypatch.setattr(storage, "checkpoints", slow)
+        began = time.monotonic()
+        lists = [asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")]
+        await settled()
+        assert time.monotonic() - began < 0.3
+        runs, found = await asyncio.gather(*lists)
+        assert len(runs.training_runs) == len(found.checkpoints) == 1
 
 
 # What is gone

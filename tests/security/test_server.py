@@ -274,6 +274,24 @@ def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp
     asyncio.run(scenario())
 
 
+def test_clients_without_a_key_that_do_not_take_their_answers_lock_nobody_out(tmp_path):
+    async def scenario():
+        async with served(fake_service(tmp_path, connections=8)) as connect:
+            first = await connect()
+            address = first[1].get_extra_info("peername")
+            with contextlib.ExitStack() as stack:
+                for _ in range(8):
+                    connection = stack.enter_context(socket.socket())
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    connection.connect(address)
+                    connection.sendall(HEALTH.replace(b"/api/v1/healthz", b"/openapi.json") * 60)
+                await asyncio.sleep(1)
+                assert await is_closed(*first)
+                assert await ask(*await connect()) == b"HTTP/1.1 200 OK\r\n"
+
+    asyncio.run(scenario())
+
+
 def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
     async def scenario():
         monkeypatch.setattr("rl.tinker.connections.WRITE_TIMEOUT_S", 0.2)
@@ -291,6 +309,15 @@ def test_answer_that_nobody_takes_closes_its_connection(tmp_path, monkeypatch):
 
 
 # Shares
+
+
+@pytest.mark.parametrize(("connections", "samples"), [(4096, 2000), (200, 84), (10, 1)])
+def test_client_is_told_to_wait_for_no_more_samples_than_its_share_of_connections(
+    tmp_path, connections, samples
+):
+    service = fake_service(tmp_path, connections=connections)
+    config = asyncio.run(service.client_config(cast(Any, None)))
+    assert config.sample_max_concurrent_requests == samples
 
 
 def test_paths_without_a_key_take_no_body():

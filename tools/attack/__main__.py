@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 USUAL_OPEN_FILES = 1024
 OPTIONS = (
     *("--limits.session_timeout_s", "30", "--limits.gap_timeout_s", "5", "--limits.result_kept_s", "5"),
-    *("--http.poll_s", "2"),
+    *("--http.poll_s", "2", "--http.connections", "1024"),
 )
 WORKERS, HALF_OPEN, LONG_SAMPLES = 48, 1500, 3
 LONG = {"tokens": 256, "samples": 16}
