@@ -42,9 +42,9 @@ from rl.training.memory import check_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
 FLASH_CAPABILITY = (8, 0)
+"""Oldest GPUs with kernels for attention in half precision."""
 CUDA_CAPABILITY = (7, 5)
 """Oldest for which the builds for CUDA 13 have kernels."""
-"""Oldest GPUs with kernels for attention in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,20 +133,20 @@ def _move_monarch() -> str | None:
         return "this process may not make a network namespace"
     thread = ThreadPoolExecutor(1, thread_name_prefix="monarch-network")
     try:
-        thread.submit(_enter, monarch_threads()).result()
-    except PermissionError:
+        descriptor = thread.submit(make_network).result()
+    except OSError as error:  # also for a limit of 0, or a kernel without
         thread.shutdown()
-        return "the system does not permit a network namespace"
+        return f"the system does not permit a network namespace ({error.strerror})"
+    thread.submit(_move, monarch_threads(), descriptor=descriptor).result()
     _inside = thread
     return None
 
 
-def _enter(threads: Sequence[int]) -> None:
-    """Enter a new namespace with this thread, and have the given threads follow by a signal each.
+def _move(threads: Sequence[int], *, descriptor: int) -> None:
+    """Have the given threads follow this one into its namespace, by a signal each, and close the descriptor of it.
 
     They have nothing to do before Monarch is used, so that a handler in Python interrupts nothing.
     """
-    descriptor = make_network()
     here = os.readlink("/proc/thread-self/ns/net")
 
     def follow(_number: int) -> None:

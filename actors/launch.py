@@ -51,6 +51,7 @@ from actors.processes import (
     wait_until_gone,
     with_descendants,
 )
+from actors.secrets import secret_names
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.utils.processes import identify, is_alive, kill
 
@@ -98,6 +99,10 @@ class Launcher:
         """
         network = isolate(config, needs_network=needs_network)
         logger.info(network)
+        if names := secret_names(config.keep_env):
+            logger.info(
+                "secrets of the environment that actors do not get (launch.keep_env): %s", ", ".join(names)
+            )
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
         return network

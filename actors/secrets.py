@@ -11,10 +11,13 @@ import re
 from collections.abc import Collection
 
 NAMED = re.compile(
-    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)|(^|_)AUTH(_|$)|_(PWD|PAT)$",
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)|(^|_)AUTH(_|$)|_(PWD|PAT|PASS)$",
     re.IGNORECASE,
 )
 """Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not TOKENIZERS_PARALLELISM."""
+PASSWORD = re.compile(r"PASS[WP]|PWD", re.IGNORECASE)
+SETTING = re.compile(r"\d{1,9}|true|false", re.IGNORECASE)
+"""Values that are no secret, unless the name is that of a password: VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024."""
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
@@ -23,12 +26,13 @@ def secret_names(keep: Collection[str] = ()) -> list[str]:
 
     A proxy's address stays, even with a password: without it an actor has no network.
     """
-    return [
-        name
-        for name, value in os.environ.items()
-        if name not in keep
-        and (NAMED.search(name) or (URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
-    ]
+    return [name for name, value in os.environ.items() if name not in keep and _is_secret(name, value)]
+
+
+def _is_secret(name: str, value: str) -> bool:
+    if NAMED.search(name):
+        return bool(PASSWORD.search(name)) or not SETTING.fullmatch(value)
+    return bool(URL_WITH_PASSWORD.search(value)) and not name.lower().endswith("_proxy")
 
 
 def without_secrets(keep: Collection[str] = ()) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Count of the files that were ever created in a folder, by inotify(7).
+"""Count of the files that were ever created or renamed in a folder, by inotify(7).
 
 Listing a folder does not find files that were removed: they keep their space as long as a descriptor or a memory
-mapping holds them.
+mapping holds them. Renames count because many of them fill the kernel's queue, which then loses creations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CreatedFiles:
-    """Number of files created in each of the watched folders, not below them.
+    """Number of files created and renamed in each of the watched folders, not below them.
 
     Raises:
         OSError: the limit of inotify instances or watches is reached (`/proc/sys/fs/inotify`).
@@ -47,7 +47,7 @@ class CreatedFiles:
             del self._counts[watch]
 
     def count(self, watch: int) -> int:
-        """Return the number of files created so far in a watched folder."""
+        """Return the number of files created and renamed so far in a watched folder."""
         try:
             events = os.read(self._instance, _READ_BYTES)
         except BlockingIOError:
@@ -56,7 +56,7 @@ class CreatedFiles:
         while at < len(events):
             source, event, _, name_bytes = _EVENT.unpack_from(events, at)
             at += _EVENT.size + name_bytes
-            if event & _IN_CREATE and source in self._counts:
+            if event & (_IN_CREATE | _IN_MOVED_TO) and source in self._counts:
                 self._counts[source] += 1
         return self._counts[watch]
 

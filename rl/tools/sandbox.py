@@ -109,7 +109,7 @@ class PythonSandbox(Configurable):
         """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory if the
         temporary folder is a tmpfs."""
         max_files: int = 64
-        """Files that one call may create, removed ones and the file of the code itself included."""
+        """Files that one call may create or rename, removed ones and the file of the code itself included."""
         num_at_once: int = 0
         """Processes at the same time; other calls wait. 0: as many as this process may use CPU cores."""
         import_paths: tuple[str, ...] = ()

@@ -45,14 +45,18 @@ def enter_user_namespace() -> None:
         return
     if len(os.listdir("/proc/self/task")) > 1 or not _is_permitted():
         return
+    _enter()
+    global _entered
+    _entered = True
+
+
+def _enter() -> None:
     user, group = os.geteuid(), os.getegid()
     _check(libc().unshare(NEW_USER))
     Path("/proc/self/setgroups").write_text("deny")  # else the kernel refuses the map of groups
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _set_capabilities(NET_ADMIN | SYS_ADMIN)
-    global _entered
-    _entered = True
 
 
 def _is_permitted() -> bool:
@@ -60,8 +64,8 @@ def _is_permitted() -> bool:
     child = os.fork()
     if child == 0:
         try:
-            _check(libc().unshare(NEW_USER | NEW_NET))
-            _start_loopback()
+            _enter()
+            make_network()
             os._exit(0)
         except BaseException:  # noqa: BLE001  (nothing of the parent's program runs in the child)
             os._exit(1)

@@ -6,7 +6,6 @@ are kept.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 from pathlib import Path
@@ -25,10 +24,16 @@ for _name, _value in SETTINGS.items():
 
 
 def _make_log_private() -> None:
-    """Make Monarch's own log readable for this user only; without room in /tmp there is none."""
-    with contextlib.suppress(OSError, KeyError):
-        folder = Path("/tmp", pwd.getpwuid(os.getuid()).pw_name)
+    """Make Monarch's own log readable for this user only, or keep all but errors out of it where that is not possible.
+
+    Monarch follows links, so in a folder of somebody else it would write into any file of this user.
+    """
+    try:
+        folder = Path("/tmp", _user())
         folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():
+            raise PermissionError
+        folder.chmod(0o700)
         suffix = os.environ.get("MONARCH_LOG_SUFFIX")
         file = folder / f"monarch_log{'_' if suffix else ''}{suffix or ''}.log"
         descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
@@ -36,6 +41,15 @@ def _make_log_private() -> None:
             os.fchmod(descriptor, 0o600)
         finally:
             os.close(descriptor)
+    except OSError:
+        os.environ["MONARCH_FILE_LOG"] = "error"
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return "unknown"  # as Monarch calls it
 
 
 _make_log_private()

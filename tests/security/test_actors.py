@@ -24,6 +24,7 @@ from actors.placement import Placement
 from actors.processes import free_port
 from actors.secrets import forget_empty_secrets
 from actors.vllm.compat import _ranks_store
+from rl import weights
 from rl.config import cli
 from rl.distributed.process_group import CommConfig, World, connect
 from rl.rollouts.judge import Judge
@@ -144,6 +145,26 @@ def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
     assert all("can run code as you" in text and "alice, bob" in text for text in warnings)
 
 
+WITHOUT_NAMESPACES = """
+from pathlib import Path
+from actors.config import LaunchConfig
+from actors.isolation import isolate
+Path("/proc/sys/user/max_net_namespaces").write_text("0")
+print(isolate(LaunchConfig(), needs_network=None))
+"""
+
+
+def test_a_run_starts_where_the_number_of_network_namespaces_is_limited_to_none():
+    # The limit is that of the user namespace which `unshare` makes.
+    run = subprocess.run(
+        ["unshare", "--user", "--map-root-user", sys.executable, "-c", WITHOUT_NAMESPACES],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.stdout.startswith(
+        "the actors use this machine's network: the system does not permit a network namespace ("
+    ), run.stderr
+
+
 def test_processes_of_other_users_are_found():
     user = NOBODY if os.geteuid() == 0 else None
     with subprocess.Popen(["sleep", "60"], user=user, group=user) as sleeper:
@@ -184,13 +205,19 @@ def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters,
 
 def test_actors_do_not_inherit_secrets(monkeypatch):
     secrets = {
-        "A_API_KEY": "1",
-        "HF_TOKEN": "2",
-        "PGPASSWORD": "3",
-        "SSH_AUTH_SOCK": "4",
+        "A_API_KEY": "a1",
+        "HF_TOKEN": "b2",
+        "PGPASSWORD": "12345",
+        "SMTP_PASS": "abc",
+        "SSH_AUTH_SOCK": "/tmp/d4",
         "DB": "pg://u:p@h/x",
     }
-    others = {"TOKENIZERS_PARALLELISM": "false", "HTTPS_PROXY": "http://u:p@h:1", "A_PATH": "/x"}
+    others = {
+        "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD": "1024",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HTTPS_PROXY": "http://u:p@h:1",
+        "A_PATH": "/x",
+    }
     for name, value in {**secrets, **others}.items():
         monkeypatch.setenv(name, value)
     env = members.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
@@ -199,7 +226,7 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
     monkeypatch.setenv("A_API_KEY", env["A_API_KEY"])  # as in the actor's process
     forget_empty_secrets()
     assert "A_API_KEY" not in os.environ
-    assert os.environ["HF_TOKEN"] == "2"
+    assert os.environ["HF_TOKEN"] == "b2"
 
 
 def addresses_of_a_rank():
@@ -240,3 +267,15 @@ def test_monarchs_log_is_readable_for_its_user_only():
     finally:
         for file in Path("/tmp").glob(f"*/monarch_log_{suffix}.log"):
             file.unlink()
+
+
+def test_monarch_writes_only_errors_into_a_folder_of_somebody_else(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(weights, "_user", lambda: tmp_path)
+    monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
+    weights._make_log_private()
+    assert os.environ["MONARCH_FILE_LOG"] == "warn"
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    weights._make_log_private()
+    assert os.environ["MONARCH_FILE_LOG"] == "error"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl.rollouts.judge import LabelGrade, NumberGrade
+from rl.tools.created_files import CreatedFiles
 from rl.tools.sandbox import PythonSandbox
 from rl.tools.tool import OPEN, BadCall, ToolCall, parse_calls
 from tests.support.forked import answer_in_fork
@@ -163,6 +164,18 @@ def test_removed_files_that_are_still_mapped_count(name, remove):
     code = HOLD_FILES.replace("NAME", name).replace("REMOVE", remove)
     result = run(code, max_files=10)
     assert (result.reason, result.output) == ("file limit", "")
+
+
+def test_renames_cannot_hide_created_files(tmp_path):
+    created, file = CreatedFiles(), tmp_path / "a"
+    most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    with created.watched(str(tmp_path)) as watch:
+        file.touch()
+        for _ in range(most // 4 + 1):  # two events each, twice
+            file.rename(tmp_path / "b").rename(file)
+        for number in range(100):
+            (tmp_path / str(number)).touch()
+        assert created.count(watch) > 100
 
 
 @pytest.mark.parametrize(
