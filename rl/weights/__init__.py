@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
 from pathlib import Path
 
 SETTINGS = {
@@ -26,14 +27,14 @@ for _name, _value in SETTINGS.items():
 def _make_log_private() -> None:
     """Make Monarch's own log readable for this user only, or keep all but errors out of it where that is not possible.
 
-    Monarch follows links, so in a folder of somebody else it would write into any file of this user.
+    Monarch follows links, so in a folder where others may write it would write into any file of this user.
     """
     try:
         folder = Path("/tmp", _user())
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.lstat().st_uid != os.getuid():
+        status = folder.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError
-        folder.chmod(0o700)
         suffix = os.environ.get("MONARCH_LOG_SUFFIX")
         file = folder / f"monarch_log{'_' if suffix else ''}{suffix or ''}.log"
         descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o600)

@@ -269,13 +269,16 @@ def test_monarchs_log_is_readable_for_its_user_only():
             file.unlink()
 
 
-def test_monarch_writes_only_errors_into_a_folder_of_somebody_else(tmp_path, monkeypatch):
-    tmp_path.chmod(0o777)
+def test_monarch_writes_only_errors_into_a_folder_where_others_may_write(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
     monkeypatch.setattr(weights, "_user", lambda: tmp_path)
     monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
     weights._make_log_private()
     assert os.environ["MONARCH_FILE_LOG"] == "warn"
-    assert tmp_path.stat().st_mode & 0o777 == 0o700
+    tmp_path.chmod(0o775)
+    weights._make_log_private()
+    assert os.environ.pop("MONARCH_FILE_LOG") == "error"
+    tmp_path.chmod(0o755)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     weights._make_log_private()
     assert os.environ["MONARCH_FILE_LOG"] == "error"
