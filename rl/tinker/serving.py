@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import ipaddress
 import secrets
 import signal
@@ -248,10 +249,15 @@ async def serve(
 
 
 async def _give_back_memory(service: Service) -> None:
-    """Give freed memory back to the system while nothing is computed: training keeps it for its next tensors."""
+    """Give memory back to the system while nothing is computed.
+
+    Training keeps freed memory for its next tensors, and a refused body of hundreds of MB may hang in a cycle with
+    its error.
+    """
     while True:
         await asyncio.sleep(MEMORY_S)
         if not service.has_work:
+            gc.collect()
             await asyncio.to_thread(give_back_freed_memory)
 
 
