@@ -240,14 +240,13 @@ class LocalBackend:
         """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        if own.group is None and self._num_interruptions != interruption:
-            return  # it was queued behind others
-        if own.completions is None and own.error is None:
+        is_interrupted = self._num_interruptions != interruption  # while it was queued behind others
+        if own.completions is None and own.error is None and not is_interrupted:
             group = own.group or self._calls.group(own)
 
             def pauses() -> bool:
-                is_interrupted = self._num_interruptions != interruption
-                return is_interrupted or self._closed.is_set() or not group.is_wanted
+                is_stopped = self._closed.is_set() or not group.is_wanted
+                return is_stopped or self._num_interruptions != interruption
 
             try:
                 if group.drawing.draw(self._model, pauses):

@@ -200,8 +200,8 @@ class _Batch:
     @torch.no_grad()
     def draw(self, model: Decoder, sampling: SamplingParams, pauses: Callable[[], bool]) -> bool:
         """See `Drawing.draw`."""
-        if not self.rows or pauses():
-            return not self.rows
+        if not self.rows:
+            return True
         device = model.embed_tokens.weight.device
         longest = max(request.max_tokens for request in self.requests)
         uniforms_NC = torch.stack([uniforms(r.seed, longest) for r in self.requests]).to(device)
