@@ -109,6 +109,7 @@ class TinkerServer(Configurable):
         def print_ready(url: str) -> None:
             print(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}", flush=True)
 
+        memory = asyncio.create_task(give_back_memory(service))
         await serve(
             service,
             listener,
@@ -117,6 +118,7 @@ class TinkerServer(Configurable):
             stop=_stop_signal(),
             ready=print_ready,
         )
+        memory.cancel()
 
 
 class ServerThread:
@@ -233,7 +235,6 @@ async def serve(
             await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
-    memory = asyncio.create_task(_give_back_memory(service))
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         service.stop_waiting()
@@ -244,12 +245,11 @@ async def serve(
             await running
     finally:
         stopping.cancel()
-        memory.cancel()
         await service.close()
 
 
-async def _give_back_memory(service: Service) -> None:
-    """Give memory back to the system while nothing is computed.
+async def give_back_memory(service: Service) -> None:
+    """Give this process's memory back to the system while nothing is computed.
 
     Training keeps freed memory for its next tensors, and a refused body of hundreds of MB may hang in a cycle with
     its error.

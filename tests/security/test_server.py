@@ -237,24 +237,29 @@ def test_headers_that_do_not_come_in_time_close_their_connection(tmp_path):
     asyncio.run(scenario())
 
 
-def test_freed_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
+def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
     service, given_back = fake_service(tmp_path), itertools.count()
     monkeypatch.setattr(serving, "MEMORY_S", 0.01)
     monkeypatch.setattr(serving, "give_back_freed_memory", partial(next, given_back))
 
-    async def new_ones():
-        await asyncio.sleep(0.05)  # a call may be under way
+    async def wait_for_one():
         before = next(given_back)
-        await asyncio.sleep(0.2)
-        return next(given_back) - before - 1
+        async with asyncio.timeout(30):
+            while next(given_back) == before + 1:
+                before += 1
+                await asyncio.sleep(0.01)
 
     async def scenario():
-        async with served(service):
-            assert await new_ones()
-            request = service._parts.futures.begin("a:1", owner="me")
-            assert not await new_ones()
-            service._parts.futures.fail(request, "it was cancelled")
-            assert await new_ones()
+        giving_back = asyncio.create_task(serving.give_back_memory(service))
+        await wait_for_one()
+        request = service._parts.futures.begin("a:1", owner="me")
+        await asyncio.sleep(1)  # one may be under way
+        before = next(given_back)
+        await asyncio.sleep(0.2)
+        assert next(given_back) == before + 1
+        service._parts.futures.fail(request, "it was cancelled")
+        await wait_for_one()
+        giving_back.cancel()
 
     asyncio.run(scenario())
 
