@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -16,6 +17,9 @@ import monarch.actor
 # A call to a dead process raises SupervisionError; no public module exports it.
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
 from monarch.actor import MeshFailure
+
+CLIENT_EXIT_S = 2.0
+"""Time for Monarch's client to end when the process exits; a busy machine takes more than a second."""
 
 
 def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
@@ -57,7 +61,7 @@ def quiet_jobs() -> None:
 
 @contextlib.contextmanager
 def quiet_client_start() -> Iterator[None]:
-    """Drop the line that Monarch's client writes to stderr when it starts."""
+    """Drop the line that Monarch's client writes to stderr when it starts, and have `_end_client` called at exit."""
     sys.stderr.flush()
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
@@ -68,6 +72,14 @@ def quiet_client_start() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(sink)
+        atexit.unregister(_end_client)
+        atexit.register(_end_client)
+
+
+def _end_client() -> None:
+    """End Monarch's client before Monarch's own handler does, which prints a traceback where that takes 1 s."""
+    with contextlib.suppress(TimeoutError):
+        monarch.actor.shutdown_context(host_timeout=0.3).get(timeout=CLIENT_EXIT_S)
 
 
 def prepare_client_gateway(job: Any) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,33 @@ def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
     assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "4,6")
     assert "CUDA_VISIBLE_DEVICES" not in members.process_env(Placement(role="reward", num_procs=1))
+
+
+SLOW_EXIT = """
+import monarch.actor
+from monarch._src.actor import actor_mesh
+from monarch._src.actor.future import Future
+from actors.compat import quiet_client_start
+
+class Slow:
+    def get(self, timeout):
+        raise TimeoutError
+
+def end_slowly(host_timeout):
+    end(host_timeout=host_timeout)
+    return answers.pop()
+
+with quiet_client_start():
+    monarch.actor.this_host()
+end, answers = monarch.actor.shutdown_context, [Future._resolved(None), Slow()]
+monarch.actor.shutdown_context = actor_mesh.shutdown_context = end_slowly
+"""
+
+
+@pytest.mark.medium
+def test_process_whose_monarch_client_ends_slowly_prints_no_traceback():
+    run = subprocess.run([sys.executable, "-c", SLOW_EXIT], capture_output=True, text=True, timeout=50)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_local_ranks_are_counted_per_host():
