@@ -15,7 +15,7 @@ NAMED = re.compile(
     re.IGNORECASE,
 )
 """Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not TOKENIZERS_PARALLELISM."""
-PASSWORD = re.compile(r"PASS[WP]|PWD", re.IGNORECASE)
+PASSWORD = re.compile(r"PASS|PWD", re.IGNORECASE)
 SETTING = re.compile(r"\d{1,9}|true|false", re.IGNORECASE)
 """Values that are no secret, unless the name is that of a password: VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024."""
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")

@@ -107,7 +107,7 @@ class Futures:
         self._closed = False
 
     @property
-    def have_work(self) -> bool:
+    def has_work(self) -> bool:
         """True while a request of any owner waits for its result."""
         return self._all.waiting_bytes > 0
 

@@ -84,7 +84,7 @@ class Service:
     @property
     def has_work(self) -> bool:
         """True while a request waits for its result."""
-        return self._parts.futures.have_work
+        return self._parts.futures.has_work
 
     def stop_waiting(self) -> None:
         """End the waits for results with a GoneError, and accept no more requests. Idempotent."""

@@ -208,7 +208,7 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
         "A_API_KEY": "a1",
         "HF_TOKEN": "b2",
         "PGPASSWORD": "12345",
-        "SMTP_PASS": "abc",
+        "SMTP_PASS": "4711",
         "SSH_AUTH_SOCK": "/tmp/d4",
         "DB": "pg://u:p@h/x",
     }

@@ -245,6 +245,26 @@ def test_turns_do_not_grow_while_an_owners_short_requests_wait_in_line():
     assert max(run_in_virtual_time(main())[0]) < 5 + STEP_S
 
 
+def test_owner_for_whom_the_weights_were_changed_comes_first():
+    async def main() -> list[str]:
+        engine, order = Engine(slots=1, capacity=1, pull_s=1.0), []
+
+        async def sample(owner: str, num_tokens: int, version: int) -> None:
+            await engine.sample(owner, num_tokens, version=version)
+            order.append(owner)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sample("busy", 200, 1))
+            await asyncio.sleep(5)
+            group.create_task(sample("first", 5, 2))
+            while engine.num_pulls < 2:
+                await asyncio.sleep(0.1)
+            group.create_task(sample("second", 5, 2))
+        return order
+
+    assert run_in_virtual_time(main())[0] == ["first", "second", "busy"]
+
+
 def test_an_owners_requests_beyond_a_limit_wait_for_their_turn_and_the_oldest_come_first():
     async def main() -> tuple[int, list[int]]:
         engine, done, most = Engine(slots=1, capacity=0), [], 0

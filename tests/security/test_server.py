@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -9,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -249,9 +251,18 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
                 before += 1
                 await asyncio.sleep(0.01)
 
+    class Body:
+        """A refused body that hangs in a cycle with its error."""
+
+        def __init__(self):
+            self.error = self
+
     async def scenario():
+        gc.freeze()  # collections look at what is made here only
+        body = weakref.ref(Body())
         giving_back = asyncio.create_task(serving.give_back_memory(service))
         await wait_for_one()
+        assert body() is None
         request = service._parts.futures.begin("a:1", owner="me")
         await asyncio.sleep(1)  # one may be under way
         before = next(given_back)
@@ -261,7 +272,12 @@ def test_memory_goes_back_only_while_nothing_waits(tmp_path, monkeypatch):
         await wait_for_one()
         giving_back.cancel()
 
-    asyncio.run(scenario())
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp_path):

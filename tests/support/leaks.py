@@ -68,8 +68,7 @@ def find_session_processes(mark: str) -> dict[ProcessId, str]:
 
 
 def list_shared_memory() -> set[str]:
-    """Return the names of files; a folder is another program's temporary one."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if not path.is_dir()}
+    return {path.name for path in SHARED_MEMORY.iterdir()}
 
 
 def drop_files_of_others(names: Iterable[str], *, own: Iterable[int]) -> set[str]:

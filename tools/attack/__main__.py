@@ -34,6 +34,7 @@ from tools.attack.bodies import PROTOBUF, Attacker, Call, Ids, gradient, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 USUAL_OPEN_FILES = 1024
+# Fewer connections than by default, so that those without an end of their headers reach the limit.
 OPTIONS = (
     *("--limits.session_timeout_s", "30", "--limits.gap_timeout_s", "5", "--limits.result_kept_s", "5"),
     *("--http.poll_s", "2", "--http.connections", "1024"),
