@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, CallGroup
+from actors.calls import ActorLostError, ActorTimeoutError, CallGroup
 from actors.recovery import RestartsUsedUpError, Role
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Rollout, SamplingParams, Score
@@ -78,7 +78,7 @@ class GeneratorClient:
             answers = await self.generator.call(
                 "generate", list(prompts), sampling=sampling, call_id=call_id, begun=begun
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ActorTimeoutError):
             # In the background: requests that cannot be aborted run to their end unobserved.
             ending = asyncio.create_task(self._end(call_id))
             self._ending.add(ending)
@@ -98,7 +98,7 @@ class GeneratorClient:
         try:
             await self.generator.call("abort", [call_id])
         except RunError as error:
-            logger.debug("a cancelled call to %s was not ended: %s", self.generator.name, error)
+            logger.debug("a call to %s that was given up was not ended: %s", self.generator.name, error)
 
 
 class RewardClient:

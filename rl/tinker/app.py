@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.auth import KEY_HEADER, AccessGuard, Keys
+from rl.tinker.auth import COMPATIBLE_PATHS, KEY_HEADER, AccessGuard, Keys
 from rl.tinker.codec import PROTOBUF
 from rl.tinker.service import Service
 from rl.tinker.types import TinkerError
@@ -26,7 +26,7 @@ from rl.tinker.types import TinkerError
 log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 421, 422, 429, 500)
+DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 421, 422, 429, 500, 507)
 """Statuses in the OpenAPI description of every call."""
 MAX_SHOWN_ERRORS = 3
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -161,6 +161,12 @@ def _text(item: Mapping[str, Any]) -> str:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.url.path.startswith(COMPATIBLE_PATHS):
+        return _answer(
+            404,
+            f"{request.method} {request.url.path:.200}: this server does not have the APIs of other clients (OpenAI's, "
+            "Anthropic's); sample with the client tinker: ServiceClient(...).create_sampling_client(...)",
+        )
     if error.status_code == 404:  # no route; missing objects are NotFoundErrors
         return _answer(
             400, f"{request.method} {request.url.path:.200}: this server does not support this call"

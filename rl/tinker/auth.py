@@ -29,6 +29,9 @@ MAX_LENGTH = 4096
 KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner. They take no body."""
+COMPATIBLE_PATHS = ("/oai/", "/anthropic/")
+"""Starts of the official service's paths for clients of other APIs, which this server does not have. Those clients
+send the key as `Authorization: Bearer`."""
 TENSORS_PATH, SAMPLE_PATH = "/api/v1/forward_backward", "/api/v1/asample"
 """Paths with larger bodies, the first of which is no JSON."""
 
@@ -179,10 +182,15 @@ class AccessGuard:
             raise _RefusedError(421, f"Host: {host[:256]!a}, must be one of {', '.join(sorted(self._hosts))}")
 
     def _owner(self, scope: Scope) -> str:
-        key = Headers(scope=scope).get(KEY_HEADER, "").encode("latin-1")
+        headers = Headers(scope=scope)
+        text, where = headers.get(KEY_HEADER, ""), KEY_HEADER
+        if not text and scope["path"].startswith(COMPATIBLE_PATHS):
+            kind, _, text = headers.get("authorization", "").partition(" ")
+            text, where = (text if kind.lower() == "bearer" else ""), "Authorization: Bearer"
+        key = text.encode("latin-1")
         owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None
         if owner is None:
-            raise _RefusedError(401, f"{KEY_HEADER}: must be an API key that this server knows")
+            raise _RefusedError(401, f"{where}: must be an API key that this server knows")
         return owner
 
     def _most_bytes(self, scope: Scope) -> int:

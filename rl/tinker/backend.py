@@ -38,11 +38,12 @@ from rl.tinker.types import (
     InvalidRequestError,
     SampleOutput,
     SampleRequest,
+    UnsavedError,
     check_range,
 )
 from rl.training.config import TrainingConfig
 from rl.training.failures import NonFiniteLossError
-from rl.training.models import ModelError, adapted
+from rl.training.models import ModelError, UnsavedModelError, adapted
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -379,6 +380,8 @@ class TinkerBackend(Configurable):
             ) from error
         except DivergedWeightsError as error:
             raise InvalidRequestError(f"the sampler's weights have diverged: {error}") from error
+        except UnsavedModelError as error:
+            raise UnsavedError(str(error)) from error
         except ModelError as error:
             raise InvalidRequestError(str(error)) from error
         except RunError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rl.tinker.types import (
     InvalidRequestError,
     Limits,
     TinkerError,
+    UnsavedError,
     shortened,
 )
 
@@ -101,7 +101,8 @@ class Futures:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._requests: dict[str, PendingRequest] = {}
-        self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        self._held: dict[str, _Held] = {}
+        """Accounts of the owners who have a request or a result; the number of owners divides what they share."""
         self._all = _Held()
         """Bytes of all owners."""
         self._closed = False
@@ -120,7 +121,8 @@ class Futures:
         """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others that wait."""
         if self._closed:
             raise GoneError(_CLOSED)
-        held, most = self._held[owner], self._limits.waiting_bytes
+        # A refusal opens no account.
+        held, most = self._held.get(owner, _Held()), self._limits.waiting_bytes
         num_bytes += REQUEST_BYTES
         waiting_bytes = held.waiting_bytes + num_bytes
         # A single request above the limit has to pass at some time.
@@ -128,13 +130,15 @@ class Futures:
             raise BusyError(
                 f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; wait"
             )
-        share, most = self._limits.all_held_bytes // len(self._held), self._limits.all_held_bytes
+        most = self._limits.all_held_bytes
+        share = most // len(self._held.keys() | {owner})
         if self._all.waiting_bytes + num_bytes > most and waiting_bytes > share and not unblocks:
             raise BusyError(
                 f"limit all_held_bytes: the requests of all keys that wait have {most} bytes; wait"
             )
         self._all.waiting_bytes += num_bytes
         held.waiting_bytes = waiting_bytes
+        self._held[owner] = held
         request = PendingRequest(request_id=request_id, owner=owner, num_bytes=num_bytes)
         self._requests[request_id] = request
         return request
@@ -144,6 +148,9 @@ class Futures:
         try:
             answer = await work()
             self._finish(request, answer if isinstance(answer, Result) else _encoded_json(answer))
+        except UnsavedError as error:
+            log.error("request %s: %s", request.request_id, error)
+            self.fail(request, str(error), wire.RequestErrorCategory.Server)
         except TinkerError as error:
             self.fail(request, str(error))
         except asyncio.CancelledError:
@@ -236,7 +243,7 @@ class Futures:
         self._drop(self._requests[next(iter(held.results))])
 
     def _drop(self, request: PendingRequest) -> None:
-        held = self._held[request.owner]
+        held = self._held.get(request.owner, _Held())
         if (num_bytes := held.results.pop(request.request_id, None)) is not None:
             held.result_bytes -= num_bytes
             self._all.result_bytes -= num_bytes

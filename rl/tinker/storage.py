@@ -19,7 +19,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -27,7 +28,15 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import pydantic
 from tinker import types as wire
 
-from rl.tinker.types import SESSION, InvalidRequestError, Metadata, ModelSettings, NotFoundError
+from rl.tinker.types import (
+    SESSION,
+    InvalidRequestError,
+    Metadata,
+    ModelSettings,
+    NotFoundError,
+    UnsavedError,
+)
+from rl.utils.errors import disk_reason
 from rl.utils.files import atomic_write, make_folder, publish, remove_leftovers, temporary_folder
 
 log = logging.getLogger(__name__)
@@ -213,7 +222,12 @@ class Storage:
         ttl_seconds: int | None,
         user_metadata: Metadata | None,
     ) -> None:
-        """Let `write` fill an empty folder, and publish it as a checkpoint."""
+        """Let `write` fill an empty folder, and publish it as a checkpoint.
+
+        Raises:
+            InvalidRequestError: the name is taken.
+            UnsavedError: the disk is full, or refuses the checkpoint for another reason.
+        """
         if self._wall_time_s() >= self._removed_s + REMOVE_EVERY_S:
             await self._remove_expired(await asyncio.to_thread(self._expired))
         file = self._file(path)
@@ -221,21 +235,35 @@ class Storage:
             raise InvalidRequestError(
                 f"name={file.stem!r}: {path.tinker_path} exists already; overwrite it, or choose another name"
             )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if not (self._run(run.model_id) / _RUN).exists():
-            _write(self._run(run.model_id) / _RUN, run)
-        data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
-        with temporary_folder(data) as temporary:
-            await write(temporary)
+
+        def describe(folder: Path, name: str) -> CheckpointRecord:
             now_s = self._wall_time_s()
-            record = CheckpointRecord(
+            return CheckpointRecord(
                 settings=run.settings,
                 created_s=now_s,
                 expires_s=None if ttl_seconds is None else now_s + ttl_seconds,
-                size_bytes=sum(one.stat().st_size for one in temporary.rglob("*") if one.is_file()),
+                size_bytes=sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()),
                 user_metadata=user_metadata,
-                folder=data.name,
+                folder=name,
             )
+
+        with _disk_errors():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not (self._run(run.model_id) / _RUN).exists():
+                _write(self._run(run.model_id) / _RUN, run)
+            await self._replace(file, write, describe)
+
+    async def _replace(
+        self,
+        file: Path,
+        write: Callable[[Path], Awaitable[None]],
+        describe: Callable[[Path, str], CheckpointRecord],
+    ) -> None:
+        """Publish what `write` writes, let the record name it, and remove what the record named before."""
+        data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
+        with temporary_folder(data) as temporary:
+            await write(temporary)
+            record = describe(temporary, data.name)
             # Flushing the data to the disk takes long.
             await _in_thread(publish, temporary, data)
         older = _read(file, CheckpointRecord)
@@ -248,12 +276,15 @@ class Storage:
             await _in_thread(shutil.rmtree, file.with_name(older.folder), True)
 
     async def delete(self, path: CheckpointPath, owner: str) -> None:
-        await _remove(self._file(path), self.find(path, owner).record)
+        record = self.find(path, owner).record
+        with _disk_errors():
+            await _remove(self._file(path), record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
         expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
         record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
-        _write(self._file(path), record)
+        with _disk_errors():
+            _write(self._file(path), record)
 
     # Files
 
@@ -285,6 +316,15 @@ class Storage:
 
 def _records(run: Path) -> list[Path]:
     return [file for folder in FOLDERS.values() for file in (run / folder).glob("*.json")]
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Tell the client the system's reason why something was not written."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsavedError(disk_reason(error)) from error
 
 
 async def _remove(file: Path, record: CheckpointRecord) -> None:

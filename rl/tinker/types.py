@@ -85,6 +85,19 @@ class LimitReachedError(TinkerError):
     status = 403
 
 
+class UnsavedError(TinkerError):
+    """A checkpoint or record that the server's disk has refused, such as a full one; earlier ones are unchanged."""
+
+    status = 507
+
+    def __init__(self, reason: str) -> None:
+        """Take the system's reason, without a path."""
+        super().__init__(
+            f"nothing was saved, and earlier checkpoints are unchanged: the server's disk has refused it ({reason}). "
+            "When there is room, such as after checkpoints were deleted, the same request may succeed"
+        )
+
+
 # Values
 
 

@@ -40,7 +40,7 @@ from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
 from rl.training.checkpoint_tensors import optimizer_tensors
 from rl.training.engine import TrainingEngine
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, disk_reason
 from rl.utils.processes import process_states, restore_process_states
 
 FORMAT = 3
@@ -50,6 +50,10 @@ _SAMPLED_BYTES = 1 << 20
 
 class ModelError(RunError, ValueError):
     """A request about a model that is refused and changes nothing; raised on every rank."""
+
+
+class UnsavedModelError(ModelError):
+    """A model that the disk has refused, for the reason given; it is trained on."""
 
 
 class InvariantKernels(ModelConverter):
@@ -138,19 +142,31 @@ class TrainedModels:
         gc.collect()  # An engine's hooks refer to it, and would keep its memory for some time.
 
     def save(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
-        """Write a model's trained tensors into an empty folder from the first rank; all ranks take part."""
+        """Write a model's trained tensors into an empty folder from the first rank; all ranks take part.
+
+        Raises:
+            UnsavedModelError: the disk is full, or refuses a file for another reason; on the first rank alone.
+        """
         whole = {
             file: {name: whole_tensor(tensor).detach().cpu() for name, tensor in content.items()}
             for file, content in self._tensors(model_id, optimizer=optimizer).items()
         }
         if self._world.rank:
             return
+        try:
+            self._write(Path(folder), whole, description=self._description(model_id))
+        except (OSError, SafetensorError) as error:
+            raise UnsavedModelError(disk_reason(error)) from error
+
+    def _write(
+        self, folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], *, description: Mapping[str, Any]
+    ) -> None:
         sums = {}
-        for file, content in whole.items():
-            save_file({key: tensor.contiguous() for key, tensor in content.items()}, Path(folder) / file)
-            sums[file] = dataclasses.asdict(sum_of_file(Path(folder) / file))
-        description = self._description(model_id) | {"files": sums}
-        (Path(folder) / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        for file, content in tensors.items():
+            save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / file)
+            sums[file] = dataclasses.asdict(sum_of_file(folder / file))
+        text = json.dumps({**description, "files": sums}, indent=2)
+        (folder / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
 
     def load(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
         """Load a folder of `save` and drop the gradient; without `optimizer` the optimizer starts anew.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,14 @@ class RunError(RuntimeError):
 
 class UnwrittenError(RunError):
     """A file of the run could not be written; the previous content is intact."""
+
+
+def disk_reason(error: Exception) -> str:
+    """Return the system's reason of an error of the disk, without a path; also of those that safetensors words anew."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (told := re.search(r"os error (\d+)", str(error))):
+        number = int(told[1])
+    return "unknown reason" if number is None else os.strerror(number)
 
 
 @contextmanager

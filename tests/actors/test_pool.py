@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.backend import RewardClient
-from actors.calls import ActorCallError, ActorLostError
+from actors.calls import ActorCallError, ActorLostError, ActorTimeoutError
 from actors.config import RecoveryConfig
 from actors.parity import LogprobParityError, ParityText
 from actors.pool import GeneratorPool
@@ -413,3 +413,15 @@ def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, 
     assert {(type(answer), str(answer)) for answer in answers} == {
         (error, f"{says}reward.score failed: rank 0 of 1 is dead{scored}")
     }
+
+
+def test_requests_of_a_call_that_times_out_are_aborted():
+    async def steps(room):
+        await room.serve(1)
+        room[0].silent_about = "generate"
+        with pytest.raises(ActorTimeoutError):
+            await room.ask(1)
+        await asyncio.sleep(1)
+        return room[0].asked[-2:]
+
+    assert run_pool(steps, num_generators=1) == ["generate", "abort"]

@@ -23,7 +23,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.models.generate import Interrupted, PromptLogprobs
 from rl.tinker.datums import find_loss
-from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, PendingRequest, encoded
+from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, Futures, PendingRequest, encoded
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Ttl
 from rl.tinker.sessions import KEPT
@@ -33,6 +33,7 @@ from rl.tinker.types import (
     GoneError,
     InvalidRequestError,
     LimitReachedError,
+    Limits,
     NotFoundError,
 )
 from tests.support.fake_tinker import BASE, ME, YOU, message, running_service, service_test, settled
@@ -469,6 +470,17 @@ async def test_all_keys_together_hold_a_bounded_number_of_bytes_and_each_has_a_s
     with pytest.raises(BusyError, match="limit all_held_bytes"):
         client.sample(mine, 7)
     client.of(YOU).sample(yours, 1)
+
+
+async def test_refused_keys_leave_no_accounts_that_lower_the_share_of_others():
+    futures = Futures(Limits(all_held_bytes=8 * REQUEST_BYTES))
+    for number in range(7):
+        futures.begin(f"mine:{number}", owner=ME)
+    futures.begin("yours:0", owner=YOU)
+    for number in range(50):
+        with pytest.raises(BusyError, match="limit all_held_bytes"):
+            futures.begin("refused", owner=f"stranger {number}", num_bytes=4 * REQUEST_BYTES)
+    futures.begin("yours:1", owner=YOU)
 
 
 @service_test(all_models=3)

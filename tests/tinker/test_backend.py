@@ -18,7 +18,7 @@ from rl.models.decoder import FeedForward
 from rl.models.lora import LoRA
 from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.types import InvalidRequestError
+from rl.tinker.types import InvalidRequestError, UnsavedError
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.models import check_config
@@ -123,6 +123,13 @@ async def test_smallest_eps_leaves_parameters_without_a_gradient(backend):
     for name, tensor in weights(backend, "m").items():
         assert torch.isfinite(tensor).all(), name
         assert torch.equal(tensor, before[name]) == name.endswith("lora_a"), name
+
+
+async def test_disk_that_refuses_a_model_is_told_and_the_model_trains_on(backend, tmp_path):
+    await create(backend, "m", settings())
+    with pytest.raises(UnsavedError, match=r"disk has refused it \(No such file or directory\)"):
+        await save(backend, "m", tmp_path / "missing", optimizer=False)
+    await train(backend, "m", steps=1)
 
 
 async def test_loss_and_weights_that_are_not_finite_are_refused(backend):

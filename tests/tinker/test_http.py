@@ -112,6 +112,17 @@ def test_unknown_key_is_refused_before_the_body_except_for_health_and_descriptio
     assert [post(path=path, **settings).status_code for path in paths] == [200, 200, 401, 401, 401]
 
 
+def test_paths_of_other_clients_take_the_key_as_these_clients_send_it():
+    def ask(key, path="/oai/api/v1/chat/completions", kind="Bearer"):
+        headers = {"x-api-key": "", "authorization": f"{kind} {key}"}
+        return post(path=path, keys=Keys([ALICE]), headers=headers)
+
+    statuses = [ask(ALICE).status_code, ask(BOB).status_code, ask(ALICE, kind="Basic").status_code]
+    assert statuses == [200, 401, 401]
+    assert ask(BOB).json() == {"detail": "Authorization: Bearer: must be an API key that this server knows"}
+    assert ask(ALICE, path="/api/v1/checkpoints").status_code == 401
+
+
 def test_large_body_is_refused_sooner_where_it_is_json():
     large = post(chunks(b"x" * 60, b"x" * 41), path=TENSORS)
     others = [
@@ -209,6 +220,14 @@ async def test_malformed_fields_and_unsupported_calls_are_named(client):
     ):
         answer = await client.post(path, {"model_id": "m"} | body)
         assert (answer.status_code, said in answer.json()["detail"]) == (status, True), answer.text
+
+
+@service_test(virtual=False)
+async def test_apis_of_other_clients_are_named_as_not_supported(client):
+    for path in ("oai/api/v1/chat/completions", "oai/api/v1/models", "anthropic/api/v1/messages"):
+        answer = await client.post(f"http://127.0.0.1/{path}", {"model": "tiny"})
+        assert answer.status_code == 404
+        assert f"POST /{path}: this server does not have the APIs of other clients" in answer.text
 
 
 @service_test(virtual=False, poll_s=5.0)

@@ -1,16 +1,19 @@
 """Checkpoints on disk: whole or absent, across restarts, and visible to their owner only."""
 
 import asyncio
+import errno
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from rl.tinker.service import Ttl
 from rl.tinker.storage import _in_thread
-from rl.tinker.types import InvalidRequestError, NotFoundError
+from rl.tinker.types import InvalidRequestError, NotFoundError, UnsavedError
 from tests.support.fake_tinker import YOU, running_service, service_test, settled
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +67,32 @@ async def test_taken_name_is_refused_or_overwritten_as_requested(client):
     record.mkdir()
     assert (await client.failure(client.save(model, 9, "blocked"))).category == "server"
     assert files(client.folder) == before
+
+
+@service_test(virtual=False)
+async def test_client_is_told_that_the_disk_is_full(client):
+    model = await client.trained()
+    path = await client.saved(model, 3, "kept")
+    before = files(client.folder)
+    client.backend.fail("save_model", UnsavedError("No space left on device"))
+    of_trainer = await client.failure(client.save(model, 4, "first"))
+
+    def full(descriptor):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "/secret/path")
+
+    with mock.patch.object(os, "fsync", full):
+        of_server = await client.failure(client.save(model, 5, "second"))
+        with pytest.raises(UnsavedError, match=r"refused it \(Disk quota exceeded\)") as of_call:
+            await client.runs("set_ttl", model, "weights", "kept", Ttl(ttl_seconds=5))
+    assert of_call.value.status == 507
+    assert [(one.category, "No space left" in one.error) for one in (of_trainer, of_server)] == [
+        ("server", True),
+        ("server", False),
+    ]
+    assert "Disk quota exceeded" in of_server.error
+    assert "secret" not in of_server.error
+    assert files(client.folder) == before
+    assert await client.loaded_weight(path) == -5
 
 
 async def test_kill_before_the_record_is_replaced_leaves_the_old_checkpoint(tmp_path, monkeypatch):
