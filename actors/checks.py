@@ -33,6 +33,7 @@ from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_sta
 from rl.training.checkpoint_tensors import (
     REFERENCE,
     check_tokenizer,
+    exclusions_of_own,
     matching_tensors,
     model_tensors,
     optimizer_tensors,
@@ -319,5 +320,6 @@ def check_source(
         tensors |= optimizer_tensors(trained, optimizer)
         if config.trainer.reference.enable:
             tensors |= model_tensors(model, prefix=REFERENCE)
-    exclude = () if source.whole else exclude
+    if source.whole:
+        exclude = exclusions_of_own(exclude, model_only=model_only)
     matching_tensors(path, saved, into=tensors, converters=converters, exclude=exclude)

@@ -43,7 +43,7 @@ from rl.training.checkpoint_files import (
     damaged_folders,
     put_aside,
 )
-from rl.training.checkpoint_tensors import TOKENIZER, excluded
+from rl.training.checkpoint_tensors import exclusions_of_own
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from rl.utils.files import remove
@@ -76,11 +76,9 @@ async def load_start(
         DamagedCheckpointError: the checkpoint may not be set aside.
     """
     find = find or (lambda: plan.source)
-    # The tokenizer in a checkpoint is not loaded, only compared.
-    excluded_of_all = config.trainer.checkpoint.exclude_from_loading
-    exclude_of_own = (TOKENIZER,) if excluded(TOKENIZER, excluded_of_all) else ()
+    patterns = config.trainer.checkpoint.exclude_from_loading
     while (source := find()) is not None:
-        exclude = exclude_of_own if source.whole else None
+        exclude = exclusions_of_own(patterns, model_only=source.model_only) if source.whole else None
         try:
             version = await trainer.load_checkpoint(
                 str(source.path), model_only=source.model_only, exclude=exclude

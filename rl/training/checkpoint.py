@@ -27,6 +27,7 @@ from rl.models.peft import is_peft_folder
 from rl.models.tokenizer import tokenizer_fingerprint
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import (
+    RANDOM,
     FileSum,
     SavedState,
     check_files,
@@ -38,7 +39,6 @@ from rl.training.checkpoint_files import (
 )
 from rl.training.checkpoint_tensors import (
     MODEL,
-    RANDOM,
     REFERENCE,
     TRAIN_STATE,
     check_tokenizer,
@@ -47,12 +47,17 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
     read_tensors,
-    saved_shapes,
     write_tensors,
 )
 from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
+from rl.training.random_states import (
+    random_file,
+    read_random_states,
+    states_to_tensors,
+    write_random_states,
+)
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import atomic_folder
@@ -92,8 +97,7 @@ class Checkpointer(Configurable):
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=config.timeout_s))
         self._rank = 0 if mesh is None else dist.get_rank()
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
-        # Random states are restored only by the same rank of the same layout.
-        self._random_name = f"{RANDOM}.{layout}.{self._rank}"
+        self._random_file = random_file(layout=layout, rank=self._rank)
         self._pinned_stager: DefaultStager | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[Path, Future[None]] | None = None
@@ -131,14 +135,12 @@ class Checkpointer(Configurable):
             base_model=self.policy.base_model,
             tokenizer=self._tokenizer,
         )
-        content: dict[str, Any] = dict(self.tensors(model_only=model_only))
-        if not model_only:
-            content[self._random_name] = process_states()
+        tensors = self.tensors(model_only=model_only)
+        random = None if model_only else states_to_tensors(process_states())
         if wait or self.config.async_mode == "disabled":
-            self._write(path, content, saved)
+            self._write(path, tensors, random, saved)
             return
-        content = self._copy(content)
-        done = self._thread.submit(self._write_behind, path, content, saved)
+        done = self._thread.submit(self._write_behind, path, self._copy(tensors), random, saved)
         self._pending = (path, done)
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
@@ -202,15 +204,14 @@ class Checkpointer(Configurable):
             converters=self.policy.converters,
             exclude=exclude,
         )
-        content: dict[str, Any] = dict(tensors)
-        if self._random_name in saved_shapes(path) and not (model_only or excluded(RANDOM, exclude)):
-            content[self._random_name] = None
+        restores = not (model_only or excluded(RANDOM, exclude))
+        random = read_random_states(path / self._random_file) if restores else None
         with checkpoint_errors(f"checkpoint {path} could not be read"):
-            read_tensors(path, content, group=self._group)
+            read_tensors(path, tensors, group=self._group)
         self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
         if self.reference is not None:
             self.reference.policy.weights_restored(_names(tensors, REFERENCE), base_model=None)
-        if (random := content.get(self._random_name)) is not None:
+        if random is not None:
             restore_process_states(random)
         if model_only:
             self._start_anew()
@@ -246,7 +247,7 @@ class Checkpointer(Configurable):
             self._pinned_stager.close()
             self._pinned_stager = None
 
-    def _copy(self, content: dict[str, Any]) -> dict[str, Any]:
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy in host memory; page-locked memory is kept for the next save."""
         pinned = self.config.async_mode == "async_with_pinned_mem"
         stager = self._pinned_stager or DefaultStager(
@@ -259,11 +260,17 @@ class Checkpointer(Configurable):
         )
         if pinned:
             self._pinned_stager = stager
-        copied = stager.stage(content)
+        copied = stager.stage(dict(tensors))
         assert isinstance(copied, dict)
         return copied
 
-    def _write(self, path: Path, content: Mapping[str, Any], saved: SavedState) -> None:
+    def _write(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        random: Mapping[str, Tensor] | None,
+        saved: SavedState,
+    ) -> None:
         """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
@@ -271,7 +278,10 @@ class Checkpointer(Configurable):
             folder = on_first_rank(
                 lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
             )
-            files = write_tensors(folder, content, group=self._group)
+            files = write_tensors(folder, tensors, group=self._group)
+            if random is not None:
+                files.append(folder / self._random_file)
+                write_random_states(files[-1], random)
             sums = {file.name: sum_of_file(file) for file in files}
 
             def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:

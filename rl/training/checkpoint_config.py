@@ -194,6 +194,11 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "load_step and exclude_from_loading are only for checkpoints: must not be set with "
                 "initial_load_in_hf=True"
             )
+        if is_checkpoint(path) or saved_steps(path):
+            raise ValueError(
+                f"initial_load_in_hf=True: {path} is a checkpoint, or a folder of them, and has no config.json: set "
+                "initial_load_in_hf=False, or give a Hugging Face folder"
+            )
         return LoadSource(path=path, model_only=True, position=None)
     if steps := saved_steps(path):
         path = _path_of_step(steps, load_step, folder=path)

@@ -3,6 +3,7 @@
     checkpoints/
         step-10/
             __0_0.distcp  __1_0.distcp  .metadata    tensors, by torch.distributed.checkpoint
+            random.2.0.safetensors  ...              random states of each rank of a layout
             state.json                               `SavedState`
             manifest.json                            size and checksum of every other file
         hf/                                          a Hugging Face folder
@@ -26,14 +27,19 @@ from typing import Any, TypeVar
 from rl.models.tokenizer import TokenizerFingerprint
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
-from rl.utils.files import remove
+from rl.utils.files import parse_json, remove
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-"""Version of what a checkpoint holds; another version's checkpoints are refused."""
+FORMAT = 4
+"""Version of what a checkpoint holds."""
+_READABLE = (3, FORMAT)
+"""Versions that are read; version 3 has its random states in pickles, which are not."""
 MANIFEST, STATE = "manifest.json", "state.json"
 TENSORS_SUFFIX, METADATA = ".distcp", ".metadata"
+RANDOM, RANDOM_SUFFIX = "random", ".safetensors"
+"""Name of the random states, and how their files end."""
+HF_CONFIG = "config.json"
 HF_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
 """Names beside the steps of a run's last weights, in the formats of Hugging Face and PEFT."""
 DAMAGED = ".damaged"
@@ -86,8 +92,12 @@ def saved_steps(folder: str | Path) -> dict[int, Path]:
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Return whether the folder is a checkpoint of this project rather than a Hugging Face folder."""
-    return any((Path(folder) / name).is_file() for name in (MANIFEST, STATE))
+    """Return whether the folder is a checkpoint of this project.
+
+    A folder with a config.json is one of Hugging Face, whatever else somebody has put into it.
+    """
+    folder = Path(folder)
+    return not (folder / HF_CONFIG).exists() and any((folder / name).is_file() for name in (MANIFEST, STATE))
 
 
 def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
@@ -100,12 +110,16 @@ def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSu
 
 def read_state(folder: str | Path) -> SavedState:
     """Read the state that `write_description` wrote; raises ValueError if it is damaged or of another version."""
-    values = _read_json(Path(folder) / STATE)
-    if (position := values["position"]) is not None:
-        values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
-    if (tokenizer := values["tokenizer"]) is not None:
-        values["tokenizer"] = TokenizerFingerprint(**tokenizer)
-    return SavedState(**values)
+    file = Path(folder) / STATE
+    values = _read_json(file)
+    try:
+        if (position := values["position"]) is not None:
+            values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
+        if (tokenizer := values["tokenizer"]) is not None:
+            values["tokenizer"] = TokenizerFingerprint(**tokenizer)
+        return SavedState(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
 def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)) -> None:
@@ -128,8 +142,9 @@ def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)
 
 
 def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
-    tensors = {file.name for file in path.iterdir() if file.name.endswith((TENSORS_SUFFIX, METADATA))}
-    for name in sorted({STATE, *tensors} - sums.keys()):
+    suffixes = (TENSORS_SUFFIX, METADATA, RANDOM_SUFFIX)
+    files = {file.name for file in path.iterdir() if file.name.endswith(suffixes)}
+    for name in sorted({STATE, *files} - sums.keys()):
         raise DamagedCheckpointError(
             f"checkpoint file {path / MANIFEST} is corrupted: it does not list {name}"
         )
@@ -209,11 +224,17 @@ def damaged_folders(folder: str | Path) -> list[Path]:
 def _read_manifest(folder: Path) -> dict[str, FileSum]:
     content = _read_json(folder / MANIFEST)
     try:
-        return {name: FileSum(**entry) for name, entry in content["files"].items()}
+        sums = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}"
         ) from error
+    for name in sums:
+        if not name or Path(name).name != name:
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder / MANIFEST} lists {name!r}: must be the name of a file beside it"
+            )
+    return sums
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -227,10 +248,12 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"checkpoint file {file} is missing: {file.parent} is not a complete checkpoint"
         )
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
         found = content.pop("format")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
-    if found != FORMAT:
-        raise ValueError(f"checkpoint file {file} has format {found!r}; this version reads {FORMAT}")
+    if found not in _READABLE:
+        raise ValueError(
+            f"checkpoint file {file} has format {found!r}; this version reads {' and '.join(map(str, _READABLE))}"
+        )
     return content

@@ -6,6 +6,7 @@ again on loading. torch.distributed.checkpoint reads and writes.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -27,13 +29,14 @@ from rl.distributed.sharding import unwrapped
 from rl.models.converter import ModelConverters
 from rl.models.decoder import persistent_buffers
 from rl.models.tokenizer import TokenizerFingerprint
-from rl.training.checkpoint_files import METADATA, SavedState
+from rl.training.checkpoint_files import METADATA, RANDOM, SavedState
+from rl.training.checkpoint_metadata import SavedTensors, read_saved_tensors
 from rl.training.optimizer import Optimizer
 
 MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
 """First part of the name of every saved tensor."""
-TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER = "train_state", "random", "dataloader", "tokenizer"
-"""Names in `exclude_from_loading` that stand for no tensor."""
+TRAIN_STATE, DATALOADER, TOKENIZER = "train_state", "dataloader", "tokenizer"
+"""Names in `exclude_from_loading`, besides `RANDOM`, that stand for no tensor."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,10 +57,15 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer)
     }
 
 
-def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of everything that was saved by name; objects that are no tensors have ()."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
+def saved_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every saved tensor by name."""
+    return read_saved_tensors(folder).shapes
+
+
+def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
+    """Return what a run may leave out of a checkpoint of its own: what is only compared, or could not be read."""
+    parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)
+    return tuple(part for part in parts if excluded(part, patterns))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -82,12 +90,15 @@ def matching_tensors(
         elsewhere: shapes of tensors that other ranks load.
 
     Raises:
-        ValueError: a tensor is missing, surplus or of another shape, converters have other settings, or a
-            pattern in `exclude` matches nothing.
+        ValueError: a tensor is missing, surplus or of another shape, converters have other settings, random states
+            are pickles, or a pattern in `exclude` matches nothing.
     """
     needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()} | dict(elsewhere)
     parts = {name.split(".")[0] for name in into}
-    there: Shapes = {name: shape for name, shape in saved_shapes(path).items() if name.split(".")[0] in parts}
+    tensors = read_saved_tensors(path)
+    if parts != {MODEL}:
+        _check_random_states(path, tensors, exclude=exclude)
+    there: Shapes = {name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts}
     names = {**needed, **there}
     others = (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
     _check_exclusions(path, [*others, *names], exclude=exclude)
@@ -124,6 +135,14 @@ def check_tokenizer(
             f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
             f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder with the "
             f"checkpoint's tokenizer, or add {TOKENIZER} to checkpoint.exclude_from_loading"
+        )
+
+
+def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence[str]) -> None:
+    if tensors.pickled and not excluded(RANDOM, exclude):
+        raise ValueError(
+            f"checkpoint {path} is of an older version, which kept random states as pickles: they are not read, as a "
+            f"pickle can run code; add {RANDOM} to checkpoint.exclude_from_loading to continue with fresh ones"
         )
 
 
@@ -176,7 +195,9 @@ def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
     return " and ".join(described) or "no converter that adds weights"
 
 
-def write_tensors(folder: Path, state: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> list[Path]:
+def write_tensors(
+    folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
+) -> list[Path]:
     """Write and flush the tensors of all ranks; return this rank's files, or raise a rank's OSError on every rank."""
     rank = 0 if group is None else dist.get_rank(group)
     with plain_errors():
@@ -187,11 +208,25 @@ def write_tensors(folder: Path, state: Mapping[str, Any], *, group: dist.Process
     return [*files, folder / METADATA] if rank == 0 else files
 
 
-def read_tensors(folder: Path, state: dict[str, Any], *, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` in place, and replace its None values by the saved objects."""
-    reader = FileSystemReader(folder)
-    with plain_errors():
-        state_dict_loader.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+def read_tensors(folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of `state` in place; raises ValueError for files that hold something else."""
+    into: dict[str, Any] = dict(state)
+    try:
+        with plain_errors():
+            state_dict_loader.load(
+                into, storage_reader=_Reader(folder), process_group=group, no_dist=group is None
+            )
+    except (
+        pickle.UnpicklingError,
+        AssertionError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        TypeError,
+    ) as error:
+        # PyTorch reads the tensors with `weights_only`.
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"its files hold other data than {METADATA} says: {reason}") from error
 
 
 @contextmanager
@@ -205,6 +240,13 @@ def plain_errors() -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         cause.add_note(f"on rank {rank} of the trainer")
         raise cause from error
+
+
+class _Reader(FileSystemReader):
+    """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not in the metadata."""
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # of the whole checkpoint only
+        return read_saved_tensors(self.path).metadata
 
 
 class _Writer(FileSystemWriter):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import pickle
 import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) 
         torch.backends.cudnn.benchmark = False
 
 
-def process_states() -> bytes:
+def process_states() -> dict[str, Any]:
     """Return the random states of Python, numpy and PyTorch; a library that is not imported is left out."""
     states: dict[str, Any] = {"python": random.getstate()}
     # A thread may be importing one of them: then no random number has been drawn from it yet.
@@ -143,18 +142,16 @@ def process_states() -> bytes:
             states["torch"] = torch.get_rng_state()
             if torch.cuda.is_initialized():
                 states["cuda"] = torch.cuda.get_rng_state()
-    # Pickled separately, because unpickling a state imports its library.
-    return pickle.dumps({name: pickle.dumps(state) for name, state in states.items()})
+    return states
 
 
-def restore_process_states(packed: bytes) -> None:
+def restore_process_states(states: Mapping[str, Any]) -> None:
     """Set the states that `process_states` returned, for the libraries that are imported in this process."""
-    states: dict[str, bytes] = pickle.loads(packed)
-    random.setstate(pickle.loads(states["python"]))
+    random.setstate(states["python"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(pickle.loads(states["numpy"]))
+        numpy.random.set_state(states["numpy"])
     if (torch := sys.modules.get("torch")) is not None:
         if "torch" in states:
-            torch.set_rng_state(pickle.loads(states["torch"]))
+            torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(pickle.loads(states["cuda"]))
+            torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,221 @@
+"""The file `.metadata` of a checkpoint, read without running anything that it names.
+
+torch.distributed.checkpoint pickles the names, sizes and places of all tensors into it. A pickle may name any function
+to be called, so the file is read into records without behaviour, which are then checked and translated.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from rl.training.checkpoint_files import METADATA, RANDOM, DamagedCheckpointError
+
+_OF_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = frozenset(
+    {
+        (_OF_METADATA, "Metadata"),
+        (_OF_METADATA, "MetadataIndex"),
+        (_OF_METADATA, "TensorStorageMetadata"),
+        (_OF_METADATA, "BytesStorageMetadata"),
+        (_OF_METADATA, "ChunkStorageMetadata"),
+        (_OF_METADATA, "TensorProperties"),
+        (_OF_METADATA, "StorageMeta"),
+        (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+"""Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and dtypes."""
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+_MALFORMED = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What an unpickler raises for content that is no pickle, or one of other objects."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensors:
+    """What a checkpoint holds."""
+
+    metadata: Metadata
+    """Names, sizes and places of the tensors, and of nothing else."""
+    pickled: tuple[str, ...]
+    """Names of random states, which checkpoints of older versions hold as pickles."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        entries = self.metadata.state_dict_metadata
+        return {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+
+
+def read_saved_tensors(folder: str | Path) -> SavedTensors:
+    """Read what a checkpoint holds.
+
+    Raises:
+        DamagedCheckpointError: the file is missing, or not what a checkpoint has.
+        ValueError: the file names a class that no checkpoint needs; nothing of the file has run.
+    """
+    file = Path(folder) / METADATA
+    try:
+        content = file.read_bytes() if file.is_file() else None
+    except OSError as error:
+        raise ValueError(f"checkpoint file {file} cannot be read: {error.strerror}") from error
+    if content is None:
+        raise DamagedCheckpointError(f"checkpoint file {file} is missing")
+    unpickler = _Unpickler(content, file=file)
+    try:
+        return _translate(unpickler.load())
+    except _ForeignClassError:
+        raise
+    except _MALFORMED as error:
+        raise DamagedCheckpointError(
+            f"checkpoint file {file} is corrupted: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _ForeignClassError(ValueError):
+    """A class or function that no checkpoint needs."""
+
+
+class _Record:
+    """Fields of one object in the file; a class of records stands for each class of the file."""
+
+    fields: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, fields: Any) -> None:
+        self.fields = fields
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that makes records of known classes, and refuses all others."""
+
+    def __init__(self, content: bytes, *, file: Path) -> None:
+        super().__init__(BytesIO(content))
+        self._file = file
+        # Made anew for each file: a pickle may set attributes of the classes that it gets.
+        self._records = {names: type(names[1], (_Record,), {}) for names in _RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._records:
+            return self._records[module, name]
+        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        raise _ForeignClassError(
+            f"checkpoint file {self._file} names {f'{module}.{name}'[:200]!r}, which a checkpoint has no use for and "
+            "which is not run: it was damaged, or made to attack you; load no file of its folder"
+        )
+
+    def persistent_load(self, _: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to an object outside of the file")
+
+
+def _translate(content: Any) -> SavedTensors:
+    """Return what the records describe; raise one of `_MALFORMED` for anything else."""
+    fields = _fields(content, "Metadata")
+    tensors: dict[str, STORAGE_TYPES] = {}
+    pickled: list[str] = []
+    for name, entry in _dict(fields["state_dict_metadata"]).items():
+        if type(entry).__name__ == "BytesStorageMetadata" and _text(name).startswith(f"{RANDOM}."):
+            pickled.append(name)
+        else:
+            tensors[_text(name)] = _tensor(entry)
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for index, place in _dict(fields["storage_data"]).items():
+        of_index = _fields(index, "MetadataIndex")
+        if of_index["fqn"] not in pickled:
+            offset = of_index.get("offset")
+            of_tensor = MetadataIndex(_text(of_index["fqn"]), None if offset is None else _size(offset))
+            places[of_tensor] = _place(place)
+    return SavedTensors(
+        metadata=Metadata(state_dict_metadata=tensors, storage_data=places), pickled=tuple(pickled)
+    )
+
+
+def _tensor(entry: Any) -> TensorStorageMetadata:
+    fields = _fields(entry, "TensorStorageMetadata")
+    properties = fields["properties"]
+    _check_kind(properties, "TensorProperties")
+    dtype, *_ = properties.fields
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is {dtype!r}")
+    chunks = []
+    for chunk in fields["chunks"]:
+        of_chunk = _fields(chunk, "ChunkStorageMetadata")
+        chunks.append(
+            ChunkStorageMetadata(offsets=_size(of_chunk["offsets"]), sizes=_size(of_chunk["sizes"]))
+        )
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype), size=_size(fields["size"]), chunks=chunks
+    )
+
+
+def _place(entry: Any) -> _StorageInfo:
+    """Return where a piece of a tensor lies: in a file beside `.metadata`, as it is."""
+    fields = _fields(entry, "_StorageInfo")
+    name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if not _DATA_FILE.fullmatch(_text(name)):
+        raise ValueError(f"a tensor is in {name[:200]!r}, which is no file of a checkpoint")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name} is compressed or changed in another way")
+    (offset, length) = _size((offset, length))
+    return _StorageInfo(relative_path=name, offset=offset, length=length)
+
+
+def _check_kind(value: Any, kind: str) -> None:
+    if not isinstance(value, _Record) or type(value).__name__ != kind:
+        raise TypeError(f"{type(value).__name__} in place of {kind}")
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    _check_kind(value, kind)
+    return _dict(value.fields)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} in place of dict")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in place of str")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(number) is int and number >= 0 for number in value):
+        raise TypeError("a size is not a tuple of numbers from 0 up")
+    return torch.Size(value)
