@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import os
 import pickle
+import stat
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,6 +114,35 @@ class FileSchedule:
         return any(action.computation_type == schedules.BACKWARD_INPUT for action in done)
 
 
+MAX_SCHEDULE_BYTES, MAX_CELL = 1 << 20, 32
+"""Size of the file of a pipeline schedule; characters of a cell, such as 12F255 or (0F1;1B0)OVERLAP_F_B."""
+
+
+def _read_rows(file: str) -> list[list[Any]]:
+    """Return the actions of each rank, None where a cell is empty; raise ValueError for a file of something else."""
+    found = os.stat(file)
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device would not end
+        raise ValueError("is no file")
+    if found.st_size > MAX_SCHEDULE_BYTES:
+        raise ValueError(f"has {found.st_size} bytes: must have at most {MAX_SCHEDULE_BYTES}")
+    rows = []
+    with open(file, newline="", encoding="utf-8-sig") as opened:
+        for row in csv.reader(opened):
+            for cell in row:
+                if len(cell.strip()) > MAX_CELL:
+                    raise ValueError(f"has a cell {cell[:20]!r}... of {len(cell)} characters")
+            rows.append([schedules._Action.from_str(cell.strip()) for cell in row])
+    return rows
+
+
+def _count(numbers: Iterable[int | None], most: int, what: str) -> int:
+    """Return the number of stages or micro-batches, each of which has an entry; raise ValueError for a larger one."""
+    count = 1 + max(number or 0 for number in numbers)
+    if count > most:
+        raise ValueError(f"names {what} {count - 1}: with {most} entries there are at most {most}")
+    return count
+
+
 def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     """Read a pipeline schedule.
 
@@ -120,14 +151,13 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     field = f"pipeline_parallel_schedule_csv={file!r}"
     lowered: dict[int, Any] = {}
     try:
-        with open(file, newline="") as opened:
-            rows = [[schedules._Action.from_str(cell.strip()) for cell in row] for row in csv.reader(opened)]
+        rows = _read_rows(file)
         actions = dict(enumerate(rows))
         done = [action for row in rows for action in row if action is not None]
         if not done or len(rows) != num_ranks:
             raise ValueError(f"has {len(rows)} rows: must have one for each of {num_ranks} ranks")
-        num_stages = 1 + max(action.stage_index for action in done)
-        num_micro_batches = 1 + max(action.microbatch_index or 0 for action in done)
+        num_stages = _count((action.stage_index for action in done), len(done), "stage")
+        num_micro_batches = _count((action.microbatch_index for action in done), len(done), "micro-batch")
         if len(set(done)) < len(done):
             raise ValueError("an entry is there twice")
         if sent := [action for action in done if not action.is_compute_op]:
@@ -147,8 +177,11 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
             lowered[rank] = schedules._add_reduce_grad(unsharded, num_micro_batches)
         # Finds actions that wait for each other.
         schedules._add_send_recv(lowered, stage_to_rank=ranks.__getitem__, num_stages=num_stages)
-    except (OSError, ValueError, RuntimeError, AssertionError, KeyError) as error:
-        raise ValueError(f"{field}: {error}") from error
+    except (
+        OSError, ValueError, RuntimeError, AssertionError, AttributeError, IndexError, KeyError, TypeError, csv.Error,
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{field}: {reason[:300]}") from error
     return FileSchedule(
         ranks=tuple(ranks[stage] for stage in range(num_stages)),
         num_micro_batches=num_micro_batches,

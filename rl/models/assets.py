@@ -6,8 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from rl.models.folder_check import check_links, has_weights
 from rl.models.gguf import convert_gguf
-from rl.models.hf import INDEX_FILE, SINGLE_FILE
 from rl.models.hub import hub_folder
 
 PACKAGE = "package:"
@@ -48,8 +48,10 @@ def resolve_assets(
         raise ValueError(
             f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this machine"
         )
-    if path.is_dir() and not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+    if path.is_dir() and not has_weights(path):
         files = sorted(path.glob("*.gguf"))
+        if files:
+            check_links(path)
         if len(files) > 1:
             raise ValueError(f"{path} holds {len(files)} GGUF files: name one, such as {files[0]}")
         path = files[0] if files else path

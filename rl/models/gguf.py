@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import Decoder
+from rl.models.gguf_header import check_gguf_header
 from rl.models.hf import write_hf_folder
 from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import write_json
@@ -45,6 +46,7 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         if not writes:
             return None
         with _errors_of(file):
+            check_gguf_header(file)
             settings, stored = _settings(file)
             config, tensors, tokenizer = _read(file)
             if settings.get("tokenizer.ggml.pre") == SMOLLM:
@@ -113,6 +115,8 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
             f"{file}: general.architecture={architecture!r} is not supported: must be one of "
             f"{', '.join(ARCHITECTURES)}; give the model's Hugging Face folder"
         )
+    if (layers := settings.get(f"{architecture}.block_count", 0)) > len(reader.tensors):
+        raise ValueError(f"{file}: block_count={layers}: the file has only {len(reader.tensors)} tensors")
     if settings.get("split.count", 1) > 1:
         raise ValueError(f"{file}: is one of several parts: join them with `llama-gguf-split --merge`")
     scaling = settings.get(f"{architecture}.rope.scaling.type", "none")
@@ -145,12 +149,20 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    found = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return _in_decimals(config.to_dict()), found["tensors"], tokenizer
+    # In a folder of its own: transformers would also read templates and settings that lie beside the file.
+    with tempfile.TemporaryDirectory() as alone:
+        link = Path(alone) / "model.gguf"
+        link.symlink_to(file.resolve())
+        config = AutoConfig.from_pretrained(alone, gguf_file=link.name)
+        settings: dict[str, Any] = _in_decimals(config.to_dict())
+        spec_from_hf(settings)  # before a model of sizes that no model has is built
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        found = load_gguf_checkpoint(
+            link, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
+        )
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=link.name)
+    return settings, found["tensors"], tokenizer
 
 
 def _in_decimals(config: Any) -> Any:

@@ -7,6 +7,7 @@ A folder's headers are read and checked when it is opened; tensors are read one 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -24,18 +25,29 @@ from rl.config.json import differences, to_dict
 from rl.models.adapter import DecoderAdapter
 from rl.models.block_fp8 import FP8, check_scales, dequantized, fp8_block, is_scale, scale_of
 from rl.models.decoder import persistent_buffers
+from rl.models.folder_check import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_model_folder,
+    check_not_pointer,
+)
 from rl.models.spec import ModelSpec, spec_from_hf
-from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files, write_json
+from rl.models.tokenizer import (
+    build_byte_tokenizer,
+    check_tokenizer_files,
+    tokenizer_files,
+    write_json,
+)
 from rl.utils.files import atomic_folder, read_json_object
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Endings of buffers that old versions of transformers saved."""
 _DTYPES = ("F64", "F32", "F16", "BF16", FP8)
 """Dtypes of weights in a safetensors header."""
+_QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|weight_packed|SCB|[\w.]*quant_state)\b")
+"""Names of tensors that AWQ, GPTQ, bitsandbytes and compressed-tensors add."""
 _FREE_FIELDS = ("init_std", "rope.max_positions", "local_rope.max_positions")
 """Fields of a model's config that change no result of given weights; the folder's count."""
 
@@ -49,9 +61,11 @@ class HFFolder:
 
     def __init__(self, path: str | Path, *, tokenizer: bool = False) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ValueError(f"Hugging Face folder {self.path} does not exist")
-        self.config: dict[str, Any] = read_hf_config(self.path)
+        check_model_folder(self.path)
+        try:
+            self.config: dict[str, Any] = read_hf_config(self.path)
+        except ValueError as error:
+            raise error if str(self.path) in str(error) else ValueError(f"{self.path}: {error}") from error
         self.fp8_block = fp8_block(read_json_object(self.path / "config.json"))
         """Rows and columns that share a scale in a block-scaled FP8 checkpoint, or None."""
         if tokenizer:
@@ -67,19 +81,23 @@ class HFFolder:
         weight_map: dict[str, str] = {}
         if (self.path / INDEX_FILE).exists():
             weight_map = _read_weight_map(self.path / INDEX_FILE)
+            _check_one_source(self.path, weight_map)
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
         for file in (self.path / name for name in names):
             if not file.is_file():
                 listed = f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
                 raise ValueError(f"weights file {file} is missing{listed}")
+            check_not_pointer(file)
             header = _read_header(file)
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             dtypes |= {name: dtype for name, (_, dtype) in header.items()}
             self.files |= dict.fromkeys(header, file)
         for tensor, dtype in dtypes.items():
             if dtype not in _DTYPES:
+                quantized = " (the model is quantized: give it without quantization)"
                 raise ValueError(
                     f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of {', '.join(_DTYPES)}"
+                    f"{quantized if _QUANTIZED.search(' '.join(dtypes)) else ''}"
                 )
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:
@@ -233,6 +251,7 @@ def write_hf_folder(
     adapter: DecoderAdapter,
     *,
     dtype: torch.dtype,
+    buffers: Collection[str] = (),
     max_shard_bytes: int = 5 * 10**9,
     tokenizer_from: str | Path | None = None,
 ) -> None:
@@ -244,24 +263,28 @@ def write_hf_folder(
 
     Args:
         params: our names and whole tensors, one at a time.
+        buffers: names of those that keep their own dtype.
         tokenizer_from: folder whose tokenizer files and token ids are copied.
 
     Raises:
         FileExistsError: if `path` exists and is not an empty folder.
     """
     tensors = (
-        (hf_name, tensor.to(device="cpu", dtype=dtype).contiguous())
+        (hf_name, tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype).contiguous())
         for name, parameter in params
         for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items()
     )
     with atomic_folder(path) as temporary:
-        config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
+        # transformers before 4.56 reads `torch_dtype`, and float32 without it.
+        config = adapter.hf_config() | dict.fromkeys(
+            ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
+        )
         if tokenizer_from is not None:
             source = Path(tokenizer_from)
             check_tokenizer_files(source)
-            for file in (source / name for name in TOKENIZER_FILES):
-                if file.exists():
-                    shutil.copyfile(file, temporary / file.name)
+            for name in tokenizer_files(source):
+                (temporary / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, temporary / name)
             config |= _token_ids(source)
         write_json(temporary / "config.json", config)
         _write_shards(temporary, tensors, max_shard_bytes=max_shard_bytes)
@@ -335,6 +358,19 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error
+
+
+def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
+    """Raise ValueError for a file of all tensors beside an index of other files.
+
+    transformers reads the file, vLLM what the index lists: they would hold different models.
+    """
+    listed = sorted(set(weight_map.values()))
+    if (folder / SINGLE_FILE).exists() and listed != [SINGLE_FILE]:
+        raise ValueError(
+            f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which lists {', '.join(listed[:2])}: programs differ "
+            "in what they read: remove the one that is not meant"
+        )
 
 
 def _read_weight_map(file: Path) -> dict[str, str]:

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from rl.models.folder_check import CHAT_TEMPLATES
 from rl.models.hf import read_hf_config
 from rl.models.spec import spec_from_hf
 
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
-SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
-"""Files of a model that are downloaded; those in subfolders are other formats."""
+SETTINGS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3")
+WEIGHTS, TEMPLATES = "*.safetensors", f"{CHAT_TEMPLATES}/*.jinja"
+"""Files of a model that are downloaded; others in subfolders are other formats."""
 UNWANTED = ("*/*", "consolidated*")
 
 
@@ -37,13 +39,13 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
     except Exception as error:  # noqa: BLE001 - a network request
         problem = error
 
-    def fetch(*patterns: str) -> Path:
+    def fetch(*patterns: str, unwanted: Sequence[str] = UNWANTED) -> Path:
         try:
             folder = snapshot_download(
                 name,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(UNWANTED),
+                ignore_patterns=list(unwanted),
                 local_files_only=problem is not None or not downloads,
             )
         except Exception as error:  # noqa: BLE001 - a network request
@@ -57,6 +59,8 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
             spec_from_hf(read_hf_config(settings))  # before gigabytes of a model that is refused
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        if any(fnmatch(file, TEMPLATES) for file in files):
+            fetch(TEMPLATES, unwanted=())
         return fetch(*SETTINGS, WEIGHTS)
     try:
         folder = fetch(*SETTINGS, WEIGHTS)

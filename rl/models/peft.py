@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl.models.folder_check import ADAPTER_CONFIG as CONFIG_FILE
+from rl.models.folder_check import check_links, check_not_pointer
 from rl.models.hf import check_finite
 from rl.models.tokenizer import write_json
 from rl.utils.files import atomic_folder, read_json_object
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -100,6 +101,9 @@ def read_peft_folder(
             alpha differs, or its tensors are those of other weights.
     """
     folder = Path(folder)
+    if folder.is_dir():
+        check_links(folder)
+        check_not_pointer(folder / WEIGHTS_FILE)
     config = read_json_object(folder / CONFIG_FILE)
     for field, values in {**_PLAIN, "r": (rank,), "lora_alpha": (alpha,)}.items():
         value = config.get(field, values[-1] if field in _PLAIN and field != "peft_type" else None)
@@ -109,7 +113,13 @@ def read_peft_folder(
             raise ValueError(f"{folder / CONFIG_FILE}: {field}={value!r} is not supported: must be {wanted}")
     file = folder / WEIGHTS_FILE
     if not file.is_file():
-        raise ValueError(f"weights file {file} is missing")
+        pickle = folder / "adapter_model.bin"
+        hint = (
+            f": {pickle.name} is a pickle, which is not read: save it again with PEFT"
+            if pickle.exists()
+            else ""
+        )
+        raise ValueError(f"weights file {file} is missing{hint}")
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:

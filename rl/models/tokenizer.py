@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.models.folder_check import CHAT_TEMPLATES, check_links, check_not_pointer
 from rl.utils.files import read_json_object
 
 END_OF_TEXT = "<|endoftext|>"
@@ -19,7 +20,8 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 WORD_TOKENS = ("<think>", "</think>", "[ANSWER]")
 """Single tokens that are part of the text."""
 
-TOKENIZER_FILES = (
+SENTENCEPIECE = "tokenizer.model"
+_FIRST_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -29,13 +31,27 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
-"""Files of a Hugging Face folder that belong to the tokenizer; most folders have only some of them."""
+TOKENIZER_FILES = (
+    *_FIRST_FILES,
+    SENTENCEPIECE,
+    "tokenizer.model.v3",
+    "tekken.json",
+    "vocab.txt",
+    "chat_template.json",
+)
+"""Files of a Hugging Face folder that belong to the tokenizer, besides those in `CHAT_TEMPLATES`.
+
+Most folders have only some of them. Checkpoints of older versions record `_FIRST_FILES` only.
+"""
 _SETTINGS = (
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
     "generation_config.json",
 )
+
+_PROBES = ("Hello world", "What is 12 + 345?", "a  b, c.", "\u00e9t\u00e9 \u4e16\u754c")
+"""Texts that every conversion of a tokenizer must split alike."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -89,16 +105,43 @@ def build_byte_tokenizer(folder: str | Path) -> None:
     write_json(folder / "generation_config.json", ids)
 
 
+def tokenizer_files(folder: str | Path) -> list[str]:
+    """Return the names of the folder's files that belong to the tokenizer, templates in `CHAT_TEMPLATES` too.
+
+    Raises ValueError for a link that leaves the folder.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        check_links(folder)
+    templates = sorted(f"{CHAT_TEMPLATES}/{file.name}" for file in (folder / CHAT_TEMPLATES).glob("*.jinja"))
+    return [name for name in (*TOKENIZER_FILES, *templates) if (folder / name).is_file()]
+
+
 def check_tokenizer_files(folder: str | Path) -> None:
     """Raise ValueError naming the first missing file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist")
-    # Slow tokenizers consist of two files instead of one.
-    slow = (folder / "vocab.json").exists() and not (folder / "tokenizer.json").exists()
-    for name in ("tokenizer_config.json", "merges.txt" if slow else "tokenizer.json"):
-        if not (folder / name).exists():
-            raise ValueError(f"tokenizer file {folder / name} is missing")
+    names = tokenizer_files(folder)
+    for name in names:
+        check_not_pointer(folder / name)
+    needed = ["tokenizer_config.json"]
+    # Slow tokenizers consist of two files instead of one, or of sentencepiece's.
+    if "tokenizer.json" not in names and "vocab.json" in names:
+        needed.append("merges.txt")
+    elif SENTENCEPIECE not in names:
+        needed.append("tokenizer.json")
+    for name in needed:
+        if name not in names:
+            others = [
+                *folder.glob("tekken.json"),
+                *folder.glob("*.tiktoken"),
+                *folder.glob("tokenizer.model.*"),
+            ]
+            hint = (
+                f": {others[0].name} is in a format that is not read" if others and name == needed[-1] else ""
+            )
+            raise ValueError(f"tokenizer file {folder / name} is missing{hint}")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -110,15 +153,46 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind: Any = AutoTokenizer
+    original = None
     if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
         read_tokenizer_json(file)
         # Classes of one model (GPT2Tokenizer, which SmolLM2's folders name, LlamaTokenizer) split texts by rules of
         # their own instead of those in tokenizer.json, so the model would see other tokens than in its training.
         kind = PreTrainedTokenizerFast
+    elif not (Path(folder) / "vocab.json").exists():
+        original = _open_sentencepiece(Path(folder) / SENTENCEPIECE)
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
+    if original is not None:
+        _check_conversion(Path(folder) / SENTENCEPIECE, tokenizer, original)
+    return tokenizer
+
+
+def _open_sentencepiece(file: Path) -> Any:
+    """Load a file of sentencepiece with its own library; raise ValueError if it is malformed."""
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise ValueError(
+            f"tokenizer file {file}: to read it, install sentencepiece, or add tokenizer.json"
+        ) from error
+    try:
+        return SentencePieceProcessor(model_file=str(file))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"tokenizer file {file} is malformed: {error}") from error
+
+
+def _check_conversion(file: Path, tokenizer: Any, original: Any) -> None:
+    """Raise ValueError if transformers splits texts otherwise than sentencepiece, which the model was trained with."""
+    for text in _PROBES:
+        split, right = tokenizer.encode(text, add_special_tokens=False), original.encode(text)
+        if split != right:
+            raise ValueError(
+                f"tokenizer file {file}: transformers splits {text!r} into {split[:8]}, sentencepiece into {right[:8]}"
+                ": name the model's tokenizer_class in tokenizer_config.json, or add tokenizer.json"
+            )
 
 
 def read_tokenizer_json(file: Path) -> Any:
@@ -175,8 +249,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-TOKEN_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
-"""Files that assign tokens to the rows of the model's weights."""
+TOKEN_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", SENTENCEPIECE)
+"""Files that assign tokens to the rows of the model's weights; the last only where there is no tokenizer.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,18 +260,24 @@ class TokenizerFingerprint:
     folder: str
     parts: Mapping[str, str]
     """Hexadecimal sha256 by file name."""
+    complete: bool = True
+    """False in checkpoints of older versions, which have no other files than `_FIRST_FILES`."""
 
     def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
         """Return the names of the files that differ; with `tokens_alone` only those of `TOKEN_FILES`."""
-        return [
-            name
-            for name in (TOKEN_FILES if tokens_alone else TOKENIZER_FILES)
-            if self.parts.get(name) != other.parts.get(name)
-        ]
+        templates = sorted({*self.parts, *other.parts} - {*TOKENIZER_FILES})
+        names: Sequence[str] = TOKEN_FILES if tokens_alone else (*TOKENIZER_FILES, *templates)
+        if tokens_alone and "tokenizer.json" in self.parts and "tokenizer.json" in other.parts:
+            names = TOKEN_FILES[:-1]
+        if not (self.complete and other.complete):
+            names = [name for name in names if name in _FIRST_FILES]
+        return [name for name in names if self.parts.get(name) != other.parts.get(name)]
 
 
 def tokenizer_fingerprint(folder: str | Path, *, known_as: str | Path | None = None) -> TokenizerFingerprint:
     """Return the fingerprint of the tokenizer in a folder, recorded under the name `known_as`."""
-    files = [Path(folder) / name for name in TOKENIZER_FILES]
-    parts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
+    parts = {
+        name: hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()
+        for name in tokenizer_files(folder)
+    }
     return TokenizerFingerprint(folder=str(Path(known_as or folder).resolve()), parts=parts)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl.config.configurable import Configurable
 from rl.distributed.collectives import on_all_ranks, on_first_rank
+from rl.models.folder_check import has_weights
 from rl.models.hf import HFFolder
 from rl.models.peft import is_peft_folder
 from rl.models.tokenizer import tokenizer_fingerprint
@@ -185,7 +186,7 @@ class Checkpointer(Configurable):
         self.wait()
         path = Path(folder).absolute()
         if not is_checkpoint(path):
-            if is_peft_folder(path):
+            if is_peft_folder(path) and not has_weights(path):
                 self.policy.lora.load_peft(path)
             else:
                 self.policy.load_hf(HFFolder(path))

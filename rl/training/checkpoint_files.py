@@ -116,7 +116,7 @@ def read_state(folder: str | Path) -> SavedState:
         if (position := values["position"]) is not None:
             values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
         if (tokenizer := values["tokenizer"]) is not None:
-            values["tokenizer"] = TokenizerFingerprint(**tokenizer)
+            values["tokenizer"] = TokenizerFingerprint(**{"complete": False} | tokenizer)
         return SavedState(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error

@@ -245,8 +245,8 @@ def plain_errors() -> Iterator[None]:
 class _Reader(FileSystemReader):
     """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not in the metadata."""
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # of the whole checkpoint only
-        return read_saved_tensors(self.path).metadata
+    def read_metadata(self) -> Metadata:  # of the whole checkpoint only
+        return read_saved_tensors(Path(self.path)).metadata
 
 
 class _Writer(FileSystemWriter):

@@ -225,7 +225,9 @@ class Policy:
         tensors = self.whole_tensors(chain(self.plain_tensors(), buffers.items()))
         with self._gathering(tensors) as writes:
             if writes:
-                write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
+                write_hf_folder(
+                    folder, tensors, adapter, dtype=dtype, buffers=buffers, tokenizer_from=tokenizer_from
+                )
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""

@@ -1,5 +1,6 @@
 """Division of a model into the stages of a pipeline. Numbers are compared in tests/training/test_layouts.py."""
 
+import os
 import re
 
 import pytest
@@ -117,13 +118,30 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
         (GPIPE.replace("0F1", "0SEND_F0,0F1"), "has 0SEND_F0: must have no transfers"),
         ("0F0,1F0,1B0,0B0\n\n", "row 2 has no entry: every rank must have a stage"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "Malformed compute schedule"),
+        ("0F0," + "x" * 200_000, "field larger than field limit"),
+        ("0F0,0B" + "9" * 100_000, "has a cell '0B99.*'... of 100002 characters"),
+        ("0F0,0B999999999\n1F0,1B0", "names micro-batch 999999999: with 4 entries there are at most 4"),
+        ("0F0,0B0\n999999999F0,1B0", "names stage 999999999: with 4 entries there are at most 4"),
+        ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0", "Malformed compute schedule"),
+        ("0F0,\0,0B0", "Invalid action string|NUL"),
+        ("0F0," * 300_000, "has 1200000 bytes: must have at most 1048576"),
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
+def test_a_file_that_is_no_schedule_is_refused_in_one_line(tmp_path, text, message):
     file = tmp_path / "plan.csv"
     file.write_text(text)
-    with pytest.raises(ValueError, match=f"schedule_csv={re.escape(repr(str(file)))}.*{message}"):
+    with pytest.raises(
+        ValueError, match=f"schedule_csv={re.escape(repr(str(file)))}.*({message})"
+    ) as refused:
         plan(4, degree=2, schedule_csv=str(file))
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+def test_a_pipe_in_place_of_a_schedule_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "plan.csv")
+    with pytest.raises(ValueError, match=r"plan.csv': is no file"):
+        plan(4, degree=2, schedule_csv=str(tmp_path / "plan.csv"))
 
 
 def test_every_stage_needs_something_that_is_trained():

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from random import gauss
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from actors.checks import check_source
 from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
+from rl.models.qwen3 import model_registry
 from rl.starting_point import random_model
 from rl.training.checkpoint_config import CheckpointConfig, find_load_source
 from rl.training.checkpoint_files import (
@@ -102,7 +104,7 @@ def test_controller_refuses_a_pickle_before_a_run_starts(received, tmp_path):
     config = tiny()
     config.trainer.checkpoint = CheckpointConfig(initial_load_path=str(received))
     source = find_load_source(config.trainer.checkpoint)
-    start = random_model(tmp_path, spec=config.model, seed=0)
+    start = random_model(tmp_path, spec=model_registry("tiny"), seed=0)
     with pytest.raises(ValueError, match=r"\.metadata names 'posix\.mkdir'"):
         check_source(source, start=start, config=config, num_gpus=0)
     assert not (tmp_path / "mark").exists()
@@ -134,7 +136,7 @@ def test_metadata_cannot_change_the_classes_that_read_it(tmp_path, trained, fiel
     assert read_saved_tensors(trained[1]).shapes
 
 
-ODD = [None, "x", [], (), {}, 1, -1, (1, "x"), (-1,), torch.float32, {"a": 1}, 2**70]
+ODD: list[Any] = [None, "x", [], (), {}, 1, -1, (1, "x"), (-1,), torch.float32, {"a": 1}, 2**70]
 
 
 def odd_metadata(good):
@@ -293,8 +295,7 @@ def test_state_of_another_shape_is_damage(received, change):
 
 @pytest.mark.parametrize("in_hf", [True, False])
 def test_hugging_face_folder_stays_one_with_files_of_a_checkpoint_in_it(trained, received, tmp_path, in_hf):
-    config = tiny()
-    folder = write_random_model(tmp_path / "hf", spec=config.model, seed=0)
+    folder = write_random_model(tmp_path / "hf", spec=model_registry("tiny"), seed=0)
     for file in received.iterdir():
         shutil.copy(file, folder)
     replace_file(folder, METADATA, pickle.dumps(Attack(tmp_path / "mark")))
@@ -306,7 +307,9 @@ def test_hugging_face_folder_stays_one_with_files_of_a_checkpoint_in_it(trained,
         ):
             find_load_source(config)
         return
-    assert find_load_source(config).model_only
+    source = find_load_source(config)
+    assert source is not None
+    assert source.model_only
     engine = make_engine(None)
     assets = write_assets(tmp_path / "assets")
     for file in received.iterdir():
