@@ -16,9 +16,10 @@ from rl.models.spec import spec_from_hf
 
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
-SETTINGS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3")
-WEIGHTS, TEMPLATES = "*.safetensors", f"{CHAT_TEMPLATES}/*.jinja"
-"""Files of a model that are downloaded; others in subfolders are other formats."""
+SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
+"""Files of a model that are downloaded, and that must be in the cache; those in subfolders are other formats."""
+MORE, TEMPLATES = ("vocab.txt", "tokenizer.model", "tokenizer.model.v3"), f"{CHAT_TEMPLATES}/*.jinja"
+"""Files that are downloaded too; a model that was cached without them is taken as it is."""
 UNWANTED = ("*/*", "consolidated*")
 
 
@@ -61,7 +62,7 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
             raise ValueError(f"{name}: {error}") from error
         if any(fnmatch(file, TEMPLATES) for file in files):
             fetch(TEMPLATES, unwanted=())
-        return fetch(*SETTINGS, WEIGHTS)
+        return fetch(*SETTINGS, *MORE, WEIGHTS)
     try:
         folder = fetch(*SETTINGS, WEIGHTS)
     except ValueError:

@@ -14,13 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl.models.folder_check import ADAPTER_CONFIG as CONFIG_FILE
-from rl.models.folder_check import check_links, check_not_pointer
+from rl.models.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer
 from rl.models.hf import check_finite
 from rl.models.tokenizer import write_json
 from rl.utils.files import atomic_folder, read_json_object
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = ADAPTER_CONFIG, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ENDINGS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}

@@ -14,7 +14,7 @@ from tests.support.fake_hub import COMMITS, fake_hub
 
 FILES = {
     "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja",
-    "tokenizer.json", "merges.txt",
+    "tokenizer.json", "merges.txt", "tokenizer.model", "additional_chat_templates/tool_use.jinja",
 }  # fmt: skip
 
 
@@ -42,7 +42,8 @@ def resolve(name, **options):
 
 def test_needed_files_are_downloaded_once(hub):
     folder = resolve("org/model")
-    assert {file.name for file in folder.iterdir()} == FILES
+    found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    assert set(found) == FILES
     assert (folder / "merges.txt").read_text() == "merges.txt"
     hub.requests.clear()
     assert resolve("org/model") == folder
@@ -61,6 +62,16 @@ def test_revision_is_downloaded_and_then_found_without_the_hub(hub, monkeypatch,
         ValueError, match=r"^org/model is no folder here, .* not downloaded, and HF_HUB_OFFLINE"
     ):
         resolve("org/model")
+
+
+def test_model_that_was_cached_without_the_rest_of_its_tokenizer_is_taken(hub, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(our_hub, "MORE", ())
+        before.setattr(our_hub, "TEMPLATES", "")
+        folder = resolve("org/model")
+    assert not (folder / "tokenizer.model").exists()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("org/model") == folder
 
 
 def test_folder_of_the_name_is_preferred(hub, tmp_path, monkeypatch):
