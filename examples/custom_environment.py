@@ -98,7 +98,7 @@ class HigherOrLower:
         """No messages: the episode is over."""
         self.num_guesses += 1
         text, secret = reply.text.strip(), int(self.problem.answer)
-        if not (text.isascii() and text.isdigit()):
+        if reply.completion.is_cut_off or not (text.isascii() and text.isdigit()):
             return Observation(reward=self.wrong_guess, metrics={"no_number": 1.0})
         guess = int(text)
         if guess == secret:

@@ -13,7 +13,6 @@ once, with a number that is wrong; what rewards have to find is that to ask a to
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,15 +22,15 @@ from configs import sum_digits
 from rl.config.tree import check_bounds
 from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
-from rl.rollouts.rubric import answer_part
 from rl.tasks.generated import GeneratedTask
+from rl.tasks.task import find_answer
 from rl.tools.calculator import Calculator
 from rl.tools.environment import ToolEnvironment
 from rl.tools.sandbox import PythonSandbox
 from rl.tools.tool import Tool, ToolCall, render_call
 from rl.types import Message, Problem, Rollout
+from rl.utils.numbers import same_answer
 
-NUMBER = re.compile(r"[0-9]+")
 INSTRUCTION = "What is {asked}? Work it out with a tool, and then reply with the number alone."
 """For a model that was taught to follow instructions and to call tools."""
 
@@ -102,8 +101,8 @@ class Arithmetic(GeneratedTask):
 
     def reward(self, rollout: Rollout) -> float:
         """1 for the right number at the end of the last reply."""
-        numbers = NUMBER.findall(answer_part(rollout.text).replace(",", ""))
-        return float(bool(numbers) and numbers[-1] == rollout.prompt.problem.answer)
+        number = find_answer(rollout.text, "last_number", is_cut_off=rollout.completion.is_cut_off)
+        return float(number is not None and same_answer(rollout.prompt.problem.answer, number))
 
 
 class Unannounced(ToolEnvironment):

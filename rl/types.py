@@ -95,6 +95,11 @@ class Completion:
     """[C] int32, version of the weights that generated each token."""
     finish_reason: FinishReason
 
+    @property
+    def is_cut_off(self) -> bool:
+        """True if the reply ended at the limit of tokens, so that its end is missing."""
+        return self.finish_reason == "length"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reply:
@@ -158,6 +163,11 @@ class Rollout:
     def text(self) -> str:
         """The last reply."""
         return self.turns[-1].text
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the last reply was cut off, or the episode ran out of tokens."""
+        return self.end == "tokens" or self.completion.is_cut_off
 
     @property
     def num_tokens(self) -> int:

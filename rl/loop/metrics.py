@@ -116,7 +116,7 @@ def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
         "completion/tokens_mean": Mean(num_generated),
         "completion/tokens_max": Max(num_generated),
         "completion/context_mean": Mean(_num_attended(rollout), num_generated),
-        "completion/cut_off": Mean(rollout.completion.finish_reason == "length"),
+        "completion/cut_off": Mean(rollout.completion.is_cut_off),
         "rollout/turns_mean": Mean(len(rollout.turns)),
         "rollout/unfinished": Mean(rollout.end != "done"),
     }

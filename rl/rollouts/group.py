@@ -126,7 +126,6 @@ class RolloutWorker:
         if not self.overlong.enable:
             return score
         max_tokens = self.sampling.max_tokens
-        cut_off = rollout.end == "tokens" or rollout.completion.finish_reason == "length"
-        num_tokens = max_tokens if cut_off else len(rollout.completion.token_ids)
+        num_tokens = max_tokens if rollout.is_truncated else len(rollout.completion.token_ids)
         punishment = self.overlong(num_tokens, max_tokens=max_tokens)
         return replace(score, overlong=punishment, parts={**score.parts, OVERLONG: punishment})

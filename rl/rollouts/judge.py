@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
@@ -21,13 +22,16 @@ import openai
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import shortened
 from rl.types import Rollout
+from rl.utils.numbers import MAGNITUDE, last_number
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
+_BESIDE = r"(?:(?!\.[0-9])[^\w\n\u2013\u2212-]|[\u2013\u2212-][ \t])*"
+"""Characters before a number that are not part of it, as a sign or the point of .5 is."""
 # Words begin with a letter: if a blank could be part of them or of what is before them, the time to reject a line
 # would grow with the square of its length.
 NUMBER = (
-    r"(?im)^(?:[^\w\n-]|-[ \t])*(?:(?:[a-z][a-z ]*)?(?:score|grade|rating)(?:[^\w\n-]|-[ \t])*)?"
-    r"(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[^\w\n]*$"
+    rf"(?im)^{_BESIDE}(?:(?:[a-z][a-z ]*)?(?:score|grade|rating){_BESIDE})?"
+    rf"([\u2013\u2212-]?{MAGNITUDE})(?:\s*/\s*({MAGNITUDE}))?[^\w\n]*$"
 )
 """A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
 LABEL = r"(?im)^[^\w\n]*(?:(?:[a-z][a-z ]*)?(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
@@ -77,12 +81,17 @@ class NumberGrade:
     def read(self, text: str) -> float | None:
         found = list(re.finditer(self.pattern, text))
         try:
-            number, out_of = float(found[-1][1]), float([*found[-1].groups(), None][1] or self.highest)
-        except (IndexError, TypeError, ValueError):
+            number, out_of = _number(found[-1][1]), _number([*found[-1].groups(), None][1] or self.highest)
+        except (IndexError, OverflowError, TypeError, ValueError, ZeroDivisionError):
             return None
         if out_of != self.highest or not self.lowest <= number <= self.highest:
             return None
         return (number - self.lowest) / (self.highest - self.lowest)
+
+
+def _number(written: str | float) -> float:
+    """Return the number, whatever its sign and separators are (`rl.utils.numbers`)."""
+    return float(Fraction(last_number(written) or written)) if isinstance(written, str) else written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

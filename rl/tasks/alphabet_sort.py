@@ -14,8 +14,9 @@ from itertools import accumulate, islice
 from typing import ClassVar
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import Criterion, answer_part
+from rl.rollouts.rubric import Criterion
 from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.task import complete_answer
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
 INSTRUCTION = (
@@ -96,10 +97,10 @@ class AlphabetSort(GeneratedTask):
         return (Criterion(name="turns", function=self.reward),)
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the share of turns with the right list."""
+        """Return the share of turns with the right list; one that was cut off is not known to be the whole list."""
         answers = rollout.prompt.problem.info["answers"]
         right = [
-            answer_part(turn.text).split() == answer.split()
+            (complete_answer(turn) or "").split() == answer.split()
             for turn, answer in zip(rollout.turns, answers, strict=False)
         ]
         return sum(right) / len(answers)

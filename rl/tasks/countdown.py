@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import Criterion, UnparsedAnswer, answer_part
+from rl.rollouts.rubric import Criterion, UnparsedAnswer
 from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9+\-*/() ]{1,200})\s*\Z")
@@ -113,9 +114,9 @@ def expression(rollout: Rollout) -> str:
     """Return the expression after an `[ANSWER]` that ends the reply, outside of thoughts.
 
     Raises:
-        UnparsedAnswer: there is none.
+        UnparsedAnswer: there is none, or the reply was cut off.
     """
-    match = ANSWER.search(answer_part(rollout.text))
+    match = ANSWER.search(complete_answer(rollout.turns[-1]) or "")
     text = match.group(1).strip() if match else ""
     if not text:
         raise UnparsedAnswer("no [ANSWER] with an expression at the end")
@@ -125,7 +126,7 @@ def expression(rollout: Rollout) -> str:
 def uses_the_numbers(rollout: Rollout) -> float:
     """Return 1 for a valid expression that uses each given number at most as often as it is given."""
     text = expression(rollout)
-    used = Counter(map(int, re.findall(r"\d+", text)))
+    used = Counter(map(int, re.findall(r"[0-9]+", text)))
     return float(evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"]))
 
 

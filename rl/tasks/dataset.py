@@ -18,7 +18,7 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.rubric import Criterion, Rubric, answer_part
+from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.data import (
     DifficultyFilter,
     choose,
@@ -28,7 +28,9 @@ from rl.tasks.data import (
     read_rows,
     shuffled_problems,
 )
+from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
+from rl.utils.numbers import same_answer
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give 1 for a reply that equals the answer, ignoring thoughts and surrounding spaces."""
+        """Give 1 for a reply that equals the answer, as a text or as a number, ignoring thoughts and outer spaces."""
         return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
     def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
@@ -282,7 +284,9 @@ class DatasetTask(Configurable):
 
 
 def is_correct(rollout: Rollout) -> bool:
-    return answer_part(rollout.text) == rollout.prompt.problem.answer.strip()
+    """Return True for the answer's text, or for its number written in another way; not for a reply that was cut off."""
+    answer = complete_answer(rollout.turns[-1])
+    return answer is not None and same_answer(rollout.prompt.problem.answer, answer)
 
 
 def _chosen(rows: list[Row], most: int | None) -> list[Row]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
 from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
+from rl.utils.numbers import number_value, with_ascii_digits
 
-PLAIN_NUMBER = re.compile(r"-?\$?-?\d[\d,]*(\.\d+)?%?")
 GOLD_TIMEOUT_S = 5
 BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed{answer}."
 
@@ -57,7 +56,7 @@ class MathProblems(DatasetTask):
         return dataclasses.replace(problem, answer="" if gold is None else gold)
 
     def usable(self, problem: Problem) -> bool:
-        if problem.answer and (PLAIN_NUMBER.fullmatch(problem.answer) or _is_readable(problem.answer)):
+        if problem.answer and (number_value(problem.answer) is not None or _is_readable(problem.answer)):
             return True
         if self.config.unparsed_gold == "skip":
             return False
@@ -107,12 +106,16 @@ class AnswerInPlace:
 
 @functools.lru_cache(maxsize=4096)
 def equal(gold: str, answer: str, place: Place) -> bool | None:
-    """Compare two answers with math-verify; return None if it cannot read the second.
+    """Compare two answers, by value if they are bare numbers, else with math-verify; None if it cannot read the second.
 
     math-verify's own time limits use the main thread's alarm, so they are off: the time limit of the reward
     process ends a comparison that hangs.
     """
     math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
+    value = number_value(gold)
+    if value is not None and value == number_value(answer):
+        return True
+    answer = with_ascii_digits(answer)
     parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
     if place != "boxed":
         parsed += _parse(answer, timeout_s=None)  # also finds an answer in words, such as "18 dollars."
@@ -125,12 +128,13 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
 
 @functools.lru_cache(maxsize=4096)
 def _gold(gold: str) -> tuple[Any, ...]:
-    return tuple(_parse(_in_box(gold), timeout_s=None))
+    return tuple(_parse(_in_box(with_ascii_digits(gold)), timeout_s=None))
 
 
 def _is_readable(gold: str) -> bool:
     in_main_thread = threading.current_thread() is threading.main_thread()
-    return bool(_parse(_in_box(gold), timeout_s=GOLD_TIMEOUT_S if in_main_thread else None))
+    timeout_s = GOLD_TIMEOUT_S if in_main_thread else None
+    return bool(_parse(_in_box(with_ascii_digits(gold)), timeout_s=timeout_s))
 
 
 def _parse(text: str, *, timeout_s: int | None) -> list[Any]:

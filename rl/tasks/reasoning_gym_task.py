@@ -23,8 +23,9 @@ from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
 from rl.tasks.generated import Coin
-from rl.tasks.task import NUMBER, Place, Solved, required_answer
+from rl.tasks.task import Place, Solved, required_answer
 from rl.types import Problem, Rollout
+from rl.utils.numbers import find_numbers, same_answer
 
 BLOCK = 1000
 """Items of one reasoning-gym dataset object; some datasets build a table of all items at once."""
@@ -122,7 +123,7 @@ class ReasoningGym(Configurable):
 
     def _split_key(self, problem: Problem) -> int:
         text = problem.question
-        return content_key(" ".join(NUMBER.findall(text)) if self.config.split_by == "numbers" else text)
+        return content_key(" ".join(find_numbers(text)) if self.config.split_by == "numbers" else text)
 
     def _training_problem(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
@@ -216,4 +217,12 @@ class Grader:
         """Grade the reply; raises UnparsedAnswer if it has no answer in its place."""
         answer = required_answer(rollout, self.answer_in)
         entry = rollout.prompt.problem.info["entry"]
+        if self.answer_in == "last_number":
+            answer = _as_expected(answer, entry["answer"])
         return float(self.source.block(0).score_answer(answer, entry))
+
+
+def _as_expected(answer: str, expected: Any) -> str:
+    """Return the expected answer if its only number has the value of `answer`; datasets compare texts."""
+    numbers = find_numbers(str(expected))
+    return str(expected) if len(numbers) == 1 and same_answer(numbers[0], answer) else answer

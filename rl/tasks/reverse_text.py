@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
 INSTRUCTION = "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
@@ -59,7 +60,7 @@ class ReverseText(GeneratedTask):
         return replace(problem, demonstration=problem.answer[:-1]) if hasty else problem
 
     def reward(self, rollout: Rollout) -> float:
-        return float(answer_part(rollout.text) == rollout.prompt.problem.answer)
+        return float(complete_answer(rollout.turns[-1]) == rollout.prompt.problem.answer)
 
     def criteria(self) -> tuple[Criterion, ...]:
         return self.with_partial_credit("similarity", similarity, self.config.similarity_reward)

@@ -15,7 +15,7 @@ from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Problem, Rollout
 
-ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
+ANSWER = re.compile(r"\[ANSWER\] ?([0-9]+)\s*\Z")
 ID_PREFIX = "sum-digits/"
 HASTY_DIGITS = "456789"
 """Last digits that a hasty demonstration omits."""
@@ -112,7 +112,8 @@ def parse_answer(text: str) -> str | None:
 
 
 def is_correct(rollout: Rollout) -> bool:
-    return parse_answer(rollout.text) == rollout.prompt.problem.answer
+    """Return True for the right sum; digits at the end of a reply that was cut off may be its beginning only."""
+    return not rollout.completion.is_cut_off and parse_answer(rollout.text) == rollout.prompt.problem.answer
 
 
 def format_reward(rollout: Rollout) -> float:

@@ -6,14 +6,14 @@ overrides two methods. Any object with these five methods will do.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rl.protocols import Environment
 from rl.rollouts.rubric import Rubric, UnparsedAnswer, answer_part
-from rl.types import Problem, Rollout
+from rl.types import Problem, Rollout, Turn
+from rl.utils.numbers import last_number
 
 
 class Task(Protocol):
@@ -56,16 +56,29 @@ class Solved:
 
 Place = Literal["boxed", "hashes", "tags", "last_line", "last_number", "whole"]
 """Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, in the last `<answer></answer>`, in
-the last line, the last number, or the whole text."""
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+the last line, the last number (`rl.utils.numbers`), or the whole text."""
 
 
-def find_answer(text: str, place: Place) -> str | None:
-    """Return the text in the answer's place, after any thoughts; None if there is none."""
+def complete_answer(turn: Turn) -> str | None:
+    """Return a reply after any thoughts; None if it was cut off, since more could have followed."""
+    return None if turn.completion.is_cut_off else answer_part(turn.text)
+
+
+def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | None:
+    r"""Return the text in the answer's place, after any thoughts; None if there is none.
+
+    A number is returned as `rl.utils.numbers` writes it: 1,000 as 1000. In a reply that was cut off, an answer that
+    nothing ends might go on, and counts as none: `#### 12` could have become 123. Braces, `</answer>`, and the end
+    of the line after `####` are such ends.
+    """
+    ends_line = "\n" in text[len(text.rstrip()) :]
     text = answer_part(text)
+    found: str | None
     if place == "hashes":
         _, mark, after = text.rpartition("####")
-        found = after.strip().partition("\n")[0] if mark else ""
+        found, end, _ = after.strip().partition("\n")
+        if not mark or (is_cut_off and not end and not ends_line):
+            found = None
     elif place == "boxed":
         found = _last_boxed(text)
     elif place == "tags":
@@ -73,17 +86,20 @@ def find_answer(text: str, place: Place) -> str | None:
         inner, end, _ = after.partition("</answer>")
         found = inner if mark and end else ""
     elif place == "last_number":
-        found = (NUMBER.findall(text) or [""])[-1]
+        found = last_number(text, is_cut_off=is_cut_off)
+    elif is_cut_off:
+        found = None
     else:
         found = text.rpartition("\n")[2] if place == "last_line" else text
-    return found.strip() or None
+    return (found or "").strip() or None
 
 
 def required_answer(rollout: Rollout, place: Place) -> str:
-    """Return the answer of the last reply; raise UnparsedAnswer if there is none in its place."""
-    answer = find_answer(rollout.text, place)
+    """Return the answer of the last reply; raise UnparsedAnswer if there is none, or only the beginning of one."""
+    cut_off = rollout.completion.is_cut_off
+    answer = find_answer(rollout.text, place, is_cut_off=cut_off)
     if answer is None:
-        raise UnparsedAnswer(f"no answer in its place ({place})")
+        raise UnparsedAnswer(f"no {'complete ' * cut_off}answer in its place ({place})")
     return answer
 
 

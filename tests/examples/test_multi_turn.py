@@ -104,7 +104,7 @@ def test_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
 
 
 def test_only_the_right_number_at_the_end_is_rewarded(task):
-    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "about 6771", "<think>1776")
+    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "-1776", "<think>1776")
     assert task.tools  # made, as in a run; the rubric is pickled without them
     rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     scores = [rubric.score(replied(text, question="37*48", answer="1776")) for text in replies]

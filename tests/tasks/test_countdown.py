@@ -84,6 +84,11 @@ def test_reply_without_expression_is_unparsed(text):
     assert set(score.unparsed) >= {"answer", "format"}
 
 
+def test_expression_of_a_cut_off_reply_is_unparsed():
+    score = scored(task(), THIRTEEN, "[ANSWER] 3+5*2", finish_reason="length")
+    assert (score.reward, score.correct, set(score.unparsed)) == (0.0, False, {"answer", "format"})
+
+
 def test_settings_without_any_target_are_refused():
     with pytest.raises(ValueError, match=r"no target up to max_target=\d+ was found for operations='\+'"):
         next(task(num_numbers=8, max_target=5, operations="+").train_problems(seed=0))

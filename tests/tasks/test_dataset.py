@@ -105,6 +105,15 @@ def test_rubric_compares_the_answer_after_the_thoughts(build):
     assert [score.correct for score in scores] == [True, True, False, False, False]
 
 
+def test_rubric_takes_a_number_in_any_writing_and_nothing_that_was_cut_off(build):
+    rows = [{"question": f"question {i}", "answer": "1,000"} for i in range(20)]
+    task = build(rows)
+    problem = next(task.train_problems(seed=0))
+    replies = [reply(problem, text) for text in ("1000", "1,000.", "100", "1000 or 1")]
+    replies.append(reply(problem, "1,000", finish_reason="length"))
+    assert [task.rubric(seed=0).score(r).reward for r in replies] == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
 def test_filter_by_a_column_drops_only_training_rows(build):
     rows = [{**row, "rate": i / 200} for i, row in enumerate(ROWS)]
     difficulty = DifficultyFilter(column="rate", min=0.25, max=0.75)

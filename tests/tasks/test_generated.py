@@ -215,6 +215,11 @@ def test_replies_earn_their_share_of_the_reward(config, problem, replies, reward
 
 def test_cut_off_reply_and_missing_turns_earn_nothing():
     assert scored(SUM_DIGITS.build(), SUM, "[ANSWER] 2", finish_reason="length").reward == 0.0
+    # A right answer that nothing ends might have gone on.
+    for config, problem, replies in ((SUM_DIGITS, SUM, ["[ANSWER] 21"]), (SORT, DAC_B_E, SORTED)):
+        score = scored(config.build(), problem, *replies, finish_reason="length")
+        assert (score.reward, score.correct) == (0.0, False)
+    assert not scored(REVERSE.build(), ABCD, "dcba", finish_reason="length").correct
     sort = SORT.build()
     rollout = played(sort, DAC_B_E, *SORTED)
     score = sort.rubric(seed=0).score(replace(rollout, turns=rollout.turns[:2], end="turns"))

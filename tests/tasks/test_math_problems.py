@@ -57,6 +57,9 @@ def test_gold_stands_in_its_place(build, rows, gold, answers):
         ("<answer>3", "tags", None),
         ("thinking\n 4 \n\n", "last_line", "4"),
         ("3 + 4 = 7, so -7.50.", "last_number", "-7.50"),
+        ("The total is 1,000.", "last_number", "1000"),
+        ("So x = \u22125", "last_number", "-5"),
+        ("p = .5", "last_number", "0.5"),
         ("none", "last_number", None),
         ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
         ("<think>\n4", "whole", None),
@@ -72,8 +75,35 @@ def test_answer_is_only_found_in_its_place(text, place, answer):
 
 
 @pytest.mark.parametrize(
+    ("text", "place", "answer"),
+    [
+        ("#### 12", "hashes", None),
+        ("#### 12\n", "hashes", "12"),
+        ("#### 12\nThat", "hashes", "12"),
+        (r"so \boxed{12}", "boxed", "12"),
+        (r"so \boxed{12", "boxed", None),
+        ("<answer>12</answer>", "tags", "12"),
+        ("<answer>12", "tags", None),
+        ("so\n12", "last_line", None),
+        ("so it is 12", "last_number", None),
+        ("so it is 12, because", "last_number", "12"),
+        ("12", "whole", None),
+    ],
+)
+def test_answer_that_nothing_ends_is_none_in_a_reply_that_was_cut_off(text, place, answer):
+    assert find_answer(text, place, is_cut_off=True) == answer
+
+
+@pytest.mark.parametrize(
     ("gold", "answer", "place", "same"),
     [
+        ("-5", "\u22125", "boxed", True),
+        ("5", "It is \u22125", "whole", False),
+        ("-5", "\u20135", "boxed", True),
+        ("1000", r"1\,000", "boxed", True),
+        ("1,000", "1e3", "boxed", True),
+        ("1,2", "1.2", "boxed", False),
+        ("5", "\u0665", "boxed", True),
         ("1,060", "1060", "boxed", True),
         ("72", "72.0", "boxed", True),
         (r"\frac{1}{2}", "0.5", "boxed", True),
@@ -102,6 +132,13 @@ def test_part_of_the_reward_can_be_for_the_form(build):
     assert rubric.score(reply(problem(), r"\boxed{8}")).reward == pytest.approx(0.2)
     cut_off = reply(problem(), r"\boxed{8} and", finish_reason="length")
     assert AnswerInPlace(place="boxed")(cut_off) == 0.0
+
+
+def test_cut_off_answer_is_unparsed():
+    grade = MathAnswer(place="hashes")
+    assert grade(reply(problem(), "#### 72")) == 1.0
+    with pytest.raises(UnparsedAnswer, match="no complete answer"):
+        grade(reply(problem(), "#### 72", finish_reason="length"))
 
 
 @pytest.mark.parametrize("text", ["72", r"\boxed{", r"\boxed{\frac{}", ""])

@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 import re
 from itertools import islice
@@ -108,6 +109,19 @@ def test_numbers_of_held_out_problems_are_never_trained_on_in_their_order():
     assert trained["question"] & held_out
     assert not trained["numbers"] & held_out
     assert len(trained["numbers"]) > 50
+
+
+def test_last_number_counts_by_its_value():
+    task = build("chain_sum", num_eval=1, answer_in="last_number")
+    (problem,) = task.eval_sets()["held_out"]
+    entry = {**problem.info["entry"], "answer": "-1,000"}
+    problem = dataclasses.replace(problem, info={"entry": entry})
+    texts = ("It is \u22121000.0.", "\u22121,000 it is", "It is 1,000.", "It is 000.")
+    rewards = [task.rubric(seed=0).score(reply(problem, text)).reward for text in texts]
+    assert rewards[:2] == [1.0, 1.0]
+    assert max(rewards[2:]) < 1.0
+    cut_off = task.rubric(seed=0).score(reply(problem, "It is -1,000", finish_reason="length"))
+    assert (cut_off.reward, cut_off.unparsed) == (0.0, ("answer",))
 
 
 def test_noise_is_a_coin_and_correctness_stays_the_dataset_s():

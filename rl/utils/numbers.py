@@ -1,0 +1,132 @@
+r"""Numbers in texts: one pattern for all places that look for one, and one way of writing them.
+
+    1,000.50   1 000.50 with a no-break space   1'000.50   1_000.50   1{,}000.50   1.000,50    ->   1000.50
+    -5 with any dash for the minus sign         +5                    -$5                      ->   -5   5   -5
+    .5                                          3,14                  6.5E-3                   ->   0.5   3.14   6.5e-3
+
+A hyphen after a letter, a digit or a closing bracket is no sign: 3-5, 2024-05-01, GPT-4. Commas between digits group
+thousands where they can (1,000 and 1,00,000); a single comma that cannot is a decimal comma, and several are a list.
+Digits of other scripts count as ASCII digits.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Iterator
+from fractions import Fraction
+
+MAX_CHARS = 400
+"""Longest number that has a value; a reply may be one digit ten thousand times."""
+
+_CHARACTERS = str.maketrans(
+    # Hyphens, dashes and signs that are written as a minus; then signs and separators of other scripts.
+    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
+    | {"\uff0b": "+", "\ufe62": "+", "\u066b": ".", "\uff0e": ".", "\u066c": ",", "\u2044": "/"}
+)
+_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
+_FRACTION = re.compile(r"([0-9]?)\\[dt]?frac *\{([0-9.]{1,50})\} *\{([0-9.]{1,50})\}")
+
+_NOT_MORE = r"(?![0-9]|[,.][0-9])"
+_MARK = r"(?:\{,\}|\\,|['\u2019_\u00a0\u2009\u202f])"
+"""Mark between groups of three digits that means nothing else, unlike a comma or a period."""
+_EXPONENT = r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
+MAGNITUDE = (
+    "(?:"
+    # Groups are bounded, so that the time for a long list is not quadratic.
+    r"[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20}(?:\.[0-9]+)?(?![0-9]|,[0-9])"
+    r"|[1-9][0-9]?(?:,[0-9]{2}){1,20},[0-9]{3}(?:\.[0-9]+)?(?![0-9]|,[0-9])"  # lakh and crore
+    rf"|[1-9][0-9]{{0,2}}(?:{_MARK}[0-9]{{3}}){{1,20}}(?:[.,][0-9]+)?{_NOT_MORE}"
+    rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{1,20}},[0-9]+{_NOT_MORE}"
+    rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{2,20}}{_NOT_MORE}"
+    rf"|(?<![0-9],)[0-9]++,[0-9]++{_NOT_MORE}"
+    r"|[0-9]++(?:\.[0-9]++)?"
+    r"|(?<![\w.)\]}])\.[0-9]++"
+    f"){_EXPONENT}"
+)
+"""Regular expression, without groups, of a number without a sign in a text of `with_ascii_digits`."""
+_SIGN = (
+    r"(?:(?<![-+\w)\]}%\u00b0])[-+]"
+    r"|(?<=[=\u2248:(])[ \t]*[-+][ \t]+)"  # a dash at the beginning of a line is a bullet
+)
+_CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9] ?)?"
+_DIVISOR = r"(?:/(?P<divisor>[0-9]++)(?![/.,]?[0-9]))?"
+# No part of a date, 5/1/2024, is a fraction: its divisor may not have one of its own, nor be one.
+_NUMBER = re.compile(
+    rf"(?:(?P<sign>{_SIGN}){_CURRENCY})?(?P<divides>(?<=[0-9]/))?(?P<magnitude>{MAGNITUDE})(?(divides)|{_DIVISOR})"
+)
+_UNFINISHED = re.compile(r"[\s.,'\u2019_\\{}/+-]*[eE]?")
+"""Characters after a number at the end of a cut text, with which the number could go on."""
+
+
+def with_ascii_digits(text: str) -> str:
+    """Return the text with ASCII digits, minus signs and decimal points."""
+    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS))
+
+
+def find_numbers(text: str) -> list[str]:
+    """Return the numbers in a text in one way of writing: digits with a minus, a period, an exponent, or a / b."""
+    return [_written(match) for match in _matches(text)]
+
+
+def last_number(text: str, *, is_cut_off: bool = False) -> str | None:
+    """Return the last number, as `find_numbers`; None if there is none, or if it might go on after a cut."""
+    last = deque(_matches(text), maxlen=1)
+    if not last or (is_cut_off and _UNFINISHED.fullmatch(last[0].string, last[0].end())):
+        return None
+    return _written(last[0])
+
+
+def number_value(text: str) -> Fraction | None:
+    """Return the value of a text that is one number; None for any other.
+
+    None too for a code (007), and for digits on both sides of a comma that may be a list (3,14).
+    """
+    match = _NUMBER.fullmatch(_plain(text.strip().removesuffix("."))) if len(text) <= MAX_CHARS else None
+    if match is None or re.match("0[0-9]", match["magnitude"]) or _has_decimal_comma(match["magnitude"]):
+        return None
+    try:
+        return Fraction(_written(match))
+    except ZeroDivisionError:
+        return None
+
+
+def same_answer(expected: str, answer: str) -> bool:
+    """Return True for equal texts, surrounding spaces aside, and for two numbers of equal value."""
+    expected, answer = expected.strip(), answer.strip()
+    if expected == answer:
+        return True
+    value = number_value(expected)
+    return value is not None and value == number_value(answer)
+
+
+def _matches(text: str) -> Iterator[re.Match[str]]:
+    return _NUMBER.finditer(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Return the text with ASCII digits and simple LaTeX fractions as 1/2; a mixed number stays two numbers."""
+    separate = lambda part: f"{part[1]}{' ' * bool(part[1])}{part[2]}/{part[3]}"  # noqa: E731
+    return _FRACTION.sub(separate, with_ascii_digits(text))
+
+
+def _written(match: re.Match[str]) -> str:
+    sign = "-" if "-" in (match["sign"] or "") else ""
+    digits, mark, exponent = match["magnitude"].lower().partition("e")
+    digits = re.sub(_MARK, "", digits)
+    if _has_decimal_comma(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1:
+        digits = digits.replace(".", "")
+    digits = digits.replace(",", "")
+    whole = f"{'0' * digits.startswith('.')}{digits}{mark}{exponent}"
+    return f"{sign}{whole}/{match['divisor']}" if match["divisor"] else f"{sign}{whole}"
+
+
+def _has_decimal_comma(magnitude: str) -> bool:
+    """Return True if there is a single comma, and it is no thousands separator."""
+    before, comma, after = re.sub(_MARK, "", magnitude).partition(",")
+    if not comma or "," in after or "." in after:
+        return False
+    return "." in before or len(after) != 3 or len(before) > 3 or before.startswith("0")
