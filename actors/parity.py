@@ -80,7 +80,8 @@ def make_parity_text(
     if not config.enable:
         return None
     problem = prompt.problem
-    answer = renderer.reply((problem.demonstrations or (problem.answer,))[0])[:-1]
+    shown = (problem.demonstrations or (problem.answer,))[0]
+    answer = renderer.reply(shown, prompt_ids=prompt.token_ids)[:-1]
     token_ids = np.concatenate([prompt.token_ids, answer])
     # The end of the text: a policy has learnt most about the answer.
     kept = token_ids[-min(config.num_tokens, max_tokens) :]

@@ -36,9 +36,13 @@ async def generate(run: Run, problem: Problem, number: int) -> list[Rollout]:
         seed=run.config.seed * 1_000_003 + number,
     )
     (group,) = await run.generator.generate([prompt.token_ids], sampling=sampling)
-    ids, text = prompt.token_ids, run.renderer.text
-    turns = [Turn(messages=(question,), prompt_ids=ids, completion=c, text=text(c.token_ids)) for c in group]
-    return [Rollout(prompt=prompt, sample=i, turns=(turn,)) for i, turn in enumerate(turns)]
+    ids = prompt.token_ids
+    rollouts = []
+    for i, completion in enumerate(group):
+        text = run.renderer.text(completion.token_ids, prompt_ids=ids)
+        turn = Turn(messages=(question,), prompt_ids=ids, completion=completion, text=text)
+        rollouts.append(Rollout(prompt=prompt, sample=i, turns=(turn,)))
+    return rollouts
 
 
 async def train(config: RunConfig) -> list[tuple[float, float]]:

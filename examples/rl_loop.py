@@ -55,7 +55,7 @@ def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Re
         messages=(Message(role="user", content=prompt.problem.question),),
         prompt_ids=prompt.token_ids,
         completion=completion,
-        text=renderer.text(completion.token_ids),
+        text=renderer.text(completion.token_ids, prompt_ids=prompt.token_ids),
     )
     return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
@@ -73,7 +73,10 @@ async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Probl
     prompts = [prompt_of(problem, renderer) for problem in problems]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids)
     groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
-    replies = [renderer.text(completion.token_ids) for (completion,) in groups_P1]
+    replies = [
+        renderer.text(completion.token_ids, prompt_ids=prompt.token_ids)
+        for prompt, (completion,) in zip(prompts, groups_P1, strict=True)
+    ]
     right = [parse_answer(reply) == problem.answer for reply, problem in zip(replies, problems, strict=True)]
     return float(np.mean(right))
 
@@ -101,11 +104,12 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then decays.
         demonstrated = task.warmup_problems(seed=args.seed)
         for step in range(args.warmup_steps):
-            samples = [
-                demonstration_sample(prompt_of(problem, renderer).token_ids, renderer.reply(reply))
-                for problem in islice(demonstrated, 64)
-                for reply in problem.demonstrations
-            ]
+            samples = []
+            for problem in islice(demonstrated, 64):
+                prompt_ids = prompt_of(problem, renderer).token_ids
+                for reply in problem.demonstrations:
+                    reply_ids = renderer.reply(reply, prompt_ids=prompt_ids)
+                    samples.append(demonstration_sample(prompt_ids, reply_ids))
             gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
             cosine = 0.5 * (1 + math.cos(math.pi * step / args.warmup_steps))
             lr = args.warmup_lr * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * cosine)

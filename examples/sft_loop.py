@@ -77,7 +77,7 @@ def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> Trai
             prompt = renderer.opening(told)
         else:  # What follows a reply may depend on how that ended.
             prompt = renderer.continuation(told, after=demonstrated_completion(reply))
-        reply = renderer.reply(message.content)
+        reply = renderer.reply(message.content, prompt_ids=prompt)
         spans += [TokenSpan(prompt, is_reply=False), TokenSpan(reply, is_reply=True)]
         told = []
     return supervised_sample(spans)

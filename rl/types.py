@@ -106,7 +106,7 @@ class Reply:
     """The model's reply of a turn, for the environment."""
 
     text: str
-    """The completion decoded, special tokens removed."""
+    """The completion decoded, as in `Turn`."""
     completion: Completion
 
 
@@ -133,7 +133,8 @@ class Turn:
     reply; in the first turn the whole prompt."""
     completion: Completion
     text: str
-    """The completion decoded, special tokens removed."""
+    """The completion decoded, without the tokens that end or begin a turn. If the prompt ended in an opened thought,
+    the text begins with its mark."""
     observation: Observation = field(default_factory=Observation)
     """The environment's answer to the reply."""
 

@@ -208,22 +208,23 @@ def read_tokenizer_json(file: Path) -> Any:
 def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any, tuple[int, ...]]:
     """Return the transformers tokenizer and the tokens that end a reply.
 
-    Those are the tokenizer's end of turn and the ones of generation_config.json. Raises ValueError if a file is missing
-    or malformed, or a token id is beyond the model's vocabulary. Special tokens beyond it that only a text naming them
-    can bring in are let through (Gemma 3's `<image_soft_token>`); trainer and generator refuse their ids.
+    Those are the tokenizer's end of turn and the ones of generation_config.json and config.json. Raises ValueError if a
+    file is missing or malformed, or a token id is beyond the model's vocabulary. Special tokens beyond it that only a
+    text naming them can bring in are let through (Gemma 3's `<image_soft_token>`); trainer and generator refuse their
+    ids.
     """
     try:
         tokenizer = load_tokenizer(folder)
         tokenizer.encode("?", add_special_tokens=False)  # some values are read only now
         if tokenizer.eos_token_id is None:
             raise ValueError("no eos_token is named: a reply would have no end")
-        ends = {tokenizer.eos_token_id}
-        if (file := folder / "generation_config.json").exists():
-            eos = read_json_object(file).get("eos_token_id") or []
-            ends.update([eos] if isinstance(eos, int) else eos)
+        ends = {tokenizer.eos_token_id, *_end_ids(folder / "generation_config.json")}
         stop_ids = tuple(sorted(ends))
         if not all(type(token_id) is int and token_id >= 0 for token_id in stop_ids):
             raise ValueError(f"eos_token_id of generation_config.json is not a list of token ids: {stop_ids}")
+        # config.json may have the defaults of its class, which are ordinary tokens of this vocabulary.
+        added = tokenizer.added_tokens_decoder.keys()
+        stop_ids = tuple(sorted({*stop_ids, *(added & set(_end_ids(folder / "config.json")))}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         if str(folder) in str(error):
             raise
@@ -243,6 +244,26 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
             "give the tokenizer that the weights were trained with"
         )
     return tokenizer, stop_ids
+
+
+def _end_ids(file: Path) -> list[Any]:
+    """Return `eos_token_id` of a settings file as a list, empty if there is none."""
+    if not file.exists():
+        return []
+    content = read_json_object(file)
+    inner = content.get("text_config")
+    found = content.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer puts before a text, such as that of its beginning; most have none."""
+    inner = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    for place in range(len(whole) - len(inner) + 1):
+        if whole[place : place + len(inner)] == inner:
+            return tuple(whole[:place])
+    return ()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ class Episodes:
         tokens = np.zeros(0, dtype=np.int32)
         while True:
             tokens = np.concatenate([tokens, prompt_ids, completion.token_ids])
-            text = self.renderer.text(completion.token_ids)
+            text = self.renderer.text(completion.token_ids, prompt_ids=prompt_ids)
             turns.append(Turn(messages=messages, prompt_ids=prompt_ids, completion=completion, text=text))
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))

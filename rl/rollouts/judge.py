@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import openai
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import shortened
+from rl.rollouts.replies import answer_part, has_open_thought, split_reply
+from rl.rollouts.rubric import UnparsedAnswer, shortened
 from rl.types import Rollout
 from rl.utils.numbers import MAGNITUDE, last_number
 
@@ -133,8 +134,8 @@ class Judge:
     api_key_env: str | None = "OPENAI_API_KEY"
     """Environment variable that holds the key; None: the server needs no key."""
     template: str = TEMPLATE
-    """Prompt of the judge, in which {question}, {answer}, {reply} (the last one) and {conversation} (all of
-    it) are filled in; other braces stay as they are."""
+    """Prompt of the judge, in which {question}, {answer}, {reply} (the last one, after its thoughts) and
+    {conversation} (all of it, with thoughts) are filled in; other braces stay as they are."""
     system: str = ""
     """System message before the prompt; empty: none."""
     grade: Grade = field(default_factory=NumberGrade)
@@ -170,7 +171,9 @@ class Judge:
         _key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:
-        """Return the grade; raises JudgeError if there is none."""
+        """Return the grade; raises JudgeError if there is none, and UnparsedAnswer for a thought without an end."""
+        if has_open_thought(rollout.text):
+            raise UnparsedAnswer("the reply ends within a thought")
         text = await self._ask(self.prompt(rollout))
         number = self.grade.read(text)
         if number is None:
@@ -179,11 +182,12 @@ class Judge:
 
     def prompt(self, rollout: Rollout) -> str:
         """Fill the rollout into the template; braces in the rollout are not expanded."""
-        problem = rollout.prompt.problem
+        problem, reply = rollout.prompt.problem, rollout.text
+        has_thoughts = any(part.kind == "thought" for part in split_reply(reply))
         texts = {
             "question": problem.question,
             "answer": problem.answer,
-            "reply": rollout.text,
+            "reply": answer_part(reply) if has_thoughts else reply,
             "conversation": "\n\n".join(f"{m.role}: {m.content}" for m in rollout.messages),
         }
         return PLACEHOLDER.sub(lambda match: texts[match[1]], self.template)

@@ -4,223 +4,34 @@
 
 The model's tokens are never tokenized again, and each message is tokenized once. A template (raw text, ChatML, or
 the tokenizer's own) turns messages into text; a renderer turns text into tokens. docs/tasks.md compares the kinds.
+Only templates write special tokens: their texts in a message are ordinary characters.
 
 Shape legend: N tokens of the messages between two completions, C tokens of a completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 
-from rl.models.tokenizer import IM_END, IM_START
+from rl.models.tokenizer import IM_END, IM_START, tokens_before_text
+from rl.rollouts.control_tokens import (
+    ControlTokens,
+    Fragment,
+    end_tokens,
+    special_tokens,
+    split_rendering,
+    tokens_in,
+)
+from rl.rollouts.replies import continue_thought, opened_thought
+from rl.rollouts.templates import NO_THOUGHTS, ChatML, RawText, Template, TokenizerTemplate
 from rl.types import Completion, Message, Problem, Prompt
 
-NO_THOUGHTS = "<think>\n\n</think>\n\n"
-"""Beginning of a reply in Qwen3's own template if `enable_thinking` is false."""
-SYSTEM = Message(role="system", content="Relay asks, you reply.")
-ASKED = Message(role="user", content="What is said first?")
-REPLIED = Message(role="assistant", content="This is said in reply.")
-ASKED_AGAIN = Message(role="user", content="What is said then?")
-REPLIED_AGAIN = Message(role="assistant", content="That is said in reply again.")
-"""Probe conversation that no template has a reason to change; each text occurs in it once."""
-
-REWRITTEN_REPLIES = {
-    "takes the thoughts out of earlier replies": "<think>\nFirst I think.\n</think>\n\nThen I reply.",
-    "trims spaces and line ends around earlier replies": "\n  The reply. \n",
-}
-"""Replies that some templates render differently once they are in the past, by a description of that."""
-
-RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawText:
-    """The bare text of the messages; a reply follows directly."""
-
-    end_of_turn: str
-    separator: str = "\n"
-    """Text between messages, and between a reply and the next message."""
-
-    def opening(self, messages: Sequence[Message]) -> str:
-        return self.separator.join(m.content for m in messages)
-
-    def continuation(self, messages: Sequence[Message]) -> str:
-        return self.end_of_turn + self.separator + self.opening(messages)
-
-    def check_multi_turn(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatML:
-    """ChatML of Qwen2.5 and Qwen3, without a system message of its own.
-
-    As in Qwen's templates, consecutive messages of role "tool" share one user turn, each in
-    `<tool_response>`. Unlike in Qwen3's own template, earlier replies keep their thoughts, because the token
-    sequence only grows.
-    """
-
-    end_of_turn: ClassVar[str] = IM_END
-
-    reply_begins: str = ""
-    """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
-
-    def opening(self, messages: Sequence[Message]) -> str:
-        text = ""
-        for of_tools, run in groupby(messages, key=lambda m: m.role == "tool"):
-            if of_tools:
-                responses = "".join(f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run)
-                text += f"{IM_START}user{responses}{IM_END}\n"
-            else:
-                text += "".join(f"{IM_START}{m.role}\n{m.content}{IM_END}\n" for m in run)
-        return f"{text}{IM_START}assistant\n{self.reply_begins}"
-
-    def continuation(self, messages: Sequence[Message]) -> str:
-        return f"{IM_END}\n{self.opening(messages)}"
-
-    def check_multi_turn(self) -> None:
-        pass
-
-
-class TokenizerTemplate:
-    """The chat template that comes with a tokenizer.
-
-    A chat template renders a whole conversation at once, but here tokens only ever grow. The text that follows
-    a reply is found by rendering a probe conversation; that is right only if the template appends, which is
-    checked here. `thinking` and `keep_replies` as in `RendererConfig`; `system`: openings will have a system
-    message.
-
-    Raises:
-        ValueError: the template is missing, does not render a user's turn, or does not read
-            `enable_thinking` although `thinking` is off; names its folder.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        thinking: bool = True,
-        keep_replies: bool = False,
-        system: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.name = f"the chat template of {tokenizer.name_or_path}"
-        template = getattr(tokenizer, "chat_template", "")
-        if not template:
-            raise ValueError(f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw")
-        reads_thinking = "enable_thinking" in str(template)
-        if not thinking and not reads_thinking:
-            raise ValueError(
-                f"renderer.thinking=False: {self.name} does not read enable_thinking; choose renderer.kind=qwen3"
-            )
-        self.options = {"enable_thinking": thinking} if reads_thinking else {}
-        if ASKED.content not in self.opening([SYSTEM, ASKED] if system else [ASKED]):
-            raise ValueError(
-                f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
-            )
-        self.end_of_turn: str | None = None
-        self._refusal = ""
-        """Reason why the template cannot do several turns; empty if it can."""
-        try:
-            self.end_of_turn = self._find_end_of_turn(stop_token_ids)
-            self._check_what_follows()
-            if not keep_replies:
-                self._check_replies()
-        except ValueError as error:
-            self._refusal = str(error)
-
-    def opening(self, messages: Sequence[Message]) -> str:
-        return self._render(messages)
-
-    def continuation(self, messages: Sequence[Message]) -> str:
-        self.check_multi_turn()
-        follows = self._after_reply([ASKED, REPLIED, *messages])
-        if self.end_of_turn is None or not follows.startswith(self.end_of_turn):
-            raise ValueError(
-                f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of role "
-                f"{messages[0].role}; choose another renderer.kind"
-            )
-        return follows
-
-    def check_multi_turn(self) -> None:
-        if self._refusal:
-            raise ValueError(
-                f"{self.name} does not round-trip, which a task of several turns needs: it {self._refusal}; "
-                "choose another renderer.kind (qwen3 or chatml where the tokenizer has their tokens, or raw)"
-            )
-
-    def _render(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
-        dicts = [{"role": m.role, "content": m.content} for m in messages]
-        options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
-        try:
-            return str(self.tokenizer.apply_chat_template(dicts, **options))
-        except RENDER_ERRORS as error:
-            roles = ", ".join(m.role for m in messages)
-            raise ValueError(f"{self.name} does not render messages of roles {roles}: {error}") from error
-
-    def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
-        """Return the text after the first occurrence of `REPLIED`: only later text may repeat it."""
-        return self._render(messages, opens_reply=opens_reply).partition(REPLIED.content)[2]
-
-    def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
-        """Return the token after a reply, at which the text on its two sides is tokenized independently."""
-        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
-        first = self._encode(follows)[:1]
-        token = str(self.tokenizer.convert_ids_to_tokens(first)[0]) if first else ""
-        if token not in self.tokenizer.get_added_vocab() or not follows.startswith(token):
-            raise ValueError(
-                f"puts {follows[:20]!r} after a reply, which does not begin with a special token"
-            )
-        for reply in ("reply", "reply.", "reply ", "reply\n"):
-            if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
-                raise ValueError(f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are")
-        closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
-        if first[0] not in stop_token_ids and not closed.startswith(token):
-            raise ValueError(
-                f"puts {token!r} after a reply, which is none of the tokens that end one ({list(stop_token_ids)}): "
-                f"if it is, add {first[0]} to eos_token_id of generation_config.json"
-            )
-        return token
-
-    def _check_what_follows(self) -> None:
-        """Check that the text after a reply does not depend on earlier messages."""
-        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
-        for history in ([ASKED_AGAIN, REPLIED_AGAIN, ASKED], [SYSTEM, ASKED]):
-            try:
-                other = self._after_reply([*history, REPLIED, ASKED_AGAIN])
-            except ValueError:
-                continue  # the template refuses such conversations, and will say so in a run
-            if other != follows:
-                role = history[0].role
-                raise ValueError(
-                    f"writes what follows a reply differently after messages of {role}: {follows!r}, {other!r}"
-                )
-
-    def _check_replies(self) -> None:
-        """Check that a longer conversation begins with the shorter one."""
-        replies = {"writes earlier replies differently": REPLIED.content, **REWRITTEN_REPLIES}
-        for what, reply in replies.items():
-            shorter = self._render([ASKED]) + reply
-            longer = self._render([ASKED, Message(role="assistant", content=reply), ASKED_AGAIN])
-            if not longer.startswith(shorter):
-                raise ValueError(
-                    f"{what} ({shorter!r} does not begin {longer!r}); renderer.keep_replies=True accepts that"
-                )
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-
-Template = RawText | ChatML | TokenizerTemplate
-"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the reply, `continuation`
-what follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token."""
+MAX_MARK_TOKENS = 24
+"""Tokens at the end of a prompt in which an opened thought is looked for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -263,17 +74,33 @@ class Renderer:
     """
 
     def __init__(
-        self, *, template: Template, tokenizer: Any, stop_token_ids: Sequence[int], system: str = ""
+        self,
+        *,
+        template: Template,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        system: str = "",
+        first_token_ids: Sequence[int] = (),
     ) -> None:
         self.template = template
         self.tokenizer = tokenizer
         self.system = system
+        self.first_token_ids = np.array(first_token_ids, dtype=np.int32)
         end = template.end_of_turn
         end_ids = [tokenizer.eos_token_id] if end is None else tokenizer.encode(end, add_special_tokens=False)
         if len(end_ids) != 1:
             raise ValueError(f"the template ends a reply with {end!r}, not a single token of the tokenizer")
         self.end_token_id = int(end_ids[0])
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
+        ends = end_tokens(tokenizer, end_token_id=self.end_token_id, stop_token_ids=self.stop_token_ids)
+        turns = tokens_in(tokenizer, template.framing) | ends
+        tools = tokens_in(tokenizer, template.tool_framing)
+        self._turns = ControlTokens(tokenizer, turns)
+        """Tokens that begin and end turns, which are no part of a reply."""
+        self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
+        """Tokens that no message can bring in."""
+        self._opened: tuple[np.ndarray | None, str] = (None, "")
+        """Prompt that was asked for last, and the mark of the thought that it opened."""
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
         """Return [N] int32: the messages, with a system message, up to the beginning of the reply."""
@@ -281,28 +108,80 @@ class Renderer:
             raise ValueError("an opening without messages: the environment must open with at least one")
         if self.system and all(m.role != "system" for m in messages):
             messages = [Message(role="system", content=self.system), *messages]
-        return self.encode(self.template.opening(messages))
+        if not len(self.first_token_ids):
+            return self._encode_messages(messages, self.template.opening)
+        # Some prompts were written with the first token in them, which stands there once.
+        written = "".join(self.tokenizer.convert_ids_to_tokens(self.first_token_ids.tolist()))
+        first = replace(messages[0], content=messages[0].content.removeprefix(written))
+        token_ids = self._encode_messages([first, *messages[1:]], self.template.opening)
+        return np.concatenate([self.first_token_ids, token_ids])
 
     def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return [N] int32: everything between the last token of `after` and the next reply."""
         if not messages:
             raise ValueError("a continuation without messages: the episode is over")
         # Encoded with the end of turn in front: tokenizers may treat the beginning of a text differently.
-        token_ids = self.encode(self.template.continuation(messages))
+        token_ids = self._encode_messages(messages, self.template.continuation)
         is_closed = len(after.token_ids) > 0 and after.token_ids[-1] == self.end_token_id
         return token_ids[1:] if is_closed else token_ids
 
-    def reply(self, text: str) -> np.ndarray:
-        """Return [C] int32: a demonstrated reply and the end-of-turn token."""
-        return np.append(self.encode(text), np.int32(self.end_token_id))
+    def reply(self, text: str, *, prompt_ids: np.ndarray | None = None) -> np.ndarray:
+        """Return [C] int32: a demonstrated reply after a prompt, and the end-of-turn token.
 
-    def text(self, token_ids: np.ndarray) -> str:
-        """Decode a completion without special tokens; thoughts stay."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of turns are text.
+        """
+        text = continue_thought(text, self._opened_thought(prompt_ids))
+        token = self._turns.first_in(text)
+        if token is None:
+            token_ids = self.encode(text)
+        else:
+            self._turns.warn_once(token, where="a demonstrated reply")
+            token_ids = np.asarray(self._turns.encode([Fragment(text, True)]), dtype=np.int32)
+        return np.append(token_ids, np.int32(self.end_token_id))
+
+    def text(self, token_ids: np.ndarray, *, prompt_ids: np.ndarray | None = None) -> str:
+        """Decode a completion, without the tokens of turns at its beginning and end.
+
+        Everything else that the model wrote stays, other special tokens too. If its prompt ended in an opened thought,
+        the text begins with that mark, so that readers can tell the thought from the answer.
+        """
+        of_turns = self._turns.token_ids
+        start, end = 0, len(token_ids)
+        while end > start and int(token_ids[end - 1]) in of_turns:
+            end -= 1
+        while end > start and int(token_ids[start]) in of_turns:
+            start += 1
+        return self._opened_thought(prompt_ids) + self._decode(token_ids[start:end])
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def _encode_messages(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+    ) -> np.ndarray:
+        """Return [N] int32: the tokens of rendered messages, of which none brings in a special token."""
+        token = self._control.first_in("".join(m.content for m in messages))
+        if token is None:
+            return self.encode(render(messages))
+        self._control.warn_once(token, where="a message")
+        fragments = split_rendering(messages, render=render, control=self._control)
+        return np.asarray(self._control.encode(fragments), dtype=np.int32)
+
+    def _opened_thought(self, prompt_ids: np.ndarray | None) -> str:
+        """Return the mark of the thought in which a prompt ends, with the white space after it; or nothing."""
+        if prompt_ids is None:
+            return ""
+        known_ids, opened = self._opened
+        if prompt_ids is not known_ids:  # the samples of a group share one prompt
+            opened = opened_thought(self._decode(prompt_ids[-MAX_MARK_TOKENS:]))
+            self._opened = (prompt_ids, opened)
+        return opened
+
+    def _decode(self, token_ids: np.ndarray) -> str:
+        # The clean-up of spaces would change what the model wrote.
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(token_ids.tolist(), **options))
 
     def check_multi_turn(self) -> None:
         """Raise ValueError with the reason if a conversation cannot continue after a reply."""
@@ -312,6 +191,7 @@ class Renderer:
 def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> Renderer:
     """Return the renderer of a config; `stop_token_ids` end a reply."""
     template: Template
+    first_token_ids: Sequence[int] = ()
     if config.kind == "template":
         template = TokenizerTemplate(
             tokenizer,
@@ -322,6 +202,7 @@ def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Seq
         )
     elif config.kind == "raw":
         template = RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
+        first_token_ids = tokens_before_text(tokenizer)
     else:
         if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
             raise ValueError(
@@ -330,7 +211,11 @@ def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Seq
             )
         template = ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
     return Renderer(
-        template=template, tokenizer=tokenizer, stop_token_ids=stop_token_ids, system=config.system
+        template=template,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
+        system=config.system,
+        first_token_ids=first_token_ids,
     )
 
 

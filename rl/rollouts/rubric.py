@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.rollouts.replies import answer_part as answer_part
 from rl.types import Rollout, Score
 from rl.utils.threads import run_now
 
@@ -26,7 +27,6 @@ GroupRewardFn = (
 Slots = Mapping[str, asyncio.Semaphore]
 """Semaphore of each reward function, by name."""
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 RIGHT = 1.0 - 1e-6
 """Smallest value of a reward or criterion that counts as a right answer; below 1 for sums of floats."""
 ENVIRONMENT, OVERLONG = "environment", "overlong"
@@ -37,14 +37,6 @@ MAX_CONCURRENCY = 64
 """Concurrent calls of an async reward function that sets no limit of its own."""
 MAX_SHOWN_CHARS = 2000
 """Longest excerpt of a foreign text in an error message."""
-
-
-def answer_part(text: str) -> str:
-    """Return the reply after its last `</think>`, stripped; the empty string if a thought is never closed."""
-    _, closed, after = text.rpartition(THINK_CLOSE)
-    if not closed and THINK_OPEN in after:
-        return ""
-    return after.strip()
 
 
 class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a bad reply, not an error)

@@ -123,7 +123,7 @@ async def demonstrated_rollout(
     if not replies:
         raise UnfitDemonstrationError(f"problem {problem.id!r} has no demonstration to warm up on")
     episodes = Episodes(
-        generator=_Recital([renderer.reply(text) for text in replies]),
+        generator=_Recital(replies, renderer=renderer),
         renderer=renderer,
         environments=environments,
         limits=EpisodeLimits(max_turns=len(replies)),
@@ -154,10 +154,12 @@ def demonstrated_now(
 class _Recital:
     """Generator that gives the replies of a demonstration one after another."""
 
-    def __init__(self, replies: Iterable[np.ndarray]) -> None:
+    def __init__(self, replies: Iterable[str], *, renderer: Renderer) -> None:
         self._replies = iter(replies)
+        self._renderer = renderer
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        return [[demonstrated_completion(next(self._replies))]]
+        token_ids = self._renderer.reply(next(self._replies), prompt_ids=prompts[0])
+        return [[demonstrated_completion(token_ids)]]

@@ -14,6 +14,7 @@ chat loop is `ConversationHarness`: verifiers' own harnesses start a program for
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -44,9 +45,9 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
-from rl.rollouts.rubric import THINK_CLOSE
+from rl.rollouts.replies import answer_part, split_reply
 from rl.tasks.verifiers_task import HARNESS_ID
-from rl.tools.tool import OPEN, BadCall, parse_calls
+from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
 
 __all__ = ["ConversationHarness"]
@@ -310,12 +311,17 @@ class Episode:
 
 def as_response(reply: Reply, *, call_prefix: str) -> Response:
     """Return a reply as a model server would: with separate thoughts, text and calls."""
-    thoughts, thinks, text = reply.text.rpartition(THINK_CLOSE)
+    parts = split_reply(reply.text)
+    thoughts = [part.text.strip() for part in parts if part.kind == "thought"]
     calls = [
         ToolCall(id=f"{call_prefix}_{i}", name=name, arguments=json.dumps(arguments))
         for i, (name, arguments) in enumerate(map(_name_and_arguments, parse_calls(reply.text)))
     ]
-    content = text.partition(OPEN)[0].strip() if calls else text.strip() if thinks else text
+    if calls:
+        before = itertools.takewhile(lambda part: part.kind != "call", parts)
+        content = "".join(part.text for part in before if part.kind == "text").strip()
+    else:
+        content = answer_part(reply.text) if thoughts else reply.text
     cut_off = reply.completion.finish_reason == "length"
     return Response(
         id=call_prefix,
@@ -323,7 +329,7 @@ def as_response(reply: Reply, *, call_prefix: str) -> Response:
         model=POLICY,
         message=AssistantMessage(
             content=content,
-            reasoning_content=thoughts.replace("<think>", "").strip() if thinks else None,
+            reasoning_content="\n\n".join(thoughts) if thoughts else None,
             tool_calls=calls or None,
         ),
         finish_reason="length" if cut_off else "tool_calls" if calls else "stop",

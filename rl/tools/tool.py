@@ -22,13 +22,11 @@ from typing import Any, Protocol
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
-from rl.rollouts.rubric import THINK_CLOSE, THINK_OPEN
+from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, ReplyPart, split_reply
 from rl.utils.threads import run_aside
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = CALL_OPEN, CALL_CLOSE
 FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
-MAX_CALLS = 256
-"""Most calls that are read from one reply: the time for each grows with the length of the reply."""
 MAX_QUOTED = 200
 """Longest part of a schema error that the model is shown, in characters."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -175,20 +173,14 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
-    """Return the calls of a reply in order, leaving out everything inside `<think>`.
+    """Return the calls of a reply in order, leaving out everything inside a thought.
 
     Calls beyond `MAX_CALLS` are not read; one `BadCall` at the end says so.
     """
-    text = text.rpartition(THINK_CLOSE)[2]
-    text = text.partition(THINK_OPEN)[0]
-    calls: list[ToolCall | BadCall] = []
-    position = 0
-    while (start := text.find(OPEN, position)) >= 0:
-        if len(calls) == MAX_CALLS:
-            calls.append(BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read"))
-            break
-        call, position = _parse_one(text, start + len(OPEN))
-        calls.append(call)
+    parts = split_reply(text)
+    calls = [_read(part) for part in parts if part.kind == "call"]
+    if any(part.kind == "text" and OPEN in part.text for part in parts):
+        calls.append(BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read"))
     return tuple(calls)
 
 
@@ -236,33 +228,11 @@ def render_call(call: ToolCall) -> str:
     return f'{OPEN}\n{{"name": "{call.name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
-def _parse_one(text: str, start: int) -> tuple[ToolCall | BadCall, int]:
-    """Parse the call whose JSON begins at `start`; return it and the position to continue from.
-
-    The JSON object itself says where it ends, because a string in it may contain the end tag.
-    """
-    start = _WHITESPACE.match(text, start).end()  # type: ignore[union-attr]  # matches everywhere
-    value, end, problem = None, start, ""
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair is an error too
-        problem = f"is not valid JSON: {getattr(error, 'msg', error)}"
-    close = text.find(CLOSE, end)
-    after = len(text) if close < 0 else close + len(CLOSE)
-    if not problem and (close < 0 or text[end:close].strip()):
-        problem = f"has no {CLOSE} after one JSON object"
-    name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments") if isinstance(value, dict) else None
-    if not problem and isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name=name, arguments=arguments), after
-    problem = problem or 'is not an object with a string "name" and an object "arguments"'
-    return BadCall(error=f"Error: the tool call {problem}. The form is {FORM}"), after
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_WHITESPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _read(part: ReplyPart) -> ToolCall | BadCall:
+    """Return the call of a part of a reply."""
+    name = part.value.get("name") if isinstance(part.value, dict) else None
+    arguments = part.value.get("arguments") if isinstance(part.value, dict) else None
+    if not part.problem and isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name=name, arguments=arguments)
+    problem = part.problem or 'is not an object with a string "name" and an object "arguments"'
+    return BadCall(error=f"Error: the tool call {problem}. The form is {FORM}")

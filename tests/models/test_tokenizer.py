@@ -100,6 +100,26 @@ def test_stop_tokens_are_the_end_of_turn_and_those_of_generation_config(folder):
     assert open_tokenizer(folder)[1] == (258,)
 
 
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        ({"eos_token_id": 256}, (256, 258)),
+        ({"eos_token_id": [256, 257]}, (256, 257, 258)),
+        ({"text_config": {"eos_token_id": 256}}, (256, 258)),
+        ({"eos_token_id": None}, (258,)),
+        # The defaults of a class, such as 2 of LlamaConfig, are ordinary text to this tokenizer.
+        ({"eos_token_id": 2}, (258,)),
+    ],
+)
+def test_end_token_of_config_json_ends_replies(folder, config, ends):
+    for name in ("generation_config.json", "config.json"):
+        (folder / name).write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_tokenizer(folder)[1] == ends
+    (folder / "generation_config.json").write_text('{"eos_token_id": 257}')
+    assert open_tokenizer(folder)[1] == tuple(sorted({*ends, 257}))
+
+
 def change(file, **values):
     """Set keys of a JSON file, or remove them by None."""
     content = json.loads(file.read_text()) | values

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rl.rollouts.judge import Judge, JudgeError, LabelGrade, NumberGrade
+from rl.rollouts.rubric import UnparsedAnswer
 from tests.support.chat_server import ChatServer, completion
 from tests.support.scored import replied
 
@@ -49,6 +50,22 @@ def test_judge_sees_the_rollout_and_its_number_is_mapped_to_0_to_1(server):
     asked = {name: request[name] for name in ("model", "temperature", "max_tokens", "seed")}
     assert asked == {"model": "m", "temperature": 0.0, "max_tokens": 99, "seed": 3}
     assert server.keys == [f"Bearer {KEY}"]
+
+
+def test_judge_reads_the_reply_without_thoughts_and_the_conversation_with_them(server):
+    judge = judge_of(server, template="{reply}|{conversation}")
+    prompt = judge.prompt(replied("one", "<think>\nOr 20? </think>\n21 "))
+    assert (
+        prompt
+        == "21|user: 47 82\n\nassistant: one\n\nuser: and 1?\n\nassistant: <think>\nOr 20? </think>\n21 "
+    )
+    assert judge.prompt(replied(" 21 ")).startswith(" 21 |")
+
+
+def test_judge_is_not_asked_about_a_thought_that_was_cut_off(server):
+    with pytest.raises(UnparsedAnswer, match="ends within a thought"):
+        graded(judge_of(server), replied("<think>\nPerhaps 21"))
+    assert server.requests == []
 
 
 NUMBER, LABEL = NumberGrade(), LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5})

@@ -47,13 +47,13 @@ class TwinRenderer(Renderer):
         closed = "" if after.token_ids[-1] == END else "!"
         return self._ids(closed + "</a>" + "".join(f"<{m.role[0]}>{m.content}" for m in messages) + "<a>")
 
-    def reply(self, text: str) -> np.ndarray:
+    def reply(self, text: str, *, prompt_ids: np.ndarray | None = None) -> np.ndarray:
         return np.append(self._ids(text), np.int32(END))
 
     def check_multi_turn(self) -> None:
         """Accept several turns."""
 
-    def text(self, token_ids: np.ndarray) -> str:
+    def text(self, token_ids: np.ndarray, *, prompt_ids: np.ndarray | None = None) -> str:
         return self.tokenizer.decode(token_ids.tolist())
 
     def _ids(self, text: str) -> np.ndarray:

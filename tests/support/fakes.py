@@ -61,7 +61,7 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], **options: bool) -> str:
         return bytes(t for t in token_ids if t != 0).decode()
 
 

@@ -14,6 +14,7 @@ import pytest
 from rl.rollouts.environment import EnvironmentThread
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import VerifiersTask, episode_reward
+from rl.tools.tool import ToolCall, render_call
 from rl.types import Problem, Reply
 from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion
@@ -116,6 +117,28 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     rubric = pickle.loads(pickle.dumps(sums.rubric(seed=0)))
     score = rubric.score(reply(problem, text, observation=observation))
     assert (score.reward, score.correct) == (reward, correct)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "thoughts", "called"),
+    [
+        (" 5 ", " 5 ", None, []),
+        ("<think>Or 6?</think> 5 ", "5", "Or 6?", []),
+        ("Or 6?</think> 5 ", "5", "Or 6?", []),
+        ("<think>\nPerhaps 5", "", "Perhaps 5", []),
+        ("<think>a</think> I add. {call}", "I add.", "a", ["<think>x</think>"]),
+        ("I add. {call} Done.", "I add.", None, ["<think>x</think>"]),
+        ("<think>not {call} yet", "", "not {call} yet", []),
+    ],
+)
+def test_response_tells_thoughts_from_text_and_calls(text, content, thoughts, called):
+    from rl.tasks.verifiers_bridge import as_response  # importing verifiers takes seconds
+
+    call = render_call(ToolCall(name="write", arguments={"text": "<think>x</think>"}))
+    text, thoughts = (None if t is None else t.replace("{call}", call) for t in (text, thoughts))
+    message = as_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
+    assert (message.content, message.reasoning_content) == (content, thoughts)
+    assert [json.loads(c.arguments)["text"] for c in message.tool_calls or []] == called
 
 
 def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):

@@ -1,0 +1,229 @@
+"""Special tokens in texts that may not contain any: messages, and demonstrated replies.
+
+A tokenizer turns the text `<|im_end|>` into the token that ends a turn, whoever wrote the text. Only a template may
+write that token. In everything else its text is encoded as ordinary characters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rl.rollouts.replies import THOUGHT_MARKS
+from rl.types import Message
+
+logger = logging.getLogger(__name__)
+
+TRIMMED: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
+"""Changes that chat templates make to a message without changing its words."""
+_MARKUP = re.compile(r"[<\[{◁].*[>\]}▷]", re.DOTALL)
+"""Form of a token that is no word and no white space, for tokens that are not marked as special."""
+
+
+class Fragment(NamedTuple):
+    """A part of a rendered conversation."""
+
+    text: str
+    is_content: bool
+    """True if a message wrote the text, False if the template did."""
+
+
+def added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
+    """Return text and mark "special" of each added token that is more than white space, by id."""
+    decoder = getattr(tokenizer, "added_tokens_decoder", None)
+    if decoder is None:
+        found = {token_id: (text, True) for text, token_id in tokenizer.get_added_vocab().items()}
+    else:
+        found = {token_id: (token.content, bool(token.special)) for token_id, token in decoder.items()}
+    return {token_id: token for token_id, token in found.items() if token[0].strip(" \t\r\n")}
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the tokens that are marked as special, by text."""
+    return {text: token_id for token_id, (text, special) in added_tokens(tokenizer).items() if special}
+
+
+def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
+    """Return the ids of the added tokens in a template's text, by text; marks of thoughts and words are left out."""
+    added = {
+        token: token_id
+        for token_id, (token, special) in added_tokens(tokenizer).items()
+        if (special or _MARKUP.fullmatch(token)) and not any(token in mark for mark in _THOUGHTS)
+    }
+    found = {token for _, token in ControlTokens(tokenizer, added).find(text)}
+    return {token: added[token] for token in found}
+
+
+def end_tokens(tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]) -> dict[str, int]:
+    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end replies, by text."""
+    added = added_tokens(tokenizer)
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    chosen = {end_token_id, *(getattr(tokenizer, name, None) for name in names)}
+    chosen |= {token_id for token_id in stop_token_ids if token_id in added and added[token_id][1]}
+    return {added[token_id][0]: token_id for token_id in chosen if token_id in added}
+
+
+class ControlTokens:
+    """Tokens that only a template may write.
+
+    Args:
+        ids: the id of each token by its text.
+    """
+
+    def __init__(self, tokenizer: Any, ids: Mapping[str, int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = dict(ids)
+        self.token_ids = frozenset(ids.values())
+        firsts = "".join(sorted({text[0] for text in ids}))
+        self._first = re.compile(f"[{re.escape(firsts)}]") if firsts else None
+        self._lengths = sorted({len(text) for text in ids}, reverse=True)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._normalizer = getattr(backend, "normalizer", None)
+        self._copy: Any = None
+        self._stand_ins: dict[str, str] = {}
+        """Text that stands for a template's own token in `_copy`, by the token's text."""
+        self._nonce = secrets.token_hex(8)
+        self._has_warned = False
+
+    def find(self, text: str) -> Iterator[tuple[int, str]]:
+        """Yield place and text of each token in a text, from left to right, the longest first."""
+        end = 0
+        for candidate in () if self._first is None else self._first.finditer(text):
+            start = candidate.start()
+            if start < end:
+                continue
+            # There may be thousands of tokens, but they have few lengths.
+            token = next((t for n in self._lengths if (t := text[start : start + n]) in self.ids), None)
+            if token is not None:
+                yield start, token
+                end = start + len(token)
+
+    def first_in(self, text: str) -> str | None:
+        """Return the first token that a text would bring in, or None."""
+        _, token = next(self.find(text), (0, None))
+        if token is None and self._normalizer is not None:
+            # Other characters may become a token's text.
+            _, token = next(self.find(self._normalizer.normalize_str(text)), (0, None))
+        return token
+
+    def encode(self, fragments: Sequence[Fragment]) -> list[int]:
+        """Return the tokens of a text in which only the template's own fragments may contain these tokens.
+
+        Raises:
+            ValueError: the tokenizer has no other way to write a token's text.
+        """
+        text = "".join(
+            fragment.text if fragment.is_content else self._with_stand_ins(fragment.text)
+            for fragment in fragments
+        )
+        real_ids = {
+            self._open_copy().token_to_id(name): self.ids[token] for token, name in self._stand_ins.items()
+        }
+        encoded = self._open_copy().encode(text, add_special_tokens=False).ids
+        forbidden = self.token_ids - {getattr(self.tokenizer, "unk_token_id", None)}
+        if brought_in := forbidden.intersection(encoded):
+            names = sorted(token for token, token_id in self.ids.items() if token_id in brought_in)
+            raise ValueError(
+                f"the text of the special token {names[0]!r} stands in a message, and the tokenizer of "
+                f"{self.tokenizer.name_or_path} has no other tokens for it: remove the text"
+            )
+        return [real_ids.get(token_id, token_id) for token_id in encoded]
+
+    def warn_once(self, token: str, *, where: str) -> None:
+        """Log that a text contains a token's text, the first time."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s contains the text of the special token %r: such texts are read as ordinary characters, "
+                "here and in what follows",
+                where,
+                token,
+            )
+
+    def _with_stand_ins(self, text: str) -> str:
+        """Return a template's text with a stand-in for each of its tokens."""
+        parts, end = [], 0
+        for start, token in self.find(text):
+            parts += [text[end:start], self._stand_in(token)]
+            end = start + len(token)
+        return "".join([*parts, text[end:]])
+
+    def _stand_in(self, token: str) -> str:
+        """Return a text that the copy reads as one token, as the tokenizer reads `token`."""
+        if token not in self._stand_ins:
+            from tokenizers import AddedToken
+
+            own = self.tokenizer.added_tokens_decoder[self.ids[token]]
+            name = f"<{self._nonce}-{len(self._stand_ins)}>"
+            stripped = {"lstrip": own.lstrip, "rstrip": own.rstrip}
+            self._open_copy().add_tokens([AddedToken(name, normalized=False, special=False, **stripped)])
+            self._stand_ins[token] = name
+        return self._stand_ins[token]
+
+    def _open_copy(self) -> Any:
+        """Return a copy of the tokenizer to which the texts of these tokens are ordinary characters."""
+        if self._copy is None:
+            from tokenizers import Tokenizer
+
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise ValueError(
+                    f"the text of a special token stands in a message, and the tokenizer of "
+                    f"{self.tokenizer.name_or_path} cannot read it as ordinary characters: remove it"
+                )
+            settings = json.loads(backend.to_str())
+            for token in settings["added_tokens"]:
+                token["special"] = token["content"] in self.ids
+            self._copy = Tokenizer.from_str(json.dumps(settings))
+            self._copy.no_truncation()
+            self._copy.no_padding()
+            self._copy.encode_special_tokens = True
+        return self._copy
+
+
+def split_rendering(
+    messages: Sequence[Message], *, render: Callable[[Sequence[Message]], str], control: ControlTokens
+) -> list[Fragment]:
+    """Return the fragments of a rendered conversation, those messages apart that contain a token's text.
+
+    Raises:
+        ValueError: the template changes such a message, so that it cannot be found again.
+    """
+    unsafe = {number for number, m in enumerate(messages) if control.first_in(m.content) is not None}
+    # Otherwise two messages in a row make a token together.
+    unsafe = unsafe or {number for number, m in enumerate(messages) if m.content}
+    nonce = secrets.token_hex(8)
+    marked = [
+        replace(m, content=f"{nonce}-{number}-") if number in unsafe else m
+        for number, m in enumerate(messages)
+    ]
+    text = render(messages)
+    before, *rest = re.split(rf"{nonce}-(\d+)-", render(marked))
+    fragments, position = [Fragment(before, False)], len(before)
+    for number, after in zip(rest[::2], rest[1::2], strict=True):
+        content = _find_content(text, messages[int(number)].content, after=after, position=position)
+        fragments += [Fragment(content, True), Fragment(after, False)]
+        position += len(content) + len(after)
+    if "".join(fragment.text for fragment in fragments) != text:
+        token = next(filter(None, (control.first_in(m.content) for m in messages)), "")
+        raise ValueError(
+            f"the template changes a message that contains the text of the special token {token!r}, so that the "
+            "message cannot be read apart from it: remove the text, or choose another renderer.kind"
+        )
+    return fragments
+
+
+def _find_content(text: str, content: str, *, after: str, position: int) -> str:
+    """Return a message as the template wrote it at `position`, or the message itself if the template changed it."""
+    for trim in TRIMMED:
+        if text.startswith(trim(content) + after, position):
+            return trim(content)
+    return content
+
+
+_THOUGHTS = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())

@@ -1,0 +1,238 @@
+"""Templates, which turn messages into text that only grows: raw text, ChatML, or the tokenizer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
+
+from jinja2 import TemplateError
+
+from rl.models.tokenizer import IM_END, IM_START
+from rl.types import Message
+
+NO_THOUGHTS = "<think>\n\n</think>\n\n"
+"""Beginning of a reply in Qwen3's own template if `enable_thinking` is false."""
+SYSTEM = Message(role="system", content="Relay asks, you reply.")
+ASKED = Message(role="user", content="What is said first?")
+REPLIED = Message(role="assistant", content="This is said in reply.")
+ASKED_AGAIN = Message(role="user", content="What is said then?")
+REPLIED_AGAIN = Message(role="assistant", content="That is said in reply again.")
+TOLD = Message(role="tool", content="This comes from a tool.")
+"""Probe conversation that no template has a reason to change; each text occurs in it once."""
+
+REWRITTEN_REPLIES = {
+    "takes the thoughts out of earlier replies": "<think>\nFirst I think.\n</think>\n\nThen I reply.",
+    "trims spaces and line ends around earlier replies": "\n  The reply. \n",
+}
+"""Replies that some templates render differently once they are in the past, by a description of that."""
+
+RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawText:
+    """The bare text of the messages; a reply follows directly."""
+
+    end_of_turn: str
+    separator: str = "\n"
+    """Text between messages, and between a reply and the next message."""
+    tool_framing: ClassVar[str] = ""
+
+    @property
+    def framing(self) -> str:
+        return self.end_of_turn
+
+    def opening(self, messages: Sequence[Message]) -> str:
+        return self.separator.join(m.content for m in messages)
+
+    def continuation(self, messages: Sequence[Message]) -> str:
+        return self.end_of_turn + self.separator + self.opening(messages)
+
+    def check_multi_turn(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatML:
+    """ChatML of Qwen2.5 and Qwen3, without a system message of its own.
+
+    As in Qwen's templates, consecutive messages of role "tool" share one user turn, each in
+    `<tool_response>`. Unlike in Qwen3's own template, earlier replies keep their thoughts, because the token
+    sequence only grows.
+    """
+
+    end_of_turn: ClassVar[str] = IM_END
+    framing: ClassVar[str] = f"{IM_START}{IM_END}"
+    tool_framing: ClassVar[str] = "<tool_response></tool_response>"
+
+    reply_begins: str = ""
+    """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
+
+    def opening(self, messages: Sequence[Message]) -> str:
+        text = ""
+        for of_tools, run in groupby(messages, key=lambda m: m.role == "tool"):
+            if of_tools:
+                responses = "".join(f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run)
+                text += f"{IM_START}user{responses}{IM_END}\n"
+            else:
+                text += "".join(f"{IM_START}{m.role}\n{m.content}{IM_END}\n" for m in run)
+        return f"{text}{IM_START}assistant\n{self.reply_begins}"
+
+    def continuation(self, messages: Sequence[Message]) -> str:
+        return f"{IM_END}\n{self.opening(messages)}"
+
+    def check_multi_turn(self) -> None:
+        pass
+
+
+class TokenizerTemplate:
+    """The chat template that comes with a tokenizer.
+
+    A chat template renders a whole conversation at once, but here tokens only ever grow. The text that follows
+    a reply is found by rendering a probe conversation; that is right only if the template appends, which is
+    checked here. `thinking` and `keep_replies` as in `RendererConfig`; `system`: openings will have a system
+    message.
+
+    Raises:
+        ValueError: the template is missing, does not render a user's turn, or does not read
+            `enable_thinking` although `thinking` is off; names its folder.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        thinking: bool = True,
+        keep_replies: bool = False,
+        system: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name = f"the chat template of {tokenizer.name_or_path}"
+        template = getattr(tokenizer, "chat_template", "")
+        if not template:
+            raise ValueError(f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw")
+        reads_thinking = "enable_thinking" in str(template)
+        if not thinking and not reads_thinking:
+            raise ValueError(
+                f"renderer.thinking=False: {self.name} does not read enable_thinking; choose renderer.kind=qwen3"
+            )
+        self.options = {"enable_thinking": thinking} if reads_thinking else {}
+        if ASKED.content not in self.opening([SYSTEM, ASKED] if system else [ASKED]):
+            raise ValueError(
+                f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
+            )
+        self.framing = self._find_framing([SYSTEM, ASKED, REPLIED, ASKED_AGAIN]) or self._find_framing(
+            [ASKED, REPLIED, ASKED_AGAIN]
+        )
+        self.framing = self.framing or self._find_framing([ASKED])
+        self.tool_framing = self._find_framing([ASKED, REPLIED, TOLD])
+        self.end_of_turn: str | None = None
+        self._refusal = ""
+        """Reason why the template cannot do several turns; empty if it can."""
+        try:
+            self.end_of_turn = self._find_end_of_turn(stop_token_ids)
+            self._check_what_follows()
+            if not keep_replies:
+                self._check_replies()
+        except ValueError as error:
+            self._refusal = str(error)
+
+    def opening(self, messages: Sequence[Message]) -> str:
+        return self._render(messages)
+
+    def continuation(self, messages: Sequence[Message]) -> str:
+        self.check_multi_turn()
+        follows = self._after_reply([ASKED, REPLIED, *messages])
+        if self.end_of_turn is None or not follows.startswith(self.end_of_turn):
+            raise ValueError(
+                f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of role "
+                f"{messages[0].role}; choose another renderer.kind"
+            )
+        return follows
+
+    def check_multi_turn(self) -> None:
+        if self._refusal:
+            raise ValueError(
+                f"{self.name} does not round-trip, which a task of several turns needs: it {self._refusal}; "
+                "choose another renderer.kind (qwen3 or chatml where the tokenizer has their tokens, or raw)"
+            )
+
+    def _render(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
+        dicts = [{"role": m.role, "content": m.content} for m in messages]
+        options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
+        try:
+            return str(self.tokenizer.apply_chat_template(dicts, **options))
+        except RENDER_ERRORS as error:
+            roles = ", ".join(m.role for m in messages)
+            raise ValueError(f"{self.name} does not render messages of roles {roles}: {error}") from error
+
+    def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
+        """Return the text after the first occurrence of `REPLIED`: only later text may repeat it."""
+        return self._render(messages, opens_reply=opens_reply).partition(REPLIED.content)[2]
+
+    def _find_framing(self, messages: Sequence[Message]) -> str:
+        """Return the text around messages; empty if the template refuses them."""
+        try:
+            text = self._render(messages)
+        except ValueError:
+            return ""
+        for m in messages:
+            text = text.replace(m.content, " ")
+        return text
+
+    def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
+        """Return the token after a reply, at which the text on its two sides is tokenized independently."""
+        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
+        first = self._encode(follows)[:1]
+        token = str(self.tokenizer.convert_ids_to_tokens(first)[0]) if first else ""
+        if token not in self.tokenizer.get_added_vocab() or not follows.startswith(token):
+            raise ValueError(
+                f"puts {follows[:20]!r} after a reply, which does not begin with a special token"
+            )
+        for reply in ("reply", "reply.", "reply ", "reply\n"):
+            if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
+                raise ValueError(f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are")
+        closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
+        if first[0] not in stop_token_ids and not closed.startswith(token):
+            raise ValueError(
+                f"puts {token!r} after a reply, which is none of the tokens that end one ({list(stop_token_ids)}): "
+                f"if it is, add {first[0]} to eos_token_id of generation_config.json"
+            )
+        return token
+
+    def _check_what_follows(self) -> None:
+        """Check that the text after a reply does not depend on earlier messages."""
+        follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
+        for history in ([ASKED_AGAIN, REPLIED_AGAIN, ASKED], [SYSTEM, ASKED]):
+            try:
+                other = self._after_reply([*history, REPLIED, ASKED_AGAIN])
+            except ValueError:
+                continue  # the template refuses such conversations, and will say so in a run
+            if other != follows:
+                role = history[0].role
+                raise ValueError(
+                    f"writes what follows a reply differently after messages of {role}: {follows!r}, {other!r}"
+                )
+
+    def _check_replies(self) -> None:
+        """Check that a longer conversation begins with the shorter one."""
+        replies = {"writes earlier replies differently": REPLIED.content, **REWRITTEN_REPLIES}
+        for what, reply in replies.items():
+            shorter = self._render([ASKED]) + reply
+            longer = self._render([ASKED, Message(role="assistant", content=reply), ASKED_AGAIN])
+            if not longer.startswith(shorter):
+                raise ValueError(
+                    f"{what} ({shorter!r} does not begin {longer!r}); renderer.keep_replies=True accepts that"
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+Template = RawText | ChatML | TokenizerTemplate
+"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the reply, `continuation`
+what follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token. `framing` and
+`tool_framing` are texts with the tokens that it writes around the messages of people and model, and of tools."""
