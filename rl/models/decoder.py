@@ -331,17 +331,19 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x_NE, grad_NE = x.flatten(0, -2), grads[0].flatten(0, -2)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True, dtype=wide)
+        # In float32 at least, and rounded once at the end: every rounded product in between would add an error.
+        inputs = *ctx.saved_tensors, grads[0]  # Checkpoints allow to read them once.
+        stored = grads[0].dtype
+        x, weight, grad_out = (tensor.to(torch.promote_types(stored, torch.float32)) for tensor in inputs)
+        x_NE, grad_NE = x.flatten(0, -2), grad_out.flatten(0, -2)
+        norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True)
         scale_N1 = (norm_N1.square() / len(weight) + ctx.eps).rsqrt()
         # With y = x * scale: dx = scale * (g w - y * mean(g w y)), and dw is the sum of g y.
         product_NE = grad_NE * x_NE
         pull_N1 = product_NE.mv(weight)[:, None] * scale_N1**3 / len(weight)
-        grad = (grad_NE * weight).mul_(scale_N1.to(x.dtype)).addcmul_(x_NE, pull_N1.to(x.dtype), value=-1)
-        grad_weight = product_NE.mT.mv(scale_N1[:, 0].to(x.dtype)) if ctx.needs_input_grad[1] else None
-        return grad.view_as(x), grad_weight, None
+        grad = (grad_NE * weight).mul_(scale_N1).addcmul_(x_NE, pull_N1, value=-1)
+        grad_weight = product_NE.mT.mv(scale_N1[:, 0]) if ctx.needs_input_grad[1] else None
+        return grad.view_as(x).to(stored), None if grad_weight is None else grad_weight.to(stored), None
 
 
 class OffsetRMSNorm(nn.RMSNorm):

@@ -136,12 +136,14 @@ def logprobs_of_chunk(
             if shard is None
             else _ShardedLogprobs.apply(logits_CV, targets_CK, temperatures_C, shard, entropy_gradient)
         )
-        return logprobs_CK.view_as(targets_C), entropy_C
+        # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost if a loss changes it
+        # in place.
+        return (logprobs_CK if targets_C.ndim == 2 else logprobs_CK.sum(1)), entropy_C
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     if targets_C.ndim == 2:
         logprobs_C = logprobs_CV.gather(1, targets_C)
     else:
-        # gather and squeeze would return a view, and FSDP2 warns about views that leave the model.
+        # gather and squeeze would return a view, as above.
         logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
     if entropy_gradient:
         return logprobs_C, _Entropy.apply(logprobs_CV)

@@ -23,6 +23,7 @@ experts, F width of one expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -152,12 +153,10 @@ class MoE(Configurable, nn.Module):
 
     def __init__(self, *, config: Config, dim: int, num_kv_heads: int) -> None:
         super().__init__()
-        if config.hidden_dim % num_kv_heads:
-            raise ValueError(
-                f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_kv_heads}"
-            )
+        # As in the dense layer: a degree that divides both sizes divides the number of groups.
+        num_groups = math.gcd(config.hidden_dim, num_kv_heads)
         self.router = ExpertRouter(config=config, dim=dim)
-        self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_kv_heads)
+        self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_groups)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TE)
@@ -229,18 +228,22 @@ def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
 
 
 def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Compute `grouped_linear` with PyTorch's grouped product."""
+    """Compute `grouped_linear` with PyTorch's grouped product, with zeros around widths that it does not take."""
+    width, multiple = weight_NFE.size(1), _ALIGNMENT // x_SE.element_size()
+    missing_E, missing_F = (-size % multiple for size in (weight_NFE.size(2), width))
+    if missing_E or missing_F:
+        x_SE = F.pad(x_SE, (0, missing_E))
+        weight_NFE = F.pad(weight_NFE, (0, missing_E, 0, missing_F))
     out = torch.nn.functional.grouped_mm(x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32))
     assert isinstance(out, Tensor)
-    return out
+    return out.narrow(1, 0, width) if missing_F else out
 
 
 def _has_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
     # An empty batch would launch nothing and leave gradients None where zeros are needed.
     if not x_SE.is_cuda or x_SE.dtype != torch.bfloat16 or not x_SE.size(0):
         return False
-    aligned = all(size * x_SE.element_size() % _ALIGNMENT == 0 for size in weight_NFE.shape[1:])
-    return aligned and torch.cuda.get_device_capability(x_SE.device) >= (8, 0)
+    return torch.cuda.get_device_capability(x_SE.device) >= (8, 0)
 
 
 class _GroupedLinear(torch.autograd.Function):

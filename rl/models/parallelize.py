@@ -137,7 +137,8 @@ def _mixtures(model: Decoder) -> list[Any]:
 
 def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig) -> None:
     """Raise ValueError for degrees that cannot split a model of these sizes."""
-    check_tensor_parallel(config, parallelism.tensor_parallel_degree)
+    whole_experts = config.has_experts and parallelism.expert_tensor_parallel_degree == 1
+    check_tensor_parallel(config, parallelism.tensor_parallel_degree, whole_experts=whole_experts)
     num_heads = config.block.attention.num_heads // parallelism.tensor_parallel_degree
     if parallelism.exchanges_heads and num_heads % parallelism.context_parallel_degree:
         raise ValueError(
@@ -165,10 +166,11 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
             raise ValueError(f"{name}={getattr(parallelism, name)}: must be 1: a dense model has no experts")
 
 
-def check_tensor_parallel(config: Decoder.Config, degree: int) -> None:
+def check_tensor_parallel(config: Decoder.Config, degree: int, *, whole_experts: bool = False) -> None:
     """Raise ValueError unless the degree divides key-value heads, feed-forward width and vocabulary.
 
-    Key-value heads are not replicated over ranks; query heads are a multiple of them.
+    Key-value heads are not replicated over ranks; query heads are a multiple of them. The width of `whole_experts`,
+    which each rank has for its own tokens, does not matter.
     """
     feed_forward: Any = config.block.feed_forward
     sizes = {
@@ -176,6 +178,8 @@ def check_tensor_parallel(config: Decoder.Config, degree: int) -> None:
         "hidden_dim": feed_forward.hidden_dim,
         "vocab_size": config.vocab_size,
     }
+    if whole_experts:
+        del sizes["hidden_dim"]
     if undivided := {name: size for name, size in sizes.items() if size % degree}:
         largest = math.gcd(*sizes.values())
         valid = ", ".join(str(n) for n in range(1, largest + 1) if largest % n == 0)

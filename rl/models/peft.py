@@ -5,7 +5,8 @@ Shape legend: R rank, I input width and O output rows of one Hugging Face weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,54 @@ _PREFIX = "base_model.model."
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ENDINGS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_NEUTRAL = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "target_modules",
+})  # fmt: skip
+"""Settings of PEFT that do not change the adapted model's function: they describe the file, act in training alone, act
+only with a setting that is refused, or choose the layers, which the tensors' names tell."""
+_VALID: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Settings of PEFT that change the meaning of its tensors, with the values that we support."""
+"""Valid values of settings that are not simply off. Other initial values change the base weights too."""
+_OFF: tuple[Any, ...] = (None, False, {}, [], "")
+"""Values with which every other setting, of later versions of PEFT too, does nothing."""
+_MERGE = (
+    "or let PEFT merge the adapter into its base model (merge_and_unload, then save_pretrained) and start from the "
+    "merged folder"
+)
+_CONVERT = (
+    "its product belongs to base weights that PEFT changed at the start: save it with save_pretrained and "
+    "path_initial_model_for_weight_conversion, or merge it in the process that trained it"
+)
+_FOREIGN = {
+    r"lora_[AB]\.([^.]+)\.weight$": (
+        "has the adapter's name in it, as in a state_dict() of the whole model: save it with PEFT's save_pretrained, "
+        "or remove the name"
+    ),
+    r"_orig_mod\.": (
+        "is of a compiled model: save the model that was given to torch.compile, or remove '_orig_mod.' from the names"
+    ),
+    r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|^module\.": (
+        "is of a wrapped model (FSDP, DDP, checkpoints of activations): save the model inside with PEFT's "
+        "save_pretrained"
+    ),
+    r"lora_magnitude_vector": f"is DoRA's, which is not supported: train without it, {_MERGE}",
+    r"lora_embedding_": f"adapts an embedding, which is not supported: adapt linear layers alone, {_MERGE}",
+    r"trainable_tokens": f"has single trained tokens, which is not supported: train without them, {_MERGE}",
+    r"lora_[AB]\.bias$": f"is a product's bias, which is not supported: set lora_bias to False, {_MERGE}",
+    r"(embed_tokens|lm_head)\.(base_layer\.|modules_to_save\.)?weight$": (
+        "is a saved embedding or output head, which PEFT writes beside the adapter if the vocabulary was resized or "
+        "the layer is adapted or trained: if it is the base model's, save with save_embedding_layers=False; otherwise "
+        "let PEFT merge the adapter (merge_and_unload, then save_pretrained) and start from the merged folder"
+    ),
+    r"modules_to_save|base_layer": f"is of a layer that was trained whole: adapt it instead, {_MERGE}",
+}
+"""What a tensor is that is no factor of a product, by a pattern of its name."""
 
 
 def peft_name(hf_name: str, factor: str) -> str:
@@ -104,12 +137,7 @@ def read_peft_folder(
         check_links(folder)
         check_not_pointer(folder / WEIGHTS_FILE)
     config = read_json_object(folder / CONFIG_FILE)
-    for field, values in {**_PLAIN, "r": (rank,), "lora_alpha": (alpha,)}.items():
-        value = config.get(field, values[-1] if field in _PLAIN and field != "peft_type" else None)
-        if value not in values:
-            ours = {"r": "rank", "lora_alpha": "alpha"}.get(field)
-            wanted = f"{ours}={values[0]} of the config" if ours else repr(values[0])
-            raise ValueError(f"{folder / CONFIG_FILE}: {field}={value!r} is not supported: must be {wanted}")
+    _check_settings(config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         pickle = folder / "adapter_model.bin"
@@ -126,6 +154,7 @@ def read_peft_folder(
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_in, num_out) in widths.items():
         shapes |= {peft_name(name, "a"): (rank, num_in), peft_name(name, "b"): (num_out, rank)}
+    _check_names(tensors.keys() - shapes.keys(), file=file)
     for name in sorted(shapes.keys() | tensors.keys()):
         found = list(tensors[name].shape) if name in tensors else None
         needed = list(shapes[name]) if name in shapes else None
@@ -139,3 +168,36 @@ def read_peft_folder(
             raise ValueError(f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}")
         check_finite(name, tensor, file=file)
     return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}
+
+
+def _check_settings(config: Mapping[str, Any], ours: Mapping[str, tuple[str, float]], *, file: Path) -> None:
+    """Raise ValueError for a setting that is not known to leave the function of the tensors alone.
+
+    `ours` are settings with our name and value, which PEFT's have to equal.
+    """
+    for field in [*ours, *_VALID, *config]:
+        value = config.get(field)
+        if field in _NEUTRAL or (field not in config and field not in (*ours, "peft_type")):
+            continue
+        if field in ours:
+            name, number = ours[field]
+            valid, wanted = (number,), f"{name}={number!r} of the config"
+        elif field == "init_lora_weights":
+            valid = _VALID[field]
+            wanted = f"one of {', '.join(map(repr, valid))}; {_CONVERT}"
+        elif field in _VALID:
+            valid = _VALID[field]
+            wanted = f"{valid[0]!r}; {_MERGE}"
+        else:
+            valid = _OFF
+            wanted = f"{False if value is True else {} if isinstance(value, dict) else None!r}; {_MERGE}"
+        if value not in valid:
+            raise ValueError(f"{file}: {field}={value!r:.100} is not supported: must be {wanted}")
+
+
+def _check_names(unknown: Collection[str], *, file: Path) -> None:
+    """Raise ValueError that says what a tensor is, if its name tells that it is no factor of a product."""
+    for name in sorted(unknown):
+        for pattern, meaning in _FOREIGN.items():
+            if re.search(pattern, name):
+                raise ValueError(f"{file}: tensor {name:.200} {meaning}")

@@ -79,7 +79,7 @@ class GradientAccumulator:
 
         def step_early(parameter: nn.Parameter) -> None:
             if self.has_stepped:
-                sum_partial_gradients([parameter])
+                place_gradients([parameter])
                 self._norms |= local_norms([parameter])
                 step(parameter)
                 parameter.grad = None
@@ -151,7 +151,8 @@ class GradientAccumulator:
         if not self.num_calls:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
-        sum_partial_gradients(parameters)
+        place_gradients(parameters)
+        assert all(_lies_like(p.grad, p.data) for p in parameters), "gradients lie as their parameters"
         squares = squared_norm(self._norms | local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
@@ -328,16 +329,27 @@ class CallSums:
         )
 
 
-def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients that backward has left partial over tensor-parallel ranks.
+def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Lay out the gradients as their parameters, where backward has left them otherwise on tensor-parallel ranks.
 
-    A replicated parameter, as of a norm, has seen only its rank's tokens or heads.
+    The gradient of a replicated parameter, as of a norm, is a partial sum: its rank has seen only its own tokens or
+    heads. That of a row-sharded embedding is whole on every rank. A norm or a step that took such a gradient for its
+    parameter's shard would count it several times, or be wrong.
     """
     for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-            assert isinstance(parameter.data, DTensor)
-            parameter.grad = grad.redistribute(placements=parameter.data.placements)
+        grad, data = parameter.grad, parameter.data
+        if isinstance(grad, DTensor) and isinstance(data, DTensor) and grad.placements != data.placements:
+            parameter.grad = grad.redistribute(placements=data.placements)
+
+
+def _lies_like(gradient: Tensor | None, parameter: Tensor) -> bool:
+    """Return whether a gradient that is there has the layout of its parameter."""
+    if gradient is None:
+        return True
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return type(gradient) is type(parameter)
+    same_axes = gradient.device_mesh == parameter.device_mesh
+    return same_axes and gradient.placements == parameter.placements
 
 
 def local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

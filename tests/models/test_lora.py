@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models import qwen2
@@ -190,12 +190,53 @@ def read(folder, **widths):
         ({"peft_type": "ADALORA"}, "peft_type='ADALORA' is not supported: must be 'LORA'"),
         ({"use_dora": True}, "use_dora=True is not supported: must be False"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supported: must be {}"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights='pissa' is not supported: must be one of True.*base weights that PEFT changed",
+        ),
+        ({"init_lora_weights": "mica"}, "init_lora_weights='mica' is not supported"),
+        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\] is not supported: must be None"),
+        ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: must be 'CAUSAL_LM'"),
+        ({"setting_of_tomorrow": 0.5}, "setting_of_tomorrow=0.5 is not supported: must be None"),
     ],
 )
 def test_unsupported_adapter_setting_is_rejected(folder, changes, message):
     config = json.loads((folder / CONFIG_FILE).read_text())
     (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
+        read(folder)
+
+
+def test_adapter_settings_that_leave_the_product_alone_are_accepted(folder):
+    neutral = {
+        "init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0], "qalora_group_size": 8,
+        "peft_version": "9", "use_of_tomorrow": False, "config_of_tomorrow": None,
+    }  # fmt: skip
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | neutral))
+    assert torch.equal(read(folder)[NAME][0], A)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", "the adapter's name"),
+        ("_orig_mod.model.layers.0.self_attn.q_proj.lora_A.weight", "a compiled model"),
+        ("model._fsdp_wrapped_module.layers.0.self_attn.q_proj.lora_A.weight", "a wrapped model"),
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA's"),
+        ("model.embed_tokens.lora_embedding_A", "adapts an embedding"),
+        ("model.embed_tokens.weight", "saved embedding or output head"),
+        ("lm_head.base_layer.weight", "saved embedding or output head"),
+        ("model.norm.modules_to_save.weight", "layer that was trained whole"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", "single trained tokens"),
+        ("model.layers.0.self_attn.q_proj.lora_B.bias", "product's bias"),
+        ("lm_head.lora_A.weight", r"has shape \[2, 3\], the model needs None"),
+    ],
+)
+def test_tensor_that_is_no_factor_is_explained(folder, name, message):
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file(tensors | {f"base_model.model.{name}": A}, folder / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=f"{WEIGHTS_FILE}: tensor base_model.model.{name} .*{message}"):
         read(folder)
 
 
@@ -217,7 +258,7 @@ def test_adapter_for_other_layers_is_rejected(folder, widths, message):
     [
         (
             lambda f: save_file({"base_model.model.lm_head.weight": A}, f),
-            r"lm_head.weight has shape .* needs None",
+            "lm_head.weight is a saved embedding or output head",
         ),
         (lambda f: f.write_bytes(f.read_bytes()[:-8]), f"weights file .*{WEIGHTS_FILE} is not whole"),
         (lambda f: f.unlink(), f"weights file .*{WEIGHTS_FILE} is missing"),

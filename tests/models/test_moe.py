@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.models.moe import ExpertRouter, MoE, grouped_linear, one_kernel
+from rl.models.parallelize import check_tensor_parallel
 from tests.support.policies import random_model, small_spec
 
 
@@ -72,11 +74,32 @@ def test_mixture_is_the_weighted_sum_of_its_experts_in_values_and_gradients():
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
 
 
-def inputs(dtype=torch.float32):
+def test_width_of_an_expert_need_not_be_a_multiple_of_the_key_value_heads():
+    spec = small_spec(experts=True)
+    mixture = dataclasses.replace(spec.model.block.feed_forward, hidden_dim=21)
+    model = dataclasses.replace(spec.model, block=dataclasses.replace(spec.model.block, feed_forward=mixture))
+    made, adapter = random_model(dataclasses.replace(spec, model=model), seed=0), spec.adapter(model)
+    experts = made.layers[0].feed_forward.experts
+    name = "layers.0.feed_forward.experts.gate_up_proj"
+    tensors = adapter.to_hf(name, experts.gate_up_proj.detach())
+    assert torch.equal(adapter.from_hf(name, list(tensors.values())), experts.gate_up_proj)
+    gate, up, x = *list(tensors.values())[:2], torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)
+    every_row_to_the_first = torch.full((mixture.num_experts,), 3)
+    torch.testing.assert_close(
+        experts.compute(x, every_row_to_the_first), F.linear(hidden, experts.down_proj[0])
+    )
+    assert model.block.attention.num_kv_heads == 2
+    check_tensor_parallel(model, 2, whole_experts=True)
+    with pytest.raises(ValueError, match="tensor_parallel_degree=2 does not divide hidden_dim=21"):
+        check_tensor_parallel(model, 2)
+
+
+def inputs(dtype=torch.float32, *, sizes=(24, 16)):
     """Make nine rows for four groups, of which the second has none."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(9, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(4, 24, 16, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(9, sizes[1], generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(4, *sizes, generator=generator).to(dtype).requires_grad_()
     return x, weight, torch.tensor([3, 3, 4, 9])
 
 
@@ -85,9 +108,10 @@ def gradients(out, x, weight):
     return torch.autograd.grad(out, (x, weight), pull)
 
 
-def test_grouped_kernel_computes_the_same_product():
-    # GPUs use it in bfloat16; PyTorch's CPU form allows the comparison here.
-    x, weight, ends = inputs(torch.bfloat16)
+@pytest.mark.parametrize("sizes", [(24, 16), (20, 16), (24, 13), (7, 9)])
+def test_grouped_kernel_computes_the_same_product(sizes):
+    # GPUs use it in bfloat16, for rows of a multiple of 16 bytes; PyTorch's CPU form allows the comparison here.
+    x, weight, ends = inputs(torch.bfloat16, sizes=sizes)
     expected, out = grouped_linear(x, weight, ends), one_kernel(x, weight, ends)
     torch.testing.assert_close(out, expected)
     for actual, wanted in zip(gradients(out, x, weight), gradients(expected, x, weight), strict=True):

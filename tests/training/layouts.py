@@ -34,7 +34,7 @@ from rl.models.spec import ModelSpec
 from rl.training.config import ExpertBalanceConfig
 from rl.training.engine import TrainingEngine
 from rl.training.failures import NonFiniteLossError
-from rl.training.gradients import sum_partial_gradients
+from rl.training.gradients import place_gradients
 from tests.training.parts import (
     BIAS_RATE,
     RANK,
@@ -102,6 +102,8 @@ def spec_of(kind: str) -> ModelSpec:
 def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:
     config = engine_config(parallelism=parallelism(layout), **training)
     if kind == "moe":
+        if config.parallelism.module_fqns_per_model_part is not None:
+            config.parallelism.module_fqns_per_model_part = (*FOUR_STAGES[:-1], "norm,lm_head")
         config.experts = ExpertBalanceConfig(load_balance_rate=BIAS_RATE)
     if "float8" in kind:
         # Scales by row do not depend on how context parallelism splits a tensor.
@@ -375,7 +377,7 @@ def float8_samples() -> list[Any]:
 
 def whole_gradients(engine: TrainingEngine) -> Tensors:
     """Return the accumulated gradients, unsharded, on every rank."""
-    sum_partial_gradients(list(engine.policy.parameters.values()))
+    place_gradients(list(engine.policy.parameters.values()))
     return whole(engine, {name: p.grad for name, p in engine.policy.parameters.items() if p.grad is not None})
 
 
