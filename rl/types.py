@@ -334,12 +334,25 @@ class ForwardBackwardResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingResult:
+    """What rounding to bfloat16 did to the updates of an optimizer step, over all ranks."""
+
+    rounded_away: float
+    """Share of the weights with an update whose stored number stayed the same."""
+    applied: float
+    """Sum of the changes of the stored numbers, in the directions of their updates, over the sum of the updates: about
+    1 with stochastic rounding, about 0 if updates are lost for good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimStepResult:
     grad_norm: float
     """Gradient norm after the division by the denominator and before clipping."""
     lr: float
     policy_version: int
     """Version of the weights after this step; each step increments it."""
+    rounding: RoundingResult | None = None
+    """Effect of rounding; None for weights in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,6 +119,12 @@ def sum_over_world(value: Tensor, *, mesh: DeviceMesh | None) -> float:
     return float(_gather_rows(value.reshape(1), mesh).sum())
 
 
+def sums_over_world(values: Tensor, *, mesh: DeviceMesh | None) -> list[float]:
+    """Return the sums of several numbers, [N] float64 on the mesh's device, as `sum_over_world`."""
+    sums: list[float] = _gather_rows(values, mesh).sum(0).tolist()
+    return sums
+
+
 def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Return every rank's values, [world, N], on the host."""
     if mesh is None:

@@ -167,6 +167,9 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
         "loss/grad_norm_max": Max(update.grad_norm),
         "loss/lr": Last(update.lr),
     }
+    if update.rounding is not None:
+        metrics["loss/updates_rounded_away"] = Mean(update.rounding.rounded_away)
+        metrics["loss/updates_applied"] = Mean(update.rounding.applied)
     if gradient.expert_load is not None:
         metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
         metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)

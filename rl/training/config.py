@@ -47,7 +47,9 @@ class TrainingConfig:
     max_norm: float = 1.0
     """Gradient norm above which gradients are clipped; inf only measures the norm."""
     dtype: Dtype = "float32"
-    """Dtype of the stored parameters and of the optimizer's state."""
+    """Dtype of the stored parameters, their accumulated gradients and the optimizer's state. A step in bfloat16 is
+    computed in float32 and rounded at random, right on average: rounded to the nearest number, most of an update of
+    1e-6 would be lost."""
     param_dtype: Dtype = "float32"
     """Dtype of the parameters in forward and backward."""
     reduce_dtype: Dtype = "float32"

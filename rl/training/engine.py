@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from losses.policy import GRPOLoss
 from losses.types import Loss
@@ -169,7 +169,7 @@ class TrainingEngine(Configurable):
             policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
         )
         if config.optimizer.early_step_in_backward:
-            self._gradient.step_early_with(lambda p: self.optimizer.step_one(p, self._settings()))
+            self._gradient.step_early_with(self._step_early)
         self._enable_gc_again = _stop_collections(config.training)
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
@@ -242,10 +242,14 @@ class TrainingEngine(Configurable):
             self._gradient.dropped_on_error(f"optim_step {self.policy_version}"),
         ):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
-            self.optimizer.step(settings)  # Of parameters stepped early, none has a gradient left.
+            # Of parameters stepped early, none has a gradient left.
+            self.optimizer.step(settings, version=self.policy_version)
             self.policy.converters.post_optimizer_hook(self.policy.model)
             if self.experts is not None:
                 self.experts.step()
+            rounding = None
+            if self.config.training.dtype == "bfloat16":
+                rounding = self.optimizer.rounding.result(mesh=self.policy.mesh)
         self.drop_gradient()
         self._gradient.has_stepped = False
         self.policy_version += 1
@@ -254,7 +258,11 @@ class TrainingEngine(Configurable):
             grad_norm=grad_norm,
             lr=settings["lr"],
             policy_version=self.policy_version,
+            rounding=rounding,
         )
+
+    def _step_early(self, parameter: nn.Parameter) -> None:
+        self.optimizer.step_one(parameter, self._settings(), version=self.policy_version)
 
     def _explaining_memory(self, call: str) -> AbstractContextManager[None]:
         estimated = partial(
@@ -273,6 +281,7 @@ class TrainingEngine(Configurable):
 
     def drop_gradient(self) -> None:
         self._gradient.drop()
+        self.optimizer.rounding.forget()
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return each sample's logprobs as float32 [T], or [T, K] for K targets, on every rank.
@@ -408,7 +417,9 @@ class TrainingEngine(Configurable):
 def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
     adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
-    made: Optimizer = config.build(parameters=policy.trained_parameters, adapter=adapter, group=group)
+    made: Optimizer = config.build(
+        parameters=policy.trained_parameters, adapter=adapter, group=group, seed=policy.training.seed
+    )
     return made
 
 

@@ -30,6 +30,7 @@ from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
 from rl.models.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
 from rl.training.muon import is_hidden_matrix
+from rl.training.rounding import PIECE_BYTES, PIECE_NUMBERS
 from rl.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -136,10 +137,10 @@ def _of_rank(
     # Adam keeps two running means, Muon one.
     by_muon = [p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)]
     num_adam = num_trained - on_rank.shards(by_muon)
-    num_copied = max(
-        num_adam if optimizer.implementation == "foreach" else 0,
-        on_rank.shards([linear.weight for linear, _ in adapted_layers(module)]),
-    )
+    num_merged = on_rank.shards([linear.weight for linear, _ in adapted_layers(module)])
+    of_step = num_adam * stored if optimizer.implementation == "foreach" else 0
+    if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
+        of_step = min(PIECE_NUMBERS, num_trained) * PIECE_BYTES
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     gradients = kept_on_device * (num_trained + num_copied_head) * stored
     of_backward = gradients if optimizer.early_step_in_backward else 0
@@ -159,7 +160,7 @@ def _of_rank(
         activations=int(num_tokens * (held_at_once * kept + num_buffers * model.dim * computed / degrees.tp)),
         recomputed=int(num_tokens * recomputed),
         logits=logits if plan is None or plan.ranks[-1] == rank else 0,
-        copies=kept_on_device * num_copied * stored,
+        copies=kept_on_device * max(of_step, num_merged * stored),
     )
 
 

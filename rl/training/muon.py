@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from rl.config.tree import check_bounds
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor, wrapped_like
 from rl.models.adapter import DecoderAdapter
+from rl.training.rounding import Rounding, other_bits, round_into, rows_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
@@ -68,11 +69,13 @@ class Muon:
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None,
         group: dist.ProcessGroup | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         """The adapter splits a parameter into its matrices; a parameter that it does not know is one matrix.
 
-        `group` has the ranks with shards of these parameters; None: all.
+        `group` has the ranks with shards of these parameters; None: all. `rounding` is for parameters in bfloat16.
         """
+        self.rounding = rounding or Rounding(seed=0)
         self.group = group
         self.config = config
         self.parameters = dict(parameters)
@@ -96,13 +99,13 @@ class Muon:
         for start in range(0, len(with_grad), num_ranks):
             window = with_grad[start : start + num_ranks]
             mine = None
-            for owner, (_, parameter) in enumerate(window):
-                whole = whole_tensor(self._advance(parameter, momentum=momentum))
+            for owner, (name, parameter) in enumerate(window):
+                whole = whole_tensor(self._advance(name, parameter, momentum=momentum))
                 mine = whole if owner == rank else mine
                 del whole  # Free it before the next matrix is gathered.
             # Compute after all gathers of the window, so that no rank waits in the next gather.
             update = None if mine is None else self._orthogonalized(window[rank][0], mine)
-            for owner, (_, parameter) in enumerate(window):
+            for owner, (name, parameter) in enumerate(window):
                 whole = (
                     update
                     if owner == rank and update is not None
@@ -110,16 +113,40 @@ class Muon:
                 )
                 if num_ranks > 1:
                     dist.broadcast(whole, group_src=owner, group=self.group)
-                local = local_tensor(parameter)
-                local.mul_(1.0 - lr * weight_decay)
-                local.add_(local_shard_of(whole, parameter).to(local), alpha=-lr)
+                self._apply(
+                    name, parameter, local_shard_of(whole, parameter), lr=lr, weight_decay=weight_decay
+                )
 
-    def _advance(self, parameter: nn.Parameter, *, momentum: float) -> Tensor:
+    def _apply(
+        self, name: str, parameter: nn.Parameter, update: Tensor, *, lr: float, weight_decay: float
+    ) -> None:
+        """Decay this rank's shard and move it by its part of the update."""
+        if parameter.dtype != torch.bfloat16:
+            local = local_tensor(parameter)
+            local.mul_(1.0 - lr * weight_decay)
+            local.add_(update.to(local), alpha=-lr)
+            return
+        weights = rows_of(parameter)
+        update = update.to(weights).reshape(weights.shape)
+        for rows, bits in self.rounding.pieces(name, parameter):
+            wide = weights[rows].float().mul_(1.0 - lr * weight_decay)
+            wide.add_(update[rows].float(), alpha=-lr)
+            self.rounding.store_weights(parameter, rows, wide, bits)
+
+    def _advance(self, name: str, parameter: nn.Parameter, *, momentum: float) -> Tensor:
         """Update the momentum and return the matrix to orthogonalise, placed as the parameter."""
         assert parameter.grad is not None
         gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
-        mean.lerp_(gradient, 1.0 - momentum)
-        update = gradient.lerp(mean, momentum)  # Nesterov's
+        if parameter.dtype != torch.bfloat16:
+            mean.lerp_(gradient, 1.0 - momentum)
+            update = gradient.lerp(mean, momentum)  # Nesterov's
+            return wrapped_like(parameter.data, update.to(_device_of(parameter)))
+        update = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        for rows, bits in self.rounding.pieces(name, parameter):
+            wide = rows_of(gradient)[rows].float()
+            wide_mean = rows_of(mean)[rows].float().lerp_(wide, 1.0 - momentum)
+            rows_of(update)[rows] = wide.lerp(wide_mean, momentum).to(update.dtype)
+            round_into(rows_of(mean)[rows], wide_mean, other_bits(bits)[0])
         return wrapped_like(parameter.data, update.to(_device_of(parameter)))
 
     def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from rl.config.configurable import Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
+from rl.training.rounding import Rounding, other_bits, round_into, rows_of
 from rl.types import OptimParams
 
 _DECAYS = unless("decay", "constant")
@@ -23,7 +24,8 @@ _DECAYS = unless("decay", "constant")
 class Optimizer(Configurable):
     """Adam, AdamW or Muon with settings that a caller can replace for one step.
 
-    Weight decay applies to every parameter, norms and embeddings included.
+    Weight decay applies to every parameter, norms and embeddings included. Parameters in bfloat16 are stepped in
+    float32, piece by piece, and rounded stochastically (`rl.training.rounding`).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,15 +60,24 @@ class Optimizer(Configurable):
         parameters: Mapping[str, nn.Parameter],
         adapter: DecoderAdapter | None = None,
         group: ProcessGroup | None = None,
+        seed: int = 0,
     ) -> None:
-        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks that share them."""
+        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks that share them.
+
+        `seed` chooses how results are rounded to bfloat16.
+        """
         self.config = config
         self.muon: Muon | None = None
+        self.rounding = Rounding(seed=seed)
         parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         if config.name == "Muon":
             matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
-            self.muon = Muon(config=config.muon, parameters=matrices, adapter=adapter, group=group)
+            self.muon = Muon(
+                config=config.muon, parameters=matrices, adapter=adapter, group=group, rounding=self.rounding
+            )
             parameters = {name: p for name, p in parameters.items() if name not in matrices}
+        self._rounded = {p: name for name, p in parameters.items() if p.dtype == torch.bfloat16}
+        """Parameters whose results are rounded, with their names."""
         make = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.inner: torch.optim.Optimizer = make(
             [{"params": list(parameters.values())}],
@@ -98,21 +109,61 @@ class Optimizer(Configurable):
             settings |= {name: value for name, value in given.items() if value is not None}
         return settings
 
-    def step(self, settings: dict[str, Any]) -> None:
-        """Update the parameters from their gradients with the result of `settings`."""
+    def step(self, settings: dict[str, Any], *, version: int = 0) -> None:
+        """Update the parameters from their gradients with the result of `settings`.
+
+        `version` counts the steps before this one, for another rounding in each.
+        """
+        self.rounding.version = version
         for group in self.inner.param_groups:
             group.update(settings)
         if self.muon is not None:
             self.muon.step(
                 lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
             )
-        self.inner.step()  # Last, so that its hooks find every parameter stepped.
+        if not self._rounded:
+            self.inner.step()  # Last, so that its hooks find every parameter stepped.
+            return
+        (group,) = self.inner.param_groups
+        for parameter in group["params"]:
+            self._step_alone(parameter)
 
-    def step_one(self, parameter: nn.Parameter, settings: dict[str, Any]) -> None:
+    def step_one(self, parameter: nn.Parameter, settings: dict[str, Any], *, version: int = 0) -> None:
         """Update one parameter as `step` would; not with Muon."""
+        self.rounding.version = version
+        (group,) = self.inner.param_groups
+        group.update(settings)
+        self._step_alone(parameter)
+
+    @torch.no_grad()
+    def _step_alone(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._rounded:
+            self._step_only(parameter)
+            return
+        if parameter.grad is None:
+            return
+        state = self._state_of(parameter)
+        gradient, *means = map(rows_of, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+        for rows, bits in self.rounding.pieces(self._rounded[parameter], parameter):
+            wide = nn.Parameter(rows_of(parameter)[rows].float())
+            wide.grad = gradient[rows].float()
+            new = [mean[rows].float() for mean in means]
+            of_piece = {"step": state["step"].clone(), "exp_avg": new[0], "exp_avg_sq": new[1]}
+            self.inner.state[wide] = of_piece
+            try:
+                self._step_only(wide)
+            finally:
+                del self.inner.state[wide]
+            self.rounding.store_weights(parameter, rows, wide.detach(), bits)
+            for mean, wide_mean, noise in zip(means, new, other_bits(bits), strict=True):
+                round_into(mean[rows], wide_mean, noise)
+        state["step"] += 1
+
+    def _step_only(self, parameter: nn.Parameter) -> None:
+        """Let PyTorch's optimizer step one parameter."""
         (group,) = self.inner.param_groups
         parameters = group["params"]
-        group.update(settings | {"params": [parameter]})
+        group["params"] = [parameter]
         try:
             self.inner.step()
         finally:
@@ -135,18 +186,21 @@ class Optimizer(Configurable):
         The tensors are not copied, so writing into them restores a state.
         """
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        for parameter in parameters:
-            state = self.inner.state[parameter]
-            if not state:
-                device = parameter.device if self.config.implementation == "fused" else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self.inner.state[p] for p in parameters}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self._state_of(p) for p in parameters}
         if self.muon is not None:
             matrices = self.muon.parameters.values()
             states |= {p: {"momentum_buffer": self.muon.momentum_of(p)} for p in matrices}
         return states
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the running means and the step count of a parameter that Muon does not step, creating missing ones."""
+        state: dict[str, Tensor] = self.inner.state[parameter]
+        if not state:
+            device = parameter.device if self.config.implementation == "fused" else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
 
 
 def _check_settings(settings: Optimizer.Config | OptimParams) -> None:

@@ -1,0 +1,129 @@
+"""Stochastic rounding of an optimizer's results to bfloat16.
+
+A bfloat16 number has eight bits of precision. Rounded to the nearest number, a step below 1/512 of a weight leaves the
+weight as it is, in this step and in every later one. Here a result is rounded up or down at random, with probabilities
+that make it right on average (Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+
+The random bits of a number are a hash of the seed, the policy version, its parameter's name and its place in the whole
+tensor. So replicas round alike, a resumed run repeats its steps, no layout changes a number, and nothing is stored.
+
+Shape legend: R rows (all dimensions but the last) and C columns of this rank's part of a parameter, r rows of a piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl.distributed.collectives import sums_over_world
+from rl.distributed.mesh import ranks_of_stage
+from rl.distributed.sharding import local_shard_of, local_tensor, num_shards, unwrapped
+from rl.types import RoundingResult
+
+PIECE_NUMBERS = 1 << 22
+"""Numbers of a parameter that are stepped at once in float32."""
+PIECE_BYTES = 64
+"""Bytes for each of these numbers: four tensors in float32, and bits, sums and comparisons while they are rounded."""
+_LOW_BITS = 0xFFFF
+"""Bits of a float32 that bfloat16 does not have."""
+
+
+class Rounding:
+    """Rounding of the parameters and running means of one optimizer, step by step."""
+
+    def __init__(self, *, seed: int) -> None:
+        self.seed = seed
+        self.version = 0
+        """Policy version before the step."""
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        """Weights with an update, those that stayed the same, the changes and the updates, [4] float64, of this rank's
+        part of each parameter."""
+
+    def pieces(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their numbers, int32."""
+        local = rows_of(parameter)
+        if not local.numel():
+            return
+        digest = hashlib.blake2b(f"{self.seed} {self.version} {name}".encode(), digest_size=4).digest()
+        rows_R, columns_C = _places(parameter)
+        # An odd factor, the golden ratio's, spreads the columns before they are mixed with the row.
+        columns_C = columns_C * -1640531535
+        keys_R = _mix(rows_R ^ int.from_bytes(digest, "little", signed=True))
+        num_rows = max(1, PIECE_NUMBERS // local.size(1))
+        for start in range(0, local.size(0), num_rows):
+            rows = slice(start, start + num_rows)
+            yield rows, _mix(keys_R[rows, None] + columns_C)
+
+    def store_weights(self, parameter: nn.Parameter, rows: slice, wide_rC: Tensor, bits_rC: Tensor) -> None:
+        """Round new weights into the parameter, and count what was lost."""
+        stored_rC = rows_of(parameter)[rows]
+        before_rC = stored_rC.float()
+        round_into(stored_rC, wide_rC, bits_rC & _LOW_BITS)
+        changes_rC = stored_rC.float() - before_rC
+        updates_rC = wide_rC - before_rC
+        is_updated_rC = updates_rC != 0
+        is_lost_rC = is_updated_rC & (changes_rC == 0)
+        sums = (is_updated_rC, is_lost_rC, changes_rC * updates_rC.sign(), updates_rC.abs())
+        total = torch.stack([x.sum(dtype=torch.float64) for x in sums])
+        self._sums[parameter] = total + self._sums.get(parameter, 0.0)
+
+    def result(self, *, mesh: DeviceMesh | None) -> RoundingResult:
+        """Sum over ranks what was stored since the last call."""
+        total = torch.zeros(4, dtype=torch.float64)
+        for parameter, sums in self._sums.items():
+            total += sums.cpu() * num_shards(parameter) / ranks_of_stage(mesh)
+        self.forget()
+        if mesh is not None:
+            total = total.to(mesh.device_type)
+        updated, lost, changes, updates = sums_over_world(total, mesh=mesh)
+        return RoundingResult(
+            rounded_away=lost / updated if updated else 0.0, applied=changes / updates if updates else 1.0
+        )
+
+    def forget(self) -> None:
+        self._sums = {}
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a view [R, C] of this rank's part."""
+    local = local_tensor(unwrapped(tensor.detach()))
+    return local.view(-1, local.size(-1)) if local.numel() else local.new_empty(0, 1)
+
+
+def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
+    """Write float32 numbers into a bfloat16 tensor: away from zero if their low bits and `noise`, 16 bits, overflow."""
+    bits = (wide.view(torch.int32) + noise) & ~_LOW_BITS
+    target.copy_(torch.where(wide.isfinite(), bits.view(torch.float32), wide))
+
+
+def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two more random numbers of 16 bits, each independent of the low bits and of the other."""
+    high = (bits >> 16) & _LOW_BITS
+    return high, (bits & _LOW_BITS) ^ high
+
+
+def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """Return the numbers of this rank's rows [R] and columns [C] in the whole tensor, int32."""
+    shape, device = parameter.shape, local_tensor(parameter.detach()).device
+    indices = []
+    for dim, size in enumerate(shape):
+        along = torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        mine = local_shard_of(along, parameter)
+        indices.append(mine[tuple(slice(None) if other == dim else 0 for other in range(len(shape)))])
+    rows_R = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, index in zip(shape[:-1], indices[:-1], strict=True):
+        rows_R = (rows_R[:, None] * size + index).flatten()
+    return rows_R.to(torch.int32), indices[-1].to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions", lowbias32)."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261
+    return x ^ ((x >> 16) & 0xFFFF)
