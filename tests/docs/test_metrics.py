@@ -100,10 +100,10 @@ def of_batches_and_evaluations():
 
 
 def of_engines():
-    """Return the metrics of real losses with both corrections and a reference; experts and packing."""
+    """Return the metrics of real losses with both corrections and a reference; experts, packing and rounding."""
     merged: dict[str, Metric] = {}
     for mode in ("truncate", "mask"):
-        engine = make_engine(None)
+        engine = make_engine(None, dtype="bfloat16")
         samples = make_samples()
         reference = [
             replace(s, reference_logprobs=np.full(len(s.token_ids), -5.7, np.float32)) for s in samples

@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Any
 
 import pytest
@@ -76,23 +75,21 @@ def test_mixture_is_the_weighted_sum_of_its_experts_in_values_and_gradients():
 
 def test_width_of_an_expert_need_not_be_a_multiple_of_the_key_value_heads():
     spec = small_spec(experts=True)
-    mixture = dataclasses.replace(spec.model.block.feed_forward, hidden_dim=21)
-    model = dataclasses.replace(spec.model, block=dataclasses.replace(spec.model.block, feed_forward=mixture))
-    made, adapter = random_model(dataclasses.replace(spec, model=model), seed=0), spec.adapter(model)
-    experts = made.layers[0].feed_forward.experts
+    block: Any = spec.model.block
+    block.feed_forward.hidden_dim = 21
+    model: Any = random_model(spec, seed=0)
+    experts, adapter = model.layers[0].feed_forward.experts, spec.adapter(spec.model)
     name = "layers.0.feed_forward.experts.gate_up_proj"
-    tensors = adapter.to_hf(name, experts.gate_up_proj.detach())
-    assert torch.equal(adapter.from_hf(name, list(tensors.values())), experts.gate_up_proj)
-    gate, up, x = *list(tensors.values())[:2], torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)
-    every_row_to_the_first = torch.full((mixture.num_experts,), 3)
-    torch.testing.assert_close(
-        experts.compute(x, every_row_to_the_first), F.linear(hidden, experts.down_proj[0])
-    )
-    assert model.block.attention.num_kv_heads == 2
-    check_tensor_parallel(model, 2, whole_experts=True)
+    tensors = list(adapter.to_hf(name, experts.gate_up_proj.detach()).values())
+    assert torch.equal(adapter.from_hf(name, tensors), experts.gate_up_proj)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    hidden = F.silu(F.linear(x, tensors[0])) * F.linear(x, tensors[1])
+    all_to_the_first = torch.full((block.feed_forward.num_experts,), 3)
+    torch.testing.assert_close(experts.compute(x, all_to_the_first), F.linear(hidden, experts.down_proj[0]))
+    assert block.attention.num_kv_heads == 2
+    check_tensor_parallel(spec.model, 2, whole_experts=True)
     with pytest.raises(ValueError, match="tensor_parallel_degree=2 does not divide hidden_dim=21"):
-        check_tensor_parallel(model, 2)
+        check_tensor_parallel(spec.model, 2)
 
 
 def inputs(dtype=torch.float32, *, sizes=(24, 16)):

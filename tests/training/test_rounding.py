@@ -111,8 +111,10 @@ CASES: dict[str, tuple[tuple[int, ...], Any]] = {
 """Shapes and placements; Muon steps the parameters of layers."""
 
 
-def stepped(name, value, gradient, placement, mesh):
-    """Return weights, means and result after two steps of a parameter, whole or sharded."""
+def stepped(name, shape, placement, *, mesh=None):
+    """Return weights and means after two steps of a parameter, whole or sharded."""
+    generator = torch.Generator().manual_seed(5)
+    value, gradient = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
     if mesh is not None:
         value, gradient = (
             DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])
@@ -136,20 +138,13 @@ def stepped(name, value, gradient, placement, mesh):
 def measure_shards():
     use_one_gloo_worker()
     mesh = init_device_mesh("cpu", (2,))
-    return {
-        name: stepped(name, *inputs(shape), placement, mesh) for name, (shape, placement) in CASES.items()
-    }
-
-
-def inputs(shape):
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(2)]
+    return {name: stepped(name, *case, mesh=mesh) for name, case in CASES.items()}
 
 
 def test_shards_are_rounded_like_the_whole_tensor():
     for rank in run_ranks(measure_shards, 2, timeout_s=100):
-        for name, (shape, placement) in CASES.items():
-            for ours, theirs in zip(rank[name], stepped(name, *inputs(shape), placement, None), strict=True):
+        for name, case in CASES.items():
+            for ours, theirs in zip(rank[name], stepped(name, *case), strict=True):
                 np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
