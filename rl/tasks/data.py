@@ -1,7 +1,7 @@
 """Rows of local files: reading, splits by content, the order of training problems, and pass rates.
 
-Hugging Face `datasets` reads rows into memory-mapped Arrow tables, so a file may be larger than memory and any
-row can be read directly. Nothing is downloaded: a missing path is an error.
+Files are mapped into memory as Arrow tables, so a file may be larger than memory and any row can be read directly.
+Nothing is downloaded: a missing path is an error.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import importlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rl.config.tree import check_bounds
+from rl.tasks.rows import WrittenRows, read_written_rows
 from rl.types import Problem
 from rl.utils.files import atomic_write
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Reader of `datasets` by a file's suffix."""
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 # Optional packages
@@ -58,12 +58,37 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
 # Rows
 
 
-def read_rows(path: str, *, columns: Mapping[str, str], cache_folder: str | None = None) -> Any:
-    """Read a file, or a folder of `Dataset.save_to_disk`, as a `datasets.Dataset`.
+class TypedRows:
+    """Rows of a Parquet file or a saved `datasets.Dataset`, with the types that they were written with."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def column_names(self, needed: Iterable[str] = ()) -> list[str]:
+        return list(self.table.column_names)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.table[number]
+        return values
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.table)
+
+    def place(self, number: int) -> str:
+        return f"row {number + 1}"
+
+
+def read_rows(
+    path: str, *, columns: Mapping[str, str], cache_folder: str | None = None
+) -> TypedRows | WrittenRows:
+    """Read a file, or a folder of `Dataset.save_to_disk`.
 
     Args:
         columns: the needed columns, by the setting that names each.
-        cache_folder: where `datasets` keeps its Arrow copy of a file; None: its default.
+        cache_folder: where Arrow copies of files are kept; None: the default of `datasets`.
 
     Raises:
         ValueError: the file is missing, unreadable or empty, or a column is missing (lists the present ones).
@@ -72,34 +97,48 @@ def read_rows(path: str, *, columns: Mapping[str, str], cache_folder: str | None
     local = Path(path).expanduser()
     if not local.exists():
         raise ValueError(f"{path!r} is not a local file or folder: nothing is downloaded")
-    if local.is_file() and local.suffix not in BUILDERS:
-        raise ValueError(f"{path} ends in {local.suffix!r}, which is not one of {', '.join(BUILDERS)}")
+    if not (local.is_file() or local.is_dir()):
+        raise ValueError(f"{path!r} is neither a file nor a folder")
+    if local.is_file() and local.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}")
+    is_typed = local.is_dir() or local.suffix == ".parquet"
+    try:
+        if is_typed:
+            table = _typed_table(local, datasets, cache_folder=cache_folder)
+        else:
+            folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
+            written = read_written_rows(local, columns=list(dict.fromkeys(columns.values())), folder=folder)
+    except Exception as error:  # each format's reader has errors of its own
+        raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
+    if is_typed and isinstance(table, Mapping):
+        names = ", ".join(str(local / name) for name in table)
+        raise ValueError(f"{path} holds several splits: name one of {names}")
+    rows = TypedRows(table) if is_typed else written
+    if not len(rows):
+        raise ValueError(f"{path} has no rows")
+    present = rows.column_names(columns.values())
+    for setting, column in columns.items():
+        if column not in present:
+            names = ", ".join(map(repr, present))
+            raise ValueError(f"{path} has no column {column!r} ({setting}); its columns are {names}")
+    return TypedRows(table.select_columns(sorted(set(columns.values())))) if is_typed else written
+
+
+def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None) -> Any:
     shows_progress = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         if local.is_dir():
-            table = datasets.load_from_disk(str(local))
-        else:
-            read = getattr(datasets.Dataset, f"from_{BUILDERS[local.suffix]}")
-            table = read(str(local.resolve()), cache_dir=cache_folder)
-    except Exception as error:  # each format's reader has errors of its own
-        raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
+            return datasets.load_from_disk(str(local))
+        return datasets.Dataset.from_parquet(str(local.resolve()), cache_dir=cache_folder)
     finally:
         if shows_progress:
             datasets.enable_progress_bars()
-    if isinstance(table, Mapping):
-        names = ", ".join(str(local / name) for name in table)
-        raise ValueError(f"{path} holds several splits: name one of {names}")
-    if not len(table):
-        raise ValueError(f"{path} has no rows")
-    for setting, column in columns.items():
-        if column not in table.column_names:
-            present = ", ".join(map(repr, table.column_names))
-            raise ValueError(f"{path} has no column {column!r} ({setting}); its columns are {present}")
-    return table.select_columns(sorted(set(columns.values())))
 
 
 def _innermost(error: BaseException) -> str:
+    if type(error) is ValueError:
+        return str(error)
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

@@ -19,8 +19,10 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.cells import as_demonstration, as_id, as_rate, as_system, as_text
 from rl.tasks.data import (
     DifficultyFilter,
+    TypedRows,
     choose,
     content_key,
     is_held_out,
@@ -28,6 +30,7 @@ from rl.tasks.data import (
     read_rows,
     shuffled_problems,
 )
+from rl.tasks.rows import WrittenRows, plain_value
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 from rl.utils.numbers import same_answer
@@ -45,20 +48,15 @@ class Row:
     path: str
     file: str
     """Name of the file in ids."""
-    table: Any
-    """The file's rows, a `datasets.Dataset`."""
+    rows: TypedRows | WrittenRows
+    """All rows of the file."""
     number: int
     """Row in the file, from 0."""
     key: int = 0
     """Hash of the question."""
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        values: Mapping[str, Any] = self.table[self.number]
-        return values
-
     def __str__(self) -> str:
-        return f"{self.path}, row {self.number + 1}"
+        return f"{self.path}, {self.rows.place(self.number)}"
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -90,6 +88,11 @@ class Columns:
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
         named |= {f"info.{i}": column for i, column in enumerate(self.info)}
         return {f"columns.{name}": column for name, column in named.items() if column is not None}
+
+    def of_texts(self) -> list[str]:
+        """Return the columns whose values are texts."""
+        named = (self.question, self.answer, self.id, self.demonstration, self.system)
+        return [column for column in named if column is not None]
 
 
 class DatasetTask(Configurable):
@@ -123,7 +126,7 @@ class DatasetTask(Configurable):
         template: str = "{question}"
         """Text of the prompt, in which `{question}` stands for the row's question."""
         cache_folder: str | None = None
-        """Folder in which `datasets` keeps Arrow copies of the files; None: its default."""
+        """Folder for Arrow copies of the files; None: the default of `datasets`."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "held_out", at_least=0, below=1)
@@ -148,9 +151,10 @@ class DatasetTask(Configurable):
         self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
-        """Return the final problem of a row, from the columns' problem and all columns; called at each use.
+        """Return the final problem of a row, from the columns' problem and the named columns; called at each use.
 
-        A ValueError stops the run at the start, and names file and row.
+        Numbers in the columns of texts are texts, as they are written in JSON and CSV files; those in `columns.info`
+        are numbers. A ValueError stops the run at the start, and names file and row.
         """
         return problem
 
@@ -165,7 +169,7 @@ class DatasetTask(Configurable):
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return the training problems with a demonstration, in another order; ValueError if there are none."""
         column = self.config.columns.demonstration
-        shown = [row for row in self._train if column is not None and row.values[column]]
+        shown = [row for row in self._train if column is not None and self._problem(row).demonstration]
         if not shown:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name the column of "
@@ -203,16 +207,17 @@ class DatasetTask(Configurable):
             needed["difficulty.column"] = config.difficulty.column
         for path in paths:
             file = Path(path).name if names.count(Path(path).name) == 1 else path
-            table = read_rows(path, columns=needed, cache_folder=config.cache_folder)
-            num_rows += len(table)
-            for number, values in enumerate(table):
-                row = Row(path=path, file=file, table=table, number=number)
+            rows = read_rows(path, columns=needed, cache_folder=config.cache_folder)
+            num_rows += len(rows)
+            for number, values in enumerate(rows):
+                row = Row(path=path, file=file, rows=rows, number=number)
                 problem = self._problem(row, values)
                 if (earlier := self._rows.setdefault(problem.id, row)) is not row:
                     raise ValueError(f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique")
                 with row.naming():
                     if self.usable(problem):
-                        found.append(replace(row, key=content_key(values[config.columns.question])))
+                        question = as_text(values.get(config.columns.question), config.columns.question)
+                        found.append(replace(row, key=content_key(question)))
         if not found:
             raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")
         if num_rows > len(found):
@@ -223,24 +228,26 @@ class DatasetTask(Configurable):
         """Return the problem of a row, whose values are read if not given; ValueError names file and row."""
         config, columns = self.config, self.config.columns
         with row.naming():
-            values = row.values if values is None else values
-            info = {name: values[name] for name in columns.info}
-            system = values[columns.system] if columns.system is not None else ""
-            if system or config.system:
-                info["system"] = system or config.system
-            problem_id = f"{row.file}:{row.number + 1}" if columns.id is None else values[columns.id]
-            if problem_id is None or problem_id == "":
-                raise ValueError(f"column {columns.id!r}, the id, is empty")
-            question = _text(values, columns.question)
-            shown = values[columns.demonstration] if columns.demonstration is not None else ""
+            values = row.rows[row.number] if values is None else values
+            texts = {name: values.get(name) for name in columns.of_texts()}
+            info = {name: plain_value(values.get(name)) for name in columns.info}
+            named = {**info, **texts}
+            if columns.system is not None and (system := as_system(texts[columns.system], columns.system)):
+                info["system"] = system
+            elif config.system:
+                info["system"] = config.system
+            question = as_text(texts[columns.question], columns.question)
+            shown = None if columns.demonstration is None else texts[columns.demonstration]
             problem = Problem(
-                id=str(problem_id),
+                id=f"{row.file}:{row.number + 1}"
+                if columns.id is None
+                else as_id(texts[columns.id], columns.id),
                 question=config.template.replace("{question}", question),
-                answer="" if columns.answer is None else _text(values, columns.answer),
-                demonstration=tuple(shown) if isinstance(shown, list) else shown or "",
+                answer="" if columns.answer is None else as_text(texts[columns.answer], columns.answer),
+                demonstration=as_demonstration(shown, columns.demonstration or ""),
                 info=info,
             )
-            return self.convert(problem, values)
+            return self.convert(problem, named)
 
     def _split(self, train: list[Row], evals: dict[str, list[Row]]) -> tuple[list[Row], dict[str, list[Row]]]:
         """Return filtered training rows that no evaluation set contains, and the evaluation sets."""
@@ -270,9 +277,12 @@ class DatasetTask(Configurable):
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         kept, num_rated = [], 0
         for row in rows:
-            rate = row.values[settings.column or ""] if by_id is None else by_id.get(self._problem(row).id)
-            num_rated += rate is not None
             with row.naming():
+                if by_id is None:
+                    rate = as_rate(row.rows[row.number].get(settings.column))
+                else:
+                    rate = by_id.get(self._problem(row).id)
+                num_rated += rate is not None
                 if settings.keeps(rate):
                     kept.append(row)
         if rows and by_id is not None and not num_rated:
@@ -292,13 +302,3 @@ def is_correct(rollout: Rollout) -> bool:
 def _chosen(rows: list[Row], most: int | None) -> list[Row]:
     """Return at most `most` rows, the same for every seed."""
     return [rows[i] for i in choose([row.key for row in rows], most)]
-
-
-def _text(values: Mapping[str, Any], column: str) -> str:
-    """Return text, or a number as text; raises ValueError for anything else."""
-    value = values[column]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"column {column!r} is {value!r}, not text")
-    return value

@@ -1,0 +1,72 @@
+"""Values of a row's columns, checked by what the column is for; a ValueError names column and value.
+
+Values come from JSON and CSV files as they are written (`rl.tasks.rows`), or with the types of a Parquet file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+from rl.tasks.rows import WrittenNumber, plain_value
+
+MAX_SHOWN_CHARS = 200
+
+
+def as_text(value: Any, column: str) -> str:
+    """Return a text, or a number as it is written."""
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"column {column!r} is {_shown(value)}, not text")
+    return str(value)
+
+
+def as_system(value: Any, column: str) -> str:
+    """Return a text; the empty one for an empty cell."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or isinstance(value, WrittenNumber):
+        raise ValueError(f"column {column!r}, the system message, is {_shown(value)}, not text")
+    return value
+
+
+def as_id(value: Any, column: str) -> str:
+    """Return a text, or a whole number as one."""
+    if value is None or value == "":
+        raise ValueError(f"column {column!r}, the id, is empty")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, WrittenNumber):
+        is_whole = re.fullmatch("-?[0-9]+", value) is not None
+    if not (is_whole or (isinstance(value, str) and not isinstance(value, WrittenNumber))):
+        raise ValueError(f"column {column!r}, the id, is {_shown(value)}, not a text or a whole number")
+    return str(value)
+
+
+def as_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
+    """Return a reply, or one for each turn; the empty text for an empty cell."""
+    if value is None or value == "" or value == []:
+        return ""
+    if not isinstance(value, list):
+        return as_text(value, column)
+    if not all(isinstance(reply, str) and not isinstance(reply, WrittenNumber) for reply in value):
+        raise ValueError(f"column {column!r} is {_shown(value)}, not a text or a list of texts")
+    return tuple(value)
+
+
+def as_rate(value: Any) -> Any:
+    """Return a number that a CSV file has as a text; None for an empty cell."""
+    value = plain_value(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return value
+
+
+def _shown(value: Any) -> str:
+    shown = repr(plain_value(value))
+    return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."

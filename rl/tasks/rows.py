@@ -1,0 +1,332 @@
+"""Rows of JSON and CSV files as they are written: 72 stays 72, 72.0 stays 72.0, and 00501 stays 00501.
+
+A file is read once, line by line, into an Arrow copy with the JSON of each row, which is mapped into memory: the file
+may be larger than memory, any row can be read directly, and a change of the file cannot reach a run under way. Types
+are never inferred; each reader of a row decides what it takes.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.utils.files import atomic_write
+
+FORMAT = 1
+"""Version of the copies; part of their names."""
+DELIMITERS = ",;\t|"
+"""Characters between the cells of a CSV file, the usual one first."""
+BATCH_BYTES = 1 << 22
+"""Size of the parts in which a copy is written."""
+WHITE = " \t\r\n"
+_WHITE = re.compile(f"[{WHITE}]*")
+
+
+class WrittenNumber(str):
+    """A number of a JSON text, as it is written there."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> int | float:
+        number: int | float = json.loads(self)
+        return number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenRow:
+    """A row of a file: its first line, counted from 1, and its JSON."""
+
+    line: int
+    text: str
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class WrittenRows:
+    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s."""
+
+    table: Any
+    """Arrow table of lines and texts."""
+    columns: Sequence[str]
+    """Needed columns; a row without one has None there."""
+
+    def column_names(self, needed: Iterable[str] = ()) -> list[str]:
+        """Return the columns of the first row, or of all rows if the first lacks a needed one."""
+        objects = self._objects()
+        names = dict.fromkeys(next(objects, {}))
+        if {*needed} - names.keys():
+            for row in objects:
+                names |= dict.fromkeys(row)
+        return list(names)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._needed(read_object(self.table.column("text")[number].as_py()))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._needed, self._objects())
+
+    def _objects(self) -> Iterator[dict[str, Any]]:
+        for batch in self.table.to_batches():
+            for text in batch.column("text"):
+                yield read_object(text.as_py())
+
+    def _needed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: row.get(name) for name in self.columns}
+
+    def place(self, number: int) -> str:
+        """Return where a row is in the file, as its reader counts."""
+        line = self.table.column("line")[number].as_py()
+        return f"row {number + 1}" if line == number + 1 else f"row {number + 1} (line {line})"
+
+
+def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> WrittenRows:
+    """Return the rows of a .jsonl, .json or .csv file; `folder` receives their copy.
+
+    Raises:
+        ValueError: names the line that cannot be read, or the copy that cannot be written.
+    """
+    pa: Any = importlib.import_module("pyarrow")
+    file, is_csv = path.resolve(), path.suffix == ".csv"
+    stat = file.stat()
+    about = [FORMAT, str(file), path.suffix, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    about += sorted(columns) if is_csv else []
+    key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
+    copy = folder / f"relay-rows-{key}.arrow"
+    rows = _csv_rows(file, columns) if is_csv else _json_rows(file, may_be_object=path.suffix == ".json")
+    if not copy.is_file():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(copy) as temporary:
+                _write(temporary, rows)
+        except OSError as error:
+            raise ValueError(f"its copy {copy} cannot be written (task.cache_folder): {error}") from error
+    return WrittenRows(table=pa.ipc.open_stream(pa.memory_map(str(copy))).read_all(), columns=columns)
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Return a JSON object, with its numbers as they are written; raise ValueError for anything else."""
+    decoded = _DECODER.decode(text)
+    if not isinstance(decoded, dict):
+        raise ValueError(f"{text.strip()[:40]!r} is not an object with named columns")
+    return decoded
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of JSON with numbers in place of `WrittenNumber`s, as `json.loads` gives it."""
+    if isinstance(value, WrittenNumber):
+        return value.value
+    if isinstance(value, list):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: plain_value(item) for name, item in value.items()}
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name {twice!r} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_int=WrittenNumber, parse_float=WrittenNumber, object_pairs_hook=_object)
+
+
+def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
+    pa: Any = importlib.import_module("pyarrow")
+    schema = pa.schema([("line", pa.int64()), ("text", pa.large_string())])
+    with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        part: list[WrittenRow] = []
+        num_bytes = 0
+        for row in rows:
+            part.append(row)
+            num_bytes += len(row.text)
+            if num_bytes > BATCH_BYTES:
+                writer.write_batch(_batch(part, schema))
+                part, num_bytes = [], 0
+        if part:
+            writer.write_batch(_batch(part, schema))
+
+
+def _batch(rows: Sequence[WrittenRow], schema: Any) -> Any:
+    pa: Any = importlib.import_module("pyarrow")
+    return pa.record_batch([[row.line for row in rows], [row.text for row in rows]], schema=schema)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Return each line with its number, from 1; raise ValueError for one that is not UTF-8."""
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number} is not UTF-8 text: {error}") from error
+
+
+@contextmanager
+def _naming(line: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {line}: {error}") from error
+
+
+# JSON
+
+
+def _json_rows(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
+    """Return the rows of JSON lines, of a JSON array, or of the only array of objects in a JSON object."""
+    if _is_document(file, may_be_object=may_be_object):
+        yield from _document_rows(file)
+        return
+    for number, line in _filled_lines(file):
+        with _naming(number):
+            read_object(line)
+        yield WrittenRow(line=number, text=line.strip(WHITE))
+
+
+def _filled_lines(file: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in _lines(file) if line.strip(WHITE))
+
+
+def _is_document(file: Path, *, may_be_object: bool) -> bool:
+    """Return True for a file that is one JSON text, rather than one on each line."""
+    lines = _filled_lines(file)
+    _, first = next(lines, (0, ""))
+    if first.lstrip(WHITE).startswith("["):
+        return True
+    if not may_be_object or not first.lstrip(WHITE).startswith("{"):
+        return False
+    try:
+        decoded = read_object(first)
+    except (ValueError, RecursionError):
+        return True  # it goes on in the next line
+    return any(map(_is_array_of_objects, decoded.values())) and next(lines, None) is None
+
+
+def _document_rows(file: Path) -> Iterator[WrittenRow]:
+    text = "".join(line for _, line in _lines(file))
+    number, counted = 1, 0
+    for begin, end in _elements(text, _begin_of_array(text)):
+        number += text.count("\n", counted, begin)
+        counted = begin
+        with _naming(number):
+            read_object(text[begin:end])
+        yield WrittenRow(line=number, text=text[begin:end])
+
+
+def _begin_of_array(text: str) -> int:
+    """Return where the array of rows begins: the text itself, or the only array of objects in an object."""
+    begin = _after_white(text, 0)
+    if text[begin] == "[":
+        return begin
+    arrays = [(name, place) for name, place, value in _members(text, begin) if _is_array_of_objects(value)]
+    if len(arrays) != 1:
+        names = ", ".join(repr(name) for name, _ in arrays) or "none"
+        raise ValueError(f"an object must hold one array of rows, but its arrays of objects are: {names}")
+    return arrays[0][1]
+
+
+def _is_array_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _members(text: str, begin: int) -> Iterator[tuple[str, int, Any]]:
+    """Yield name, place and value of each member of the object that begins here."""
+    _DECODER.raw_decode(text, begin)  # what follows may rely on an object that is whole
+    place = _after_white(text, begin + 1)
+    while text[place] != "}":
+        name, place = _DECODER.raw_decode(text, place)
+        place = _after_white(text, _after_white(text, place) + 1)
+        value, end = _DECODER.raw_decode(text, place)
+        yield name, place, value
+        place = _after_white(text, end)
+        if text[place] == ",":
+            place = _after_white(text, place + 1)
+
+
+def _elements(text: str, begin: int) -> Iterator[tuple[int, int]]:
+    """Yield the limits of each element of the array that begins here."""
+    place = _after_white(text, begin + 1)
+    while text[place : place + 1] != "]":
+        _, end = _DECODER.raw_decode(text, place)
+        yield place, end
+        place = _after_white(text, end)
+        if text[place : place + 1] == ",":
+            place = _after_white(text, place + 1)
+        elif text[place : place + 1] != "]":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+
+
+def _after_white(text: str, place: int) -> int:
+    found = _WHITE.match(text, place)
+    assert found is not None
+    return found.end()
+
+
+# CSV
+
+
+def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
+    """Return the rows of a CSV file whose first line names the columns; every cell is a text."""
+    header, delimiter = _header(file, columns)
+    for number, cells in _cells(file, delimiter):
+        if cells == header and number == 1:
+            continue
+        if len(cells) != len(header):
+            raise ValueError(
+                f"line {number}: the row has {len(cells)} cells, but the first line names {len(header)} columns"
+            )
+        yield WrittenRow(
+            line=number, text=json.dumps(dict(zip(header, cells, strict=True)), ensure_ascii=False)
+        )
+
+
+def _header(file: Path, columns: Sequence[str]) -> tuple[list[str], str]:
+    """Return the names of the columns, and the delimiter under which they have the needed ones, else a comma."""
+    headers = {mark: next((cells for _, cells in _cells(file, mark)), []) for mark in DELIMITERS}
+    mark = next((mark for mark in DELIMITERS if {*columns} <= {*headers[mark]}), DELIMITERS[0])
+    header = headers[mark]
+    for name in columns:
+        if header.count(name) > 1:
+            raise ValueError(f"line 1: there are {header.count(name)} columns {name!r}")
+    return header, mark
+
+
+def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each row that is not empty, with its first line."""
+    number = 1
+
+    def lines() -> Iterator[str]:
+        for _, line in _lines(file):
+            yield line
+
+    limit = csv.field_size_limit(sys.maxsize)  # a cell may be a long solution
+    try:
+        reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise ValueError(f"line {number}: {error}") from error
+            if cells:
+                yield number, cells
+    finally:
+        csv.field_size_limit(limit)
