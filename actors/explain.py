@@ -24,6 +24,7 @@ from actors.config import RunConfig
 from actors.devices import on_devices
 from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
+from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
@@ -324,6 +325,7 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         "generator.gpu_memory_utilization": not on_gpu,
         "generator.enforce_eager": not on_gpu,
         "generator.can_sleep": not launch.share_gpus,
+        "generator.seed": True,  # each call has a seed, from the loop or the router
         "trainer.comm": trainer.num_procs == 1,
         "trainer.parallelism.reshard_after_forward": is_whole,
         "trainer.parallelism.pipeline_parallel_layers_per_stage": has_names,
@@ -333,6 +335,7 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         is not None,
         "trainer.training.cpu_offload": not on_gpu,
         "trainer.training.reduce_dtype": is_whole,
+        "trainer.training.seed": not _draws_numbers(trainer),
         "trainer.training.share_prompts": degrees.cp > 1 or spec.model.has_experts,
         # Nothing reads its logprobs.
         "trainer.reference": (
@@ -344,3 +347,9 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
         "trainer.loss.clip_high": ratios_are_1,
     }
     return {path for path, is_idle in rules.items() if is_idle}
+
+
+def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
+    """Return whether the trainer may draw random numbers: only code that is not relay's does, in a run."""
+    parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))
+    return any(part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts)

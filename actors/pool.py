@@ -72,6 +72,11 @@ class GeneratorPool:
         """Version that all members that are up hold, or are about to."""
         self._served = ServeResult()
 
+    @property
+    def policy_version(self) -> int | None:
+        """Version that the generators hold, or are about to pull; None before the first one."""
+        return self._version
+
     async def watch(self) -> None:
         """Look for dead generators also while no call is made, until cancelled."""
         while True:

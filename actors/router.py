@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +27,25 @@ MAX_SESSIONS = 65_536
 """Number of remembered sessions; the least recently used one is forgotten first."""
 
 
+class CallSeeds:
+    """Seeds of calls that bring none, derived from the run's seed, the policy version and the number of the call.
+
+    Generators cannot draw them: replicas with one seed would draw the same numbers, and so would a restarted
+    generator. A run that goes on from a checkpoint counts its calls anew, at a later version.
+    """
+
+    def __init__(self, seed: int = 0, *, policy_version: Callable[[], int | None] = lambda: None) -> None:
+        self._seed = seed
+        self._policy_version = policy_version
+        self._numbers = itertools.count()
+
+    def draw(self) -> int:
+        """Return a seed below 2**62 that no other call of this run has."""
+        key = f"{self._seed} version {self._policy_version()} call {next(self._numbers)}"
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % 2**62
+
+
 class Router:
     """A `ResumableGenerator` over replicas.
 
@@ -38,6 +60,7 @@ class Router:
         *,
         pool: GeneratorPool,
         strategy: Strategy = "least_loaded",
+        seeds: CallSeeds | None = None,
     ) -> None:
         """
         Args:
@@ -45,8 +68,10 @@ class Router:
             strategy: least_loaded: the replica with the fewest samples under way; round_robin: in turn;
                 sticky: all calls of one session go to the same replica, which has their keys and values,
                 and calls without a session to the least loaded one.
+            seeds: of calls without a seed.
         """
         self.replicas = list(replicas)
+        self._seeds = CallSeeds() if seeds is None else seeds
         self.strategy = strategy
         self._pool = pool
         self.num_running = [0] * len(self.replicas)
@@ -65,6 +90,8 @@ class Router:
         if begun is not None and len(begun) != len(prompts):
             raise ValueError(f"begun has completions of {len(begun)} prompts, there are {len(prompts)}")
         groups: dict[int, list[Completion]] = {}
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.draw())
 
         async def spread(places: Iterable[int]) -> None:
             """Send these prompts of the call, given by index, to the replicas that are up."""

@@ -33,7 +33,7 @@ from actors.launch import Launcher, supervised
 from actors.members import LogSettings, record_process
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
-from actors.router import Router
+from actors.router import CallSeeds, Router
 from actors.training import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
@@ -57,6 +57,7 @@ from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import unwritten
 from rl.utils.errors import writing
 from rl.utils.files import locked_folder
+from rl.utils.proxies import exempt_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """
     if Launcher.current is not None:
         raise RuntimeError("this process runs actors already: leave the block of the other run first")
+    exempt_loopback()
     config = on_devices(config, num_gpus=num_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with checked_run(config, source=source) as checked:
@@ -288,7 +290,7 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                         events=checked.events,
                         cluster=cluster,
                         rubric=rubric,
-                        generator=make_router(cluster.pool, strategy=config.router),
+                        generator=make_router(cluster.pool, strategy=config.router, seed=config.seed),
                         trainer=TrainerClient(cluster.trainer),
                         publisher=cluster.pool,
                         rewarder=rewarder,
@@ -308,8 +310,12 @@ def _with_steps(config: RunConfig) -> RunConfig:
     return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
 
 
-def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:
-    return Router([GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool)
+def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded", seed: int = 0) -> Router:
+    """Return the router of a run with this seed."""
+    seeds = CallSeeds(seed, policy_version=lambda: pool.policy_version)
+    return Router(
+        [GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool, seeds=seeds
+    )
 
 
 async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) -> RunLimits | None:

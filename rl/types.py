@@ -42,7 +42,8 @@ class SamplingParams:
     """Texts that end a completion, the text included. Needs an engine with a tokenizer; `rl.models.generate` has
     none."""
     seed: int | None = None
-    """Seed of the whole call, from which each request derives its own. None: the engine's random state."""
+    """Seed of the whole call, from which each request derives its own. None: in a run one that no other call has,
+    derived from the run's seed; else the engine's random state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,8 @@ class GeneratorConfig(Configurable.Config):
     can_sleep: bool = False
     """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
     seed: int = 0
-    """Seed of calls whose sampling settings have none."""
+    """Seed of calls to this engine alone whose sampling settings have none. Without effect in a run, where the router
+    gives such calls a seed derived from the run's."""
     num_threads: int = 1
     """CPU threads of each rank."""
     rank_timeout_s: float = field(default=300.0, metadata=unless("tensor_parallel_degree", 1))

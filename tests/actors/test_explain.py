@@ -17,6 +17,7 @@ from rl.loop.config import LoopConfig
 from tests.support.checkpoints import save, truncate
 from tests.support.explained import LAPTOP, explained
 from tests.support.fakes import SimulatedPolicy
+from tests.support.fleet_actors import DeadlyLoss
 from tests.support.gguf_files import random_tensors, write_gguf
 from tests.support.loops import run, some_right
 
@@ -127,12 +128,15 @@ def test_options_without_effect_are_told_apart():
     assert found["set_without_effect"] == ["parity.num_tokens"]
     idle = {
         "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "generator.rank_timeout_s",
-        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s",
+        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s", "generator.seed",
+        "trainer.training.seed",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
     config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
     assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
     assert "sinks.close_s" not in idle_options(config)
+    drawing = changed(trainer__loss=DeadlyLoss(rank=0))
+    assert "trainer.training.seed" not in idle_beside_others(drawing, spec=config.model, on_gpu=False)
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():

@@ -1,13 +1,15 @@
 """Router over fakes in virtual time, which makes overlap deterministic."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.router import Router
+from actors.calls import ActorLostError
+from actors.router import CallSeeds, Router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import SimulatedPolicy
@@ -24,6 +26,34 @@ def router_of(replicas: list[SimulatedPolicy], **settings: Any) -> Router:
 
     pool: Any = SimpleNamespace(up=lambda: range(len(replicas)), wait_until_one_is_up=is_up)
     return Router(replicas, pool=pool, **settings)
+
+
+class SeedsOnly:
+    """Replica that notes the seeds of its calls; the first `num_lost` calls lose it."""
+
+    def __init__(self, seen: list[int | None], *, num_lost: int = 0) -> None:
+        self.seen = seen
+        self.num_lost = num_lost
+
+    async def generate(self, prompts: Any, *, sampling: SamplingParams, **settings: Any) -> Any:
+        self.seen.append(sampling.seed)
+        if len(self.seen) <= self.num_lost:
+            raise ActorLostError("it is dead", role="generator")
+        return [[] for _ in prompts]
+
+
+def seeds_of_calls(num_calls: int, *, given: int | None = None, **seeds: Any) -> list[int | None]:
+    """Return the seeds that two replicas get in calls of one prompt."""
+    seen: list[int | None] = []
+    replicas: Any = [SeedsOnly(seen), SeedsOnly(seen)]
+    router = router_of(replicas, strategy="round_robin", seeds=CallSeeds(**seeds))
+
+    async def main() -> None:
+        for _ in range(num_calls):
+            await router.generate([tokens("1")], sampling=replace(SAMPLING, seed=given))
+
+    run_in_virtual_time(main())
+    return seen
 
 
 def tokens(text: str) -> np.ndarray:
@@ -87,6 +117,26 @@ def test_calls_of_a_session_stay_on_its_first_replica():
     names = run_in_virtual_time(main())[0]
     assert names[0] == names[2]
     assert names[1] == names[3] == names[4]
+
+
+def test_calls_without_a_seed_get_one_that_no_other_call_has():
+    first = seeds_of_calls(20)
+    assert len(set(first)) == 20
+    assert seeds_of_calls(20) == first
+    assert not set(first) & set(seeds_of_calls(20, seed=1))
+    # A run that goes on from a checkpoint, at a later version.
+    assert not set(first) & set(seeds_of_calls(20, policy_version=lambda: 7))
+    assert seeds_of_calls(2, given=0) == [0, 0]
+
+
+def test_prompts_of_a_lost_replica_keep_the_seed_of_their_call():
+    seen: list[int | None] = []
+    replicas: Any = [SeedsOnly(seen, num_lost=1), SeedsOnly(seen)]
+    calling = router_of(replicas).generate([tokens("1")], sampling=replace(SAMPLING, seed=None))
+    run_in_virtual_time(calling)
+    assert len(seen) == 2
+    assert len(set(seen)) == 1
+    assert seen[0] is not None
 
 
 def test_begun_completions_of_other_prompts_are_refused():
