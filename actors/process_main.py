@@ -10,6 +10,7 @@ import signal
 
 from rl.observability.stacks import catch_signal
 from rl.utils.compat import exit_process
+from rl.utils.proxies import exempt_loopback
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
     from actors.secrets import forget_empty_secrets
 
     forget_empty_secrets()
+    exempt_loopback()  # the host's environment may be another than the controller's
 
     try:
         run_actor_process()

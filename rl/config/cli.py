@@ -34,6 +34,7 @@ from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_nam
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
 from rl.utils.processes import without_collections
+from rl.utils.proxies import exempt_loopback
 
 SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
     0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
+    exempt_loopback()
     if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
         enter_user_namespace()  # before the config's module starts threads
     with without_collections():  # the config's module imports everything that the run needs

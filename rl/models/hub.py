@@ -13,6 +13,7 @@ from pathlib import Path
 from rl.models.folder_check import CHAT_TEMPLATES
 from rl.models.hf import read_hf_config
 from rl.models.spec import spec_from_hf
+from rl.utils.proxies import used_proxy
 
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
@@ -104,7 +105,10 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
-        reason = f"it cannot be downloaded from {hub} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        proxy = used_proxy(hub)
+        through = "" if proxy is None else f" through the proxy of {proxy}"
+        told = (str(error).splitlines() or [""])[0]
+        reason = f"it cannot be downloaded from {hub}{through} ({type(error).__name__}: {told})"
     return (
         f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` where there is a "
         f"network, and give its folder or its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"

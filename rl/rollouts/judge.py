@@ -24,6 +24,7 @@ from rl.rollouts.replies import answer_part, has_open_thought, split_reply
 from rl.rollouts.rubric import UnparsedAnswer, shortened
 from rl.types import Rollout
 from rl.utils.numbers import MAGNITUDE, last_number
+from rl.utils.proxies import leads_here, used_proxy
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
 _BESIDE = r"(?:(?!\.[0-9])[^\w\n\u2013\u2212-]|[\u2013\u2212-][ \t])*"
@@ -214,7 +215,9 @@ class Judge:
         except openai.APITimeoutError:
             raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
         except openai.APIConnectionError as error:
-            raise self._error(f"no connection: {self._clean(repr(error.__cause__))}") from None
+            proxy = used_proxy(self.base_url)
+            through = "" if proxy is None or leads_here(self.base_url) else f" through the proxy of {proxy}"
+            raise self._error(f"no connection{through}: {self._clean(repr(error.__cause__))}") from None
         return self._text(answer.text)
 
     def _text(self, body: str) -> str:
@@ -242,8 +245,9 @@ class Judge:
 
 @functools.lru_cache(maxsize=16)
 def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
-    """Return the client of an event loop, to which its connections belong."""
-    return openai.AsyncOpenAI(**settings)
+    """Return the client of an event loop, to which its connections belong; it reaches this machine without a proxy."""
+    direct = openai.DefaultAsyncHttpxClient(trust_env=False) if leads_here(settings["base_url"]) else None
+    return openai.AsyncOpenAI(http_client=direct, **settings)
 
 
 def _key(api_key_env: str | None) -> str | None:

@@ -17,10 +17,12 @@ from rl.config.registry import resolve
 from rl.config.tree import check_bounds
 from rl.local import LocalBackend
 from rl.tinker.backend import Base, TinkerBackend, Workers
+from rl.tinker.compat import keep_clients_direct
 from rl.tinker.serving import ServerThread
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.utils.processes import use_threads
+from rl.utils.proxies import exempt_loopback
 
 
 class LocalTinkerBackend(TinkerBackend):
@@ -91,6 +93,8 @@ class ServiceClient(tinker.ServiceClient):
         Raises:
             ValueError: there is no such backend, it refuses its config, or the storage folder is in use.
         """
+        exempt_loopback()
+        keep_clients_direct()
         self._server = ServerThread(make_backend(backend), storage_folder=storage_folder)
         # Before the interpreter stops its thread pools, which the server needs to end.
         threading._register_atexit(self._server.close)  # type: ignore[attr-defined]

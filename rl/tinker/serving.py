@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
-import ipaddress
 import secrets
 import signal
 import socket
@@ -32,11 +31,11 @@ from rl.tinker.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
 from rl.utils.malloc import give_back_freed_memory
+from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 KEY_FILE = ".api_key"
 ANY_KEY = (
     "without keys_file any key is accepted: every user of this machine can use this server, and reach the models and "
@@ -259,13 +258,6 @@ async def give_back_memory(service: Service) -> None:
         if not service.has_work:
             gc.collect()
             await asyncio.to_thread(give_back_freed_memory)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _stop_signal() -> asyncio.Event:

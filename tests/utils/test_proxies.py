@@ -1,0 +1,107 @@
+"""Requests to this machine in an environment with proxies, which lead nowhere here."""
+
+import asyncio
+import os
+import urllib.request
+
+import httpx
+import pytest
+from tinker._client import AsyncTinker
+from tinker.types import ClientConfigResponse
+
+from rl.rollouts.judge import Judge, JudgeError
+from rl.tinker import compat
+from rl.utils.proxies import exempt_loopback, leads_here, loopback_exemption, used_proxy
+from tests.support.json_server import JsonServer
+
+DEAD = "http://user:secret@127.0.0.1:9"
+HERE = "localhost,127.0.0.1,::1,0.0.0.0"
+
+
+class Answering(JsonServer):
+    def answer(self, method, path, body, headers):
+        return 200, {"asked": f"{method} {path}"}
+
+
+@pytest.fixture
+def proxied(monkeypatch):
+    """Environment with a dead proxy of every kind."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name in ("http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, DEAD)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "internal.example")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "/root", "NO_PROXY": "a"}, {}),
+        ({"http_proxy": ""}, {}),
+        ({"HTTPS_PROXY": DEAD}, {"no_proxy": HERE, "NO_PROXY": HERE}),
+        ({"all_proxy": DEAD, "NO_PROXY": "a, b"}, {"no_proxy": f"a,b,{HERE}", "NO_PROXY": f"a,b,{HERE}"}),
+        ({"all_proxy": DEAD, "no_proxy": "*"}, {"no_proxy": "*", "NO_PROXY": "*"}),
+        (
+            {"all_proxy": DEAD, "no_proxy": "::1,127.0.0.1", "NO_PROXY": "b"},
+            {"no_proxy": "::1,127.0.0.1,localhost,0.0.0.0", "NO_PROXY": f"b,{HERE}"},
+        ),
+    ],
+)
+def test_this_machine_is_added_to_the_hosts_without_a_proxy(environment, expected):
+    assert loopback_exemption(environment) == expected
+    assert loopback_exemption(environment | expected) == expected
+
+
+def test_clients_reach_this_machine_and_others_go_through_the_proxy(proxied):
+    exempt_loopback()
+    with Answering() as server:
+        for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
+            assert httpx.get(url).json() == {"asked": "GET /"}
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                assert b"GET" in answer.read()
+    assert used_proxy(server.url) is None
+    assert used_proxy("https://hub.example/x") == "https_proxy=http://127.0.0.1:9"
+    assert used_proxy("http://internal.example") is None
+    assert [leads_here(url) for url in ("http://[::1]:8/v1", "http://0.0.0.0:8", "http://localhost.example")] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("proxy", [DEAD, "socks5://127.0.0.1:9"])
+def test_official_client_reads_no_proxy_for_a_server_on_this_machine(proxied, proxy):
+    proxied.setenv("ALL_PROXY", proxy)
+    proxied.setattr(
+        compat._base_client, "AsyncHttpxClientWrapper", compat._base_client.AsyncHttpxClientWrapper
+    )
+    # As a client in this process does: its first calls go through httpx, later ones through pyqwest.
+    exempt_loopback()
+    compat.keep_clients_direct()
+
+    async def ask(url):
+        first = ClientConfigResponse(use_pyqwest_transport=False)
+        clients = [AsyncTinker(base_url=url, api_key="tml-" + "a" * 16, _client_config=first)]
+        clients.append(AsyncTinker(base_url=url, api_key="tml-" + "a" * 16))
+        return [(await client._client.get("/x")).json() for client in clients]
+
+    with Answering() as server:
+        assert asyncio.run(ask(server.url)) == [{"asked": "GET /x"}] * 2
+
+
+def test_judge_on_this_machine_needs_no_proxy_and_the_error_of_another_names_it(proxied):
+    proxied.setenv("http_proxy", "http://127.0.0.1:9")
+
+    async def ask(url):
+        judge = Judge(base_url=url, model="m", api_key_env=None, max_retries=0)
+        return await judge._ask("grade it")
+
+    with (
+        Answering() as server,
+        pytest.raises(JudgeError, match=r"no chat completion came back: .*POST /v1/chat"),
+    ):
+        asyncio.run(ask(f"{server.url}/v1"))
+    with pytest.raises(
+        JudgeError, match=r"no connection through the proxy of http_proxy=http://127.0.0.1:9: "
+    ):
+        asyncio.run(ask("http://judge.example/v1"))
