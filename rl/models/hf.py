@@ -369,7 +369,7 @@ def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
     if (folder / SINGLE_FILE).exists() and listed != [SINGLE_FILE]:
         raise ValueError(
             f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which lists {', '.join(listed[:2])}: programs differ "
-            "in what they read: remove the one that is not meant"
+            "in what they read: remove the one that is not meant (in a copy of the hub's cache)"
         )
 
 

@@ -53,12 +53,7 @@ from rl.training.checkpoint_tensors import (
 from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
-from rl.training.random_states import (
-    random_file,
-    read_random_states,
-    states_to_tensors,
-    write_random_states,
-)
+from rl.training.random_states import pack_random_states, random_file, read_random_states
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import atomic_folder
@@ -137,11 +132,11 @@ class Checkpointer(Configurable):
             tokenizer=self._tokenizer,
         )
         tensors = self.tensors(model_only=model_only)
-        random = None if model_only else states_to_tensors(process_states())
+        more = {} if model_only else {self._random_file: pack_random_states(process_states())}
         if wait or self.config.async_mode == "disabled":
-            self._write(path, tensors, random, saved)
+            self._write(path, tensors, more, saved)
             return
-        done = self._thread.submit(self._write_behind, path, self._copy(tensors), random, saved)
+        done = self._thread.submit(self._write_behind, path, self._copy(tensors), more, saved)
         self._pending = (path, done)
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
@@ -206,7 +201,9 @@ class Checkpointer(Configurable):
             exclude=exclude,
         )
         restores = not (model_only or excluded(RANDOM, exclude))
-        random = read_random_states(path / self._random_file) if restores else None
+        random = None
+        if restores:
+            random = on_all_ranks(partial(read_random_states, path / self._random_file), group=self._group)
         with checkpoint_errors(f"checkpoint {path} could not be read"):
             read_tensors(path, tensors, group=self._group)
         self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
@@ -269,7 +266,7 @@ class Checkpointer(Configurable):
         self,
         path: Path,
         tensors: Mapping[str, Tensor],
-        random: Mapping[str, Tensor] | None,
+        more: Mapping[str, bytes],
         saved: SavedState,
     ) -> None:
         """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
@@ -279,10 +276,7 @@ class Checkpointer(Configurable):
             folder = on_first_rank(
                 lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
             )
-            files = write_tensors(folder, tensors, group=self._group)
-            if random is not None:
-                files.append(folder / self._random_file)
-                write_random_states(files[-1], random)
+            files = write_tensors(folder, tensors, more=more, group=self._group)
             sums = {file.name: sum_of_file(file) for file in files}
 
             def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:

@@ -196,15 +196,23 @@ def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_tensors(
-    folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    more: Mapping[str, bytes],
+    group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write and flush the tensors of all ranks; return this rank's files, or raise a rank's OSError on every rank."""
+    """Write the tensors of all ranks; return this rank's files, or raise a rank's OSError on every rank.
+
+    Args:
+        more: content of further files of this rank, by their names.
+    """
     rank = 0 if group is None else dist.get_rank(group)
     with plain_errors():
         state_dict_saver.save(
-            dict(state), storage_writer=_Writer(folder), process_group=group, no_dist=group is None
+            dict(state), storage_writer=_Writer(folder, more), process_group=group, no_dist=group is None
         )
-    files = list(folder.glob(f"__{rank}_*"))
+    files = [*folder.glob(f"__{rank}_*"), *(folder / name for name in more)]
     return [*files, folder / METADATA] if rank == 0 else files
 
 
@@ -250,7 +258,16 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
+    """Writer of a rank's tensors and further files."""
+
+    def __init__(self, folder: Path, more: Mapping[str, bytes]) -> None:
+        super().__init__(folder)
+        self._more = {folder / name: content for name, content in more.items()}
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        # Here, because an error of one rank is raised on all of them.
+        for file, content in self._more.items():
+            file.write_bytes(content)
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:  # torch.save hides the disk's error.

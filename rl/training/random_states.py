@@ -24,8 +24,8 @@ def random_file(*, layout: str, rank: int) -> str:
     return f"{RANDOM}.{layout}.{rank}{RANDOM_SUFFIX}"
 
 
-def states_to_tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the result of `process_states` as tensors."""
+def pack_random_states(states: Mapping[str, Any]) -> bytes:
+    """Return the result of `process_states` as the content of a safetensors file."""
     version, numbers, gauss = states["python"]
     assert version == _PYTHON, version
     tensors = {"python": torch.tensor(numbers, dtype=torch.int64)}
@@ -35,11 +35,20 @@ def states_to_tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
         _, keys, place, has_gauss, cached = states["numpy"]
         tensors["numpy"] = torch.tensor([*keys.tolist(), place, has_gauss], dtype=torch.int64)
         tensors["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64)
-    return tensors | {name: states[name] for name in ("torch", "cuda") if name in states}
+    return save(tensors | {name: states[name] for name in ("torch", "cuda") if name in states})
 
 
-def tensors_to_states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what `restore_process_states` takes; raise ValueError for tensors that are no random states."""
+def read_random_states(file: Path) -> dict[str, Any] | None:
+    """Return what `restore_process_states` takes, or None without the file; raise ValueError for anything else."""
+    if not file.is_file():
+        return None
+    try:
+        return _states(load_file(file))
+    except (KeyError, OSError, OverflowError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint file {file} has no random states: {error}") from error
+
+
+def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     states: dict[str, Any] = {name: tensors[name] for name in ("torch", "cuda") if name in tensors}
     for name, state in states.items():
         if state.dtype != torch.uint8 or state.dim() != 1:
@@ -55,21 +64,6 @@ def tensors_to_states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         states["numpy"] = (_NUMPY, np.array(keys, dtype=np.uint32), place, has_gauss, cached)
         np.random.RandomState().set_state(states["numpy"])
     return states
-
-
-def write_random_states(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    # The library's own writing raises no OSError on a full disk.
-    file.write_bytes(save(dict(tensors)))
-
-
-def read_random_states(file: Path) -> dict[str, Any] | None:
-    """Return what `write_random_states` wrote, or None without the file; raise ValueError for anything else."""
-    if not file.is_file():
-        return None
-    try:
-        return tensors_to_states(load_file(file))
-    except (KeyError, OSError, OverflowError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint file {file} has no random states: {error}") from error
 
 
 def _integers(tensors: Mapping[str, Tensor], name: str) -> list[int]:

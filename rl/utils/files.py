@@ -28,6 +28,8 @@ LOCK = ".lock"
 _BEING_WRITTEN = ".being-written"
 _ACQUIRE_S = 10.0
 """Seconds to wait for a lock that another process holds only for a moment."""
+MAX_JSON_BYTES = 1 << 28
+"""Size of a JSON file that is read at once; the largest tokenizers have 2^25 bytes."""
 MAX_DEPTH = 100
 """Levels of lists and objects in a JSON text."""
 MAX_DIGITS = 100
@@ -199,6 +201,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise ValueError if the file is missing or holds something else."""
     if not file.is_file():
         raise ValueError(f"file {file} is missing")
+    if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"file {file} has {num_bytes} bytes: must have at most {MAX_JSON_BYTES}")
     try:
         content = parse_json(file.read_bytes())
     except ValueError as error:

@@ -73,6 +73,13 @@ def test_json_that_is_too_deep_or_large_is_refused_in_one_line(folder, name, tex
     assert "\n" not in str(refused.value)
 
 
+def test_json_that_does_not_fit_into_memory_is_refused(folder):
+    with (folder / "config.json").open("ab") as file:
+        file.truncate(2**42)  # sparse
+    with pytest.raises(ValueError, match=f"{folder}/config.json has 4398046511104 bytes: must have at most"):
+        open_model(folder)
+
+
 @pytest.mark.parametrize(
     "text", [DEEP, '{"module": "configs.sum_digits", "config": "tiny", "values": ' + HUGE + "}"]
 )
