@@ -46,7 +46,9 @@ _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Endings of buffers that old versions of transformers saved."""
 _DTYPES = ("F64", "F32", "F16", "BF16", FP8)
 """Dtypes of weights in a safetensors header."""
-_QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|weight_packed|SCB|[\w.]*quant_state)\b")
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|g_idx|absmax|quant_map|weight_packed|scales|SCB|[\w.]*quant_state)\b"
+)
 """Names of tensors that AWQ, GPTQ, bitsandbytes and compressed-tensors add."""
 _FREE_FIELDS = ("init_std", "rope.max_positions", "local_rope.max_positions")
 """Fields of a model's config that change no result of given weights; the folder's count."""
@@ -89,6 +91,9 @@ class HFFolder:
                 raise ValueError(f"weights file {file} is missing{listed}")
             check_not_pointer(file)
             header = _read_header(file)
+            if twice := sorted(header.keys() & self.files.keys()):
+                other = self.files[twice[0]]
+                raise ValueError(f"tensor {twice[0]} is in both {other} and {file.name}: remove one of them")
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             dtypes |= {name: dtype for name, (_, dtype) in header.items()}
             self.files |= dict.fromkeys(header, file)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl.models.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer
+from rl.models.folder_check import ADAPTER_CONFIG, check_links, check_not_pointer, has_weights
 from rl.models.hf import check_finite
 from rl.models.tokenizer import write_json
 from rl.utils.files import atomic_folder, read_json_object
@@ -133,9 +133,13 @@ def read_peft_folder(
             alpha differs, or its tensors are those of other weights.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: must be the folder of a PEFT adapter, with {CONFIG_FILE}")
     if folder.is_dir():
         check_links(folder)
         check_not_pointer(folder / WEIGHTS_FILE)
+    if not is_peft_folder(folder) and has_weights(folder):
+        raise ValueError(f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}")
     config = read_json_object(folder / CONFIG_FILE)
     _check_settings(config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE)
     file = folder / WEIGHTS_FILE

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -152,6 +153,10 @@ def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"checkpoint file {file} is missing")
+        if not os.path.realpath(file).startswith(f"{os.path.realpath(path)}/"):
+            raise ValueError(
+                f"checkpoint file {file} is a link that leaves its folder: a checkpoint has none"
+            )
         num_bytes = file.stat().st_size
         if num_bytes != written.num_bytes:
             raise DamagedCheckpointError(

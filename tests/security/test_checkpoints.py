@@ -282,6 +282,13 @@ def test_manifest_names_files_of_its_folder_only(received, name):
     assert_refused(received, r"manifest.json lists '.*': must be the name of a file beside it")
 
 
+@pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
+def test_link_that_leaves_a_checkpoint_is_refused(received, tmp_path, name):
+    shutil.move(received / name, tmp_path / "elsewhere")
+    (received / name).symlink_to(tmp_path / "elsewhere")
+    assert_refused(received, f"{received / name} is a link that leaves its folder")
+
+
 @pytest.mark.parametrize(
     "change",
     [{"position": 1}, {"position": {"step": 1}}, {"tokenizer": []}, {"tokenizer": {"x": 1}}, {"more": 1}],

@@ -177,6 +177,17 @@ def test_whole_file_beside_the_index_of_others_is_refused_naming_both(folder):
     assert given_folder(folder, spec=None)  # an index of the whole file says the same
 
 
+def test_tensor_in_two_shards_is_refused_naming_both(folder):
+    shards(folder, 2, index=True)
+    (folder / WEIGHTS).unlink()
+    second = folder / "model-00002-of-00002.safetensors"
+    first = load_file(folder / "model-00001-of-00002.safetensors")
+    save_file(
+        load_file(second) | {"model.norm.weight": torch.zeros(32)} | dict(list(first.items())[:1]), second
+    )
+    assert "is in both" in refusal(folder)
+
+
 def test_index_chooses_between_two_sets_of_shards(folder):
     shards(folder, 3, index=False)
     shards(folder, 2, index=True)
@@ -292,6 +303,13 @@ def test_links_of_an_adapter_and_of_gguf_files_are_refused(tmp_path):
     link = tmp_path / "link.gguf"  # a user's own
     link.symlink_to("model.gguf")
     assert resolve_assets(link, cache=tmp_path / "cache")
+
+
+def test_folder_that_is_no_adapter_is_named(folder):
+    with pytest.raises(ValueError, match="is the folder of a model: must be a PEFT adapter's"):
+        read_peft_folder(folder, rank=2, alpha=4.0, widths={})
+    with pytest.raises(ValueError, match=r"config.json is a file: must be the folder of a PEFT adapter"):
+        read_peft_folder(folder / "config.json", rank=2, alpha=4.0, widths={})
 
 
 def test_adapter_of_pickles_is_named(tmp_path):
