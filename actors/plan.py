@@ -82,6 +82,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         environments=environments,
         renderer=renderer,
         warms_up=start.warmed_up is not None,
+        rewards_in_actors=config.reward.num_procs > 0,
     )
     return Plan(
         start=start,

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
 from rl.loop.config import LoopConfig
 from rl.rollouts.environment import EnvironmentFailedError, Environments
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
-from rl.rollouts.rewards import score_within
+from rl.rollouts.rewards import RewardProcess, check_sendable
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
 from rl.tasks.task import Task
-from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+from rl.types import Completion, Message, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.errors import RunError
 from rl.utils.threads import run_now
 
@@ -37,9 +37,11 @@ def check_task(
     environments: Environments,
     renderer: Renderer,
     warms_up: bool = False,
+    rewards_in_actors: bool = False,
 ) -> Prompt:
     """Try a few problems: prompts must fit, environments must work, and the rubric must give finite numbers.
 
+    The rubric is tried in a process of its own, as in the run; with `rewards_in_actors` it must reach their machines.
     With `loop.max_failed_rewards` above 0, a rubric that fails, or an environment that breaks after it has opened,
     is only a warning.
 
@@ -68,15 +70,9 @@ def check_task(
         is_complete=example is not None or have_one_turn[0],
         loop=loop,
         time_limit_s=time_limit_s,
+        in_actors=rewards_in_actors,
     )
-    if (limit := loop.max_sample_tokens) is not None:
-        shortest = min(len(renderer.opening(messages)) for messages in openings[len(held_out) :])
-        if not shortest < limit < max_model_len:
-            raise ValueError(
-                f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
-                f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a "
-                "limit already; or None"
-            )
+    _check_sample_limit(openings[len(held_out) :], loop, renderer=renderer, max_model_len=max_model_len)
     if warms_up:
         check_demonstrations(
             task.warmup_problems(seed=seed),
@@ -86,6 +82,22 @@ def check_task(
             max_model_len=max_model_len,
         )
     return prompt
+
+
+def _check_sample_limit(
+    openings: Sequence[Sequence[Message]], loop: LoopConfig, *, renderer: Renderer, max_model_len: int
+) -> None:
+    """Raise ValueError for a `loop.max_sample_tokens` that no training sample meets, or every one."""
+    limit = loop.max_sample_tokens
+    if limit is None:
+        return
+    shortest = min(len(renderer.opening(messages)) for messages in openings)
+    if not shortest < limit < max_model_len:
+        raise ValueError(
+            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
+            f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a "
+            "limit already; or None"
+        )
 
 
 async def _open_all(
@@ -124,26 +136,56 @@ def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
 
 
 def _check_rubric(
-    rubric: Rubric, example: Rollout, *, is_complete: bool, loop: LoopConfig, time_limit_s: float
+    rubric: Rubric,
+    example: Rollout,
+    *,
+    is_complete: bool,
+    loop: LoopConfig,
+    time_limit_s: float,
+    in_actors: bool,
 ) -> None:
     """Score a group of the example, ended as it is, without words and with other words.
 
     Raises:
-        ValueError: a reward function fails. With `loop.max_failed_rewards`, for a judge that may not be up yet, and
-            for an example that is not a complete episode, this is a warning.
+        ValueError: the rubric does not reach a process, or a reward function fails. With `loop.max_failed_rewards`,
+            for a judge that may not be up yet, and for an example that is not a complete episode, a function that
+            fails is a warning.
     """
+    if loop.group_size == 1 and rubric.comparing:
+        raise ValueError(
+            f"group_size=1: the reward functions {', '.join(rubric.comparing)} compare the rollouts of a group: raise "
+            "it to at least 2, or set needs_group=False if they can grade one alone"
+        )
     *before, last = example.turns
+    size = loop.group_size if rubric.has_group_functions else 1
+    groups = []
     for text in (last.text, "", "?"):
         attempt = replace(example, turns=(*before, replace(last, text=text)))
-        size = loop.group_size if rubric.has_group_functions else 1
-        group = [replace(attempt, sample=sample) for sample in range(size)]
-        for score in score_within(rubric, group, time_limit_s=time_limit_s):
-            if score.failure is None:
-                continue
-            if is_complete and not rubric.has_async_functions and not loop.max_failed_rewards:
-                raise ValueError(f"the task's rubric fails: {score.failure}")
-            logger.warning("the task's rubric fails when it is tried: %s", score.failure)
-            return
+        groups.append([replace(attempt, sample=sample) for sample in range(size)])
+    try:
+        check_sendable(rubric, to_actors=in_actors)
+        scores = run_now(_scores(rubric, groups, time_limit_s=time_limit_s))
+    except (RunError, TimeoutError) as error:
+        raise ValueError(f"the task's rubric cannot be used: {error}") from error
+    for score in chain.from_iterable(scores):
+        if score.failure is None:
+            continue
+        if is_complete and not rubric.has_async_functions and not loop.max_failed_rewards:
+            raise ValueError(f"the task's rubric fails: {score.failure}")
+        logger.warning("the task's rubric fails when it is tried: %s", score.failure)
+        return
+
+
+async def _scores(
+    rubric: Rubric, groups: Sequence[Sequence[Rollout]], *, time_limit_s: float
+) -> list[list[Score]]:
+    """Score groups as a run does, in a reward process that ends afterwards."""
+    process = RewardProcess(rubric=rubric, time_limit_s=time_limit_s)
+    try:
+        await process.start()
+        return await process.score(groups)
+    finally:
+        await process.close()
 
 
 def _demonstration(

@@ -7,11 +7,14 @@ Shape legend: T tokens of a sequence, C tokens of a completion, K targets of a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
+from rl.utils.excerpts import shown
+from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, restore_fields
 
 FinishReason = Literal["stop", "length", "abort"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -20,6 +23,7 @@ EndReason = Literal["done", "turns", "tokens", "time", "failed"]
 
 RUN = ""
 """Model id of a run, which has one model."""
+NO_METRICS: Mapping[str, float] = ReadOnlyDict()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +58,23 @@ class Message:
     content: str
 
 
+def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
+    """Return the messages of a list, a generator or any other iterable; raise ValueError if it is none."""
+    if type(messages) is tuple:
+        return messages
+    hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
+    if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(messages, Iterable):
+        raise ValueError(f"{name}={shown(messages)} is a {type(messages).__name__}: {hint}")
+    return tuple(messages)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One instance of a task: a question, and what its answer is graded against."""
+class Problem(Shareable):
+    """One instance of a task: a question, and what its answer is graded against.
+
+    Each episode and each call of a reward function gets a private copy, so that changing `info` changes it for
+    nobody else.
+    """
 
     id: str
     """Identifier, unique within the task and the same in every run."""
@@ -67,7 +85,17 @@ class Problem:
     demonstration: str | tuple[str, ...] = ""
     """A reply that solves the problem, or one reply for each turn; empty if the task has none."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """More data for environment and reward functions: plain values that pickle."""
+    """More data for environment and reward functions: plain values that pickle. Kept as a copy."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.info, Mapping):
+            raise ValueError(
+                f"problem {self.id!r}: info={shown(self.info)} must be a mapping of names to values"
+            )
+        info = self.info if isinstance(self.info, dict) else dict(self.info)
+        object.__setattr__(self, "info", copy_data(info))
+        if isinstance(self.demonstration, list):
+            object.__setattr__(self, "demonstration", tuple(self.demonstration))
 
     @property
     def demonstrations(self) -> tuple[str, ...]:
@@ -83,10 +111,20 @@ class Prompt:
     token_ids: np.ndarray
     """[T] int32."""
 
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        restore_fields(self, state)
+        self.__post_init__()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
-    """The generator's reply to a prompt, token for token; never re-tokenized."""
+    """The generator's reply to a prompt, token for token; never re-tokenized.
+
+    Its arrays are read-only from the moment that it is part of a turn or of a reply.
+    """
 
     token_ids: np.ndarray
     """[C] int32, the stop token included."""
@@ -110,17 +148,27 @@ class Reply:
     """The completion decoded, as in `Turn`."""
     completion: Completion
 
+    def __post_init__(self) -> None:
+        freeze_arrays(self.completion)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
     """An environment's answer to a reply."""
 
     messages: tuple[Message, ...] = ()
-    """The next messages to the model; none ends the episode."""
+    """The next messages to the model; none ends the episode. Any iterable of messages is kept as a tuple."""
     reward: float = 0.0
     """Reward of this reply alone, added to the rubric's."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to report, such as calls of a tool; they are summed over the turns of a rollout."""
+    """Numbers to report, such as calls of a tool; they are summed over the turns of a rollout. Kept read-only."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", as_messages(self.messages))
+        if not isinstance(self.metrics, Mapping):
+            raise ValueError(f"metrics={shown(self.metrics)} must be a mapping of names to numbers")
+        if type(self.metrics) is not ReadOnlyDict:
+            object.__setattr__(self, "metrics", ReadOnlyDict(self.metrics) if self.metrics else NO_METRICS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -139,6 +187,15 @@ class Turn:
     observation: Observation = field(default_factory=Observation)
     """The environment's answer to the reply."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", as_messages(self.messages))
+        freeze_arrays(self)
+        freeze_arrays(self.completion)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        restore_fields(self, state)
+        self.__post_init__()  # Arrays of a pickle are writable.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
@@ -155,6 +212,10 @@ class Rollout:
     """Reason why there are no more turns."""
     failure: str | None = None
     """Reason why the environment failed (an error, a timeout); a failed rollout is not trained on."""
+
+    def __post_init__(self) -> None:
+        if type(self.turns) is not tuple:
+            object.__setattr__(self, "turns", tuple(self.turns))
 
     @property
     def completion(self) -> Completion:

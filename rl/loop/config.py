@@ -21,7 +21,7 @@ class LoopConfig(Configurable.Config):
     groups_per_batch: int = 32
     """Prompts of a step."""
     group_size: int = 8
-    """Completions of each prompt."""
+    """Completions of each prompt; 1 needs an advantage that compares no group (`baseline` "batch_mean" or "none")."""
     num_minibatches: int = 1
     """Optimizer steps that a batch is divided into, by prompts."""
     max_off_policy_steps: int = 0
@@ -75,10 +75,11 @@ class LoopConfig(Configurable.Config):
     def __post_init__(self) -> None:
         from_0 = ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff", "max_off_policy_steps")
         check_bounds(self, *from_0, at_least=0)
-        check_bounds(self, "groups_per_batch", "num_minibatches", "publish_every", at_least=1)
-        check_bounds(self, "group_size", at_least=2)  # a group's mean is its baseline
+        check_bounds(self, "groups_per_batch", "group_size", "num_minibatches", "publish_every", at_least=1)
         check_bounds(self, "max_failed_rewards", at_least=0, below=1)
         check_bounds(self, "max_sample_tokens", at_least=2)
+        if self.group_size == 1:
+            self._check_single_samples()
         if self.groups_per_batch % self.num_minibatches:
             raise ValueError(
                 f"num_minibatches={self.num_minibatches} does not divide groups_per_batch={self.groups_per_batch}"
@@ -87,4 +88,25 @@ class LoopConfig(Configurable.Config):
             raise ValueError(
                 f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can meet with "
                 f"publish_every={self.publish_every}: must be at least {self.publish_every - 1}"
+            )
+
+    def _check_single_samples(self) -> None:
+        """Raise ValueError for settings that compare the samples of a prompt, where each prompt has one."""
+        advantage = self.advantage
+        wrong = {
+            f'advantage.baseline="{advantage.baseline}"': advantage.baseline
+            in ("group_mean", "leave_one_out"),
+            f'advantage.scale="{advantage.scale}"': advantage.scale == "group_std",
+            "drop_zero_advantage_groups=True": self.drop_zero_advantage_groups,
+        }
+        for setting, compares in wrong.items():
+            if compares:
+                raise ValueError(
+                    f"group_size=1: must be at least 2, as {setting} compares the samples of a prompt; for one sample "
+                    'a prompt take baseline "batch_mean" with scale "batch_std" (REINFORCE++), and keep all groups'
+                )
+        if self.groups_per_batch == 1 and advantage.baseline == "batch_mean":
+            raise ValueError(
+                "group_size=1 with groups_per_batch=1: the only sample of a batch is its own baseline; raise one of "
+                "them to at least 2"
             )

@@ -88,14 +88,16 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
     by_function = score_metrics([score for group in groups for score in group.scores])
     by_environment = _environment_metrics([member.rollout for group in groups for member in group.scored])
-    of_groups = [group_metrics(group.scored) for group in groups]
+    of_groups = [group_metrics(group.scored, size=len(group.rollouts)) for group in groups]
     return merge([*of_groups, by_function, by_environment, reasons, *counts])
 
 
-def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
+def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, Metric]:
+    """Return the metrics of a group of `size` rollouts; a group of one is equal to nothing."""
     if not scored_G:
         return {}
-    return merge([*map(_rollout_metrics, scored_G), {"reward/equal_groups": Mean(equal_rewards(scored_G))}])
+    equal: dict[str, Metric] = {"reward/equal_groups": Mean(equal_rewards(scored_G))} if size > 1 else {}
+    return merge([*map(_rollout_metrics, scored_G), equal])
 
 
 def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:

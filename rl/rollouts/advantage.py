@@ -17,6 +17,11 @@ import torch
 from losses.ops import KL_ESTIMATORS
 from rl.config.configurable import only_if, unless
 from rl.config.tree import check_bounds
+from rl.rollouts.reward_values import MAX_REWARD
+
+MAX_TOKEN_REWARD = 1e20
+"""Largest magnitude of a token's reward. It leaves room above `MAX_REWARD` for the sums over the turns of a rollout;
+squares in float64, and returns of 1e18 tokens in float32, stay finite."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,7 +41,8 @@ class Advantage:
     zeros. If all values are equal, a baseline leaves exact zeros, and a scale changes nothing.
 
     Raises:
-        ValueError: a field is out of range or has no effect; when called, a reward is not finite.
+        ValueError: a field is out of range or has no effect; when called, a reward is not finite, or so large that
+            float32 cannot hold an advantage.
     """
 
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
@@ -64,7 +70,7 @@ class Advantage:
                 the turn's last token, a penalty by token everywhere. A sample without tokens counts in no
                 mean.
         """
-        _check_finite(rewards_PG)
+        _check_sizes(rewards_PG)
         values_PG = [[self._values(rewards_C) for rewards_C in group_G] for group_G in rewards_PG]
         centered_PG = self._centered(values_PG)
         if self.baseline in ("group_mean", "leave_one_out"):
@@ -147,11 +153,16 @@ def _has_equal_sums(rewards_G: Sequence[np.ndarray]) -> bool:
     return not sums or max(sums) == min(sums)
 
 
-def _check_finite(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
+def _check_sizes(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
     for p, rewards_G in enumerate(rewards_PG):
         for g, rewards_C in enumerate(rewards_G):
-            if not np.isfinite(rewards_C).all():
-                raise ValueError(f"group {p}, sample {g}: a reward is not finite: {rewards_C}")
+            largest = float(np.abs(rewards_C).max(initial=0.0))
+            if not largest <= MAX_TOKEN_REWARD:
+                problem = "too large" if math.isfinite(largest) else "not finite"
+                raise ValueError(
+                    f"group {p}, sample {g}: a reward is {problem}: {rewards_C}; must be within "
+                    f"{MAX_TOKEN_REWARD:g} of 0"
+                )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,7 +182,7 @@ class OverlongPunishment:
 
     def __post_init__(self) -> None:
         check_bounds(self, "buffer_tokens", at_least=1)
-        check_bounds(self, "penalty", at_least=0, below=math.inf)
+        check_bounds(self, "penalty", at_least=0, at_most=MAX_REWARD)
 
     def check(self, *, max_tokens: int) -> None:
         """Raise ValueError if the buffer is longer than a completion of at most `max_tokens`."""
@@ -201,7 +212,7 @@ class KLReward:
     """Estimator of the KL divergence; k1 gives its gradient on average, k2 and k3 do not."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "coef", at_least=0, below=math.inf)
+        check_bounds(self, "coef", at_least=0, at_most=MAX_REWARD)
 
 
 def kl_penalty(

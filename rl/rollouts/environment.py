@@ -14,13 +14,14 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, get_args
 
 from rl.protocols import Environment
-from rl.types import Message, Observation, Problem, Reply, Role
+from rl.rollouts.reward_values import MAX_REWARD, as_number
+from rl.types import Message, Observation, Problem, Reply, Role, as_messages
 from rl.utils.errors import RunError
+from rl.utils.excerpts import shown
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +118,21 @@ class EnvironmentCalls:
         """
 
         async def answer() -> Observation:
-            return _checked(await self.environment.step(reply))
+            return _check_observation(await self.environment.step(reply))
 
         return await self._call(answer)
 
     def open(self) -> tuple[Message, ...]:
         """Return the opening messages, and keep them; ValueError names the problem."""
         try:
-            self.messages = tuple(self.environment.opening())
+            self.messages = as_messages(self.environment.opening(), name="opening()")
             _check_messages(self.messages)
             if not self.messages:
                 raise ValueError("there are no messages, and the model needs at least one")
         except Exception as error:
             raise ValueError(
                 f"the environment of problem {self.problem.id!r} ({type(self.environment).__name__}) does not "
-                f"open: `opening` must return a sequence of Message: {error!r}"
+                f"open: `opening` must return a sequence of Message: {shown(error)}"
             ) from error
         return self.messages
 
@@ -152,7 +153,7 @@ class EnvironmentCalls:
         except Exception as error:
             slow = f"took longer than step_timeout_s={self.timeout_s:g}"
             raise EnvironmentFailedError(
-                f"the environment {slow if timer.expired() else f'raised {error!r}'}"
+                f"the environment {slow if timer.expired() else f'raised {shown(error)}'}"
             ) from error
 
 
@@ -197,24 +198,40 @@ class Environments:
 
     def _made(self, problem: Problem) -> EnvironmentCalls:
         try:
-            environment = self.make(problem)
+            environment = self.make(problem.private())  # Episodes of a group must not share data.
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {problem.id!r} cannot be made: {error!r}"
+                f"the environment of problem {problem.id!r} cannot be made: {shown(error)}"
             ) from error
         return EnvironmentCalls(
             environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s
         )
 
 
-def _checked(observation: Any) -> Observation:
+def _check_observation(observation: Any) -> Observation:
+    """Return an observation with numbers as floats; raise TypeError or ValueError for an invalid field."""
     if not isinstance(observation, Observation):
-        raise TypeError(f"`step` returned {observation!r}, which is not an Observation")
+        raise TypeError(f"`step` returned {shown(observation)}, which is not an Observation")
     _check_messages(observation.messages)
-    for name, value in {**observation.metrics, "reward": observation.reward}.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{name}={value!r}: must be a finite number")
-    return observation
+    reward = _read_number("reward", observation.reward)
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(f"reward={reward:g}: must be within {MAX_REWARD:g} of 0; divide it by a constant")
+    metrics = {name: _read_number(name, value) for name, value in observation.metrics.items()}
+    if {type(value) for value in (observation.reward, *observation.metrics.values())} == {float}:
+        return observation
+    return replace(observation, reward=reward, metrics=metrics)
+
+
+def _read_number(name: Any, value: Any) -> float:
+    if not isinstance(name, str):
+        raise ValueError(f"metrics has the key {shown(name)}: a name must be a text")
+    try:
+        number = as_number(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={shown(value)}: must be a finite number")
+    return number
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
@@ -222,5 +239,5 @@ def _check_messages(messages: Sequence[Any]) -> None:
     for i, m in enumerate(messages):
         if not (isinstance(m, Message) and m.role in roles and isinstance(m.content, str)):
             raise ValueError(
-                f"messages[{i}]={m!r}: must be a Message with a text and a role of {', '.join(roles)}"
+                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of {', '.join(roles)}"
             )

@@ -26,6 +26,7 @@ from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, En
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.types import Completion, EndReason, Message, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
 from rl.utils.clock import BusyClock, now_s
+from rl.utils.excerpts import shown
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +151,11 @@ class Episodes:
                 turns[-1] = replace(turns[-1], observation=observation)
                 end = self._end(turns, seconds=now_s() - started)
                 if end is None:
-                    messages = tuple(observation.messages)
+                    messages = observation.messages
                     prompt_ids = self._continuation(messages, after=completion)
             except EnvironmentFailedError as error:
-                failure = f"{error} in turn {len(turns)} of problem {prompt.problem.id!r}, reply {text!r}"
+                where = f"turn {len(turns)} of problem {prompt.problem.id!r}, reply {shown(text)}"
+                failure = f"{error} in {where}"
                 logger.warning("%s", failure, exc_info=error)
                 return Rollout(
                     prompt=prompt, sample=sample, turns=tuple(turns), end="failed", failure=failure
@@ -174,7 +176,7 @@ class Episodes:
             return self.renderer.continuation(messages, after=after)
         except Exception as refused:  # by a template or tokenizer, for these messages
             raise EnvironmentFailedError(
-                f"the renderer refused the environment's messages ({refused!r})"
+                f"the renderer refused the environment's messages ({shown(refused)})"
             ) from refused
 
     def _end(self, turns: Sequence[Turn], *, seconds: float) -> EndReason | None:

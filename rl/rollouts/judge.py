@@ -21,8 +21,9 @@ import openai
 
 from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part, has_open_thought, split_reply
-from rl.rollouts.rubric import UnparsedAnswer, shortened
+from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Rollout
+from rl.utils.excerpts import shortened
 from rl.utils.numbers import MAGNITUDE, last_number
 from rl.utils.proxies import leads_here, used_proxy
 

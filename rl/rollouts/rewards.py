@@ -1,32 +1,40 @@
 """Sync reward functions in a process of their own, with time limits that always hold; async ones beside it.
 
-A sync function is foreign code: it may loop forever, or end its process. Whatever it does, only its own call
-fails; a process that hangs is killed, and the next call starts another. Async functions wait for servers: they run
-together in the caller's event loop, which they must not block.
+A sync function is foreign code: it may loop forever, start processes, or end its own. Whatever it does, only its own
+call fails; a process that hangs is killed, and the next call starts another. Async functions wait for servers: they
+run together in the caller's event loop, which they must not block.
 
-    to the process      sync calls, made one after another
-    from the process    None once it is ready; then a CallResult for each call
+    this process -> guard -> worker, which makes the calls -> processes that reward functions start
+
+    to the worker       sync calls, made one after another
+    from the worker     None once it is ready, or the reason why it is not; then a CallResult for each call
+
+The guard (`rl.utils.descendants`) runs no foreign code: however worker or parent end, it ends all processes below it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
 import signal
-import threading
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import FunctionType
 from typing import Any, TypeVar
 
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Rubric, RubricCall
 from rl.types import Rollout, Score
+from rl.utils.descendants import run_guarded
 from rl.utils.errors import RunError
-from rl.utils.threads import WorkerThread, all_or_cancel, run_now
+from rl.utils.excerpts import shown
+from rl.utils.threads import WorkerThread, all_or_cancel
 
 GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
@@ -36,10 +44,8 @@ START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
 CLOSE_S = 10.0
 """Time in which the thread that waits for a killed process must end."""
-REPEAT_S = 0.25
-"""Time after which a function that was interrupted and goes on is interrupted again."""
-SIGNAL = signal.SIGRTMIN + 5
-"""Signal that interrupts the main thread; C libraries use the first few real-time signals themselves."""
+END_S = 8.0
+"""Time in which the guard of a process must end all that the process started."""
 
 T = TypeVar("T")
 
@@ -50,10 +56,6 @@ class ProcessEndedError(Exception):
     def __init__(self, *, exit_code: int | None) -> None:
         super().__init__(f"the reward process ended (exit code {exit_code})")
         self.exit_code = exit_code
-
-
-class TimeLimitError(BaseException):
-    """Raised in a function that takes too long; not an Exception, which a reward function might swallow."""
 
 
 def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:
@@ -76,6 +78,7 @@ class RewardProcess:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
         self.process: SpawnProcess | None = None
+        """Guard of the worker; it ends with it."""
         self._link: Connection | None = None
         self._slots = rubric.slots(max_concurrency)
         self._thread = WorkerThread("rewards")
@@ -104,10 +107,10 @@ class RewardProcess:
         ]
 
     async def close(self) -> None:
-        """End the process; pending scores fail. Idempotent."""
+        """End the process and all that it started; pending scores fail. Idempotent."""
         self._closed = True
         if self.process is not None:
-            self.process.kill()
+            self.process.terminate()
         await asyncio.to_thread(self._thread.stop, timeout_s=CLOSE_S)
         self._end()
 
@@ -123,29 +126,27 @@ class RewardProcess:
         if self.process is not None and self.process.is_alive():
             return
         self._end()
+        rubric = check_sendable(self.rubric)
         # Spawned, not forked: the parent has threads and loaded runtimes.
         context = multiprocessing.get_context("spawn")
         self._link, theirs = context.Pipe()
-        arguments = (theirs, self.rubric)
-        process = context.Process(target=_serve, args=arguments, name="rewards", daemon=True)
+        process = context.Process(target=_run_guarded, args=(theirs, rubric), name="rewards", daemon=True)
         try:
             process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise RunError(
-                f"the rubric cannot be sent to the reward process ({error}): define its functions at the top of "
-                "a module"
-            ) from error
         finally:
             theirs.close()
         self.process = process
         try:
-            self._receive(START_S)
+            refusal = self._receive(START_S)
         except ProcessEndedError as error:
             if error.exit_code is None:
                 raise TimeoutError(f"the reward process did not start within {START_S:g} s") from None
             raise RunError(
                 f"the reward process ended while loading the rubric (exit code {error.exit_code}): see stderr"
             ) from error
+        if refusal is not None:
+            self._end()
+            raise RunError(f"the reward process cannot load the rubric: {refusal}")
 
     def _receive(self, limit_s: float) -> Any:
         """Return the next message of the process; raise ProcessEndedError if there is none within `limit_s`."""
@@ -170,9 +171,11 @@ class RewardProcess:
         raise ProcessEndedError(exit_code=None if is_late else process.exitcode)
 
     def _end(self) -> None:
-        """Kill the process, if there is one, and wait until it is gone."""
+        """End the process and all that it started, if there is one, and wait until they are gone."""
         if self.process is not None:
-            self.process.kill()
+            self.process.terminate()
+            self.process.join(END_S)
+            self.process.kill()  # a guard that another process has stopped
             self.process.join()
             self.process = None
         if self._link is not None:
@@ -201,63 +204,57 @@ class RewardProcess:
         return results
 
 
-def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
-    """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
-    main, is_running = threading.main_thread().ident, False
-    assert main is not None
+def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
+    """Return a pickled rubric; raise RunError for functions that a reward process could not find by name.
 
-    def interrupt(*_: object) -> None:
-        if is_running:
-            raise TimeLimitError
-
-    def interrupt_late(limit_s: float, ended: threading.Event) -> None:
-        # Not an alarm: the process has a single one, which math-verify sets and clears at each parse.
-        late = ended.wait(limit_s) is False
-        while late and not ended.wait(REPEAT_S):  # a function may swallow the error
-            signal.pthread_kill(main, SIGNAL)
-
-    def result(call: RubricCall) -> CallResult:
-        nonlocal is_running
-        if call.is_async:
-            return run_now(rubric.result(call, slots=rubric.slots(1), time_limit_s=time_limit_s))
-        ended = threading.Event()
-        limit_s = time_limit_s * len(call.rollouts)
-        timer = threading.Thread(target=interrupt_late, args=(limit_s, ended), daemon=True)
-        timer.start()
-        try:
-            is_running = True
-            return rubric.sync_result(call)
-        except TimeLimitError:
-            return call.too_long(time_limit_s)
-        finally:
-            is_running = False
-            ended.set()
-            timer.join()
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
-
-    calls = rubric.calls(group)
-    before = signal.signal(SIGNAL, interrupt)
+    Actors, unlike a process of this one, do not have the script that was started.
+    """
+    pickled = io.BytesIO()
     try:
-        return rubric.scores(group, calls, [result(call) for call in calls])
-    finally:
-        signal.signal(SIGNAL, before)
+        (_ActorPickler if to_actors else pickle.Pickler)(pickled).dump(rubric)
+    except Exception as error:
+        raise RunError(
+            f"the rubric cannot be sent to the reward process ({shown(error)}): define its functions at the top of "
+            "a module"
+        ) from error
+    return pickled.getvalue()
 
 
-def _serve(link: Connection, rubric: Rubric) -> None:
-    """Make the calls that arrive, until the parent is gone; runs in the main thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+class _ActorPickler(pickle.Pickler):
+    """Pickler that refuses what is defined in the script that was started."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            name = value.__qualname__
+            raise pickle.PicklingError(
+                f"{name} is defined in the script that was started, which actors cannot import; "
+                "reward.num_procs=0 needs no actors"
+            )
+        return NotImplemented
+
+
+def _run_guarded(link: Connection, rubric: bytes) -> None:
+    """Serve calls in a child of this process, and end it with all of its descendants."""
+    run_guarded(partial(_serve, link, rubric), release=link.close)
+
+
+def _serve(link: Connection, pickled: bytes) -> None:
+    """Load the rubric, and make the calls that arrive; runs in the main thread."""
+    # Reward functions may start processes, which multiprocessing forbids to a daemon's children.
+    multiprocessing.current_process().daemon = False
+    try:
+        rubric: Rubric = pickle.loads(pickled)
+    except Exception as error:  # noqa: BLE001  (imports the modules of the functions)
+        traceback.print_exc()
+        link.send(shown(error))
+        return
     link.send(None)
     while True:
-        for call in link.recv():
+        try:
+            calls = link.recv()
+        except EOFError:
+            return
+        for call in calls:
             result = rubric.sync_result(call)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
             link.send(result)
-
-
-def _end_with_parent() -> None:
-    """End the process with its parent, whatever the main thread is doing."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(0)

@@ -12,11 +12,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.rollouts.replies import answer_part as answer_part
-from rl.types import Rollout, Score
+from rl.rollouts.reward_values import MAX_REWARD, as_number, as_numbers, as_truth
+from rl.types import Prompt, Rollout, Score
+from rl.utils.excerpts import shortened, shown
 from rl.utils.threads import run_now
 
 RewardFn = Callable[[Rollout], float] | Callable[[Rollout], Awaitable[float]]
@@ -35,8 +37,6 @@ CORRECT = ""
 """Name of the function `Rubric.correct` in a call; no criterion has an empty name."""
 MAX_CONCURRENCY = 64
 """Concurrent calls of an async reward function that sets no limit of its own."""
-MAX_SHOWN_CHARS = 2000
-"""Longest excerpt of a foreign text in an error message."""
 
 
 class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a bad reply, not an error)
@@ -246,36 +246,48 @@ class Rubric:
 
     def _begin(self, name: str, call: RubricCall) -> Any:
         """Return what a function of a call returns: a coroutine if it is async."""
+        rollouts = _private(call.rollouts)
         if name == CORRECT:
             assert callable(self.correct)
-            return bool(self.correct(call.rollouts[0]))
+            return self.correct(rollouts[0])
         criterion = self._criterion(name)
         if isinstance(criterion, GroupCriterion):
-            return criterion.function(call.rollouts)
+            return criterion.function(rollouts)
         assert criterion is not None
-        return criterion.function(call.rollouts[0])
+        return criterion.function(rollouts[0])
 
     def _criterion(self, name: str) -> Criterion | GroupCriterion | None:
         return next((c for c in self.criteria if c.name == name), None)
 
     def _read(self, name: str, given: Any, *, raised: BaseException | None, num: int) -> CallResult:
         """Return the values of `num` rollouts from what a function returned, or raised."""
-        title, why = _title(name), ""
+        title, criterion = _title(name), self._criterion(name)
         is_unparsed = isinstance(raised, UnparsedAnswer)
         if isinstance(raised, UnparsedAnswer):
             title, given = f"{title}: its UnparsedAnswer", raised.value
         elif raised is not None:
             return CallResult(failure=f"{title} raised {shown(raised)}")
-        of_group = isinstance(self._criterion(name), GroupCriterion) and not is_unparsed
+        wanted, why, numbers = "a finite number", "", list[float]()
         try:
-            numbers = [float(value) for value in given] if of_group else [float(given)]
-            if len(numbers) == (num if of_group else 1) and all(map(math.isfinite, numbers)):
-                unparsed = (name,) if is_unparsed else ()
-                return CallResult(values={name: numbers if of_group else numbers * num}, unparsed=unparsed)
+            if isinstance(criterion, GroupCriterion) and not is_unparsed:
+                wanted = f"{num} finite numbers, one for each rollout, in order"
+                numbers = as_numbers(given, most=num + 1)
+            elif criterion is None and not is_unparsed:
+                wanted = "True or False"
+                numbers = [float(as_truth(given))]
+            else:
+                numbers = [as_number(given)] * num
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a value is of any type)
             why = f" ({shown(error)})"
-        wanted = f"{num} finite numbers, one for each rollout" if of_group else "a finite number"
-        return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {wanted}")
+        if len(numbers) != num or not all(map(math.isfinite, numbers)):
+            return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {wanted}")
+        weight = 0.0 if criterion is None else float(criterion.weight)
+        if any(abs(weight * number) > MAX_REWARD for number in numbers):
+            return CallResult(
+                failure=f"{title} gave {shown(given)} with weight {weight:g}, but a weighted reward must be within "
+                f"{MAX_REWARD:g} of 0 (divide it by a constant)"
+            )
+        return CallResult(values={name: numbers}, unparsed=(name,) if is_unparsed else ())
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
@@ -295,12 +307,15 @@ class Rubric:
         values = {name: numbers[at] for r, at in results for name, numbers in r.values.items()}
         graded = [c for c in self.criteria if c.name in values]
         parts = {c.name: values[c.name] for c in graded}
-        environment_reward = sum(t.observation.reward for t in rollout.turns)
+        environment_reward = float(sum(t.observation.reward for t in rollout.turns))
         if any(t.observation.reward for t in rollout.turns):
             parts[ENVIRONMENT] = environment_reward
-        reward = sum(c.weight * values[c.name] for c in graded) + environment_reward
-        if not math.isfinite(reward):
-            return failed_score(f"weighted reward is {reward}, not a finite number", rollout=rollout)
+        reward = sum(float(c.weight) * values[c.name] for c in graded) + environment_reward
+        if not max(abs(reward), abs(environment_reward)) <= MAX_REWARD:
+            amounts = (
+                f"the weighted reward is {reward:g}, the environment's part of it {environment_reward:g}"
+            )
+            return failed_score(f"{amounts}: both must be within {MAX_REWARD:g} of 0", rollout=rollout)
         unparsed = tuple(name or "correct" for r, _ in results for name in r.unparsed)
         if callable(self.correct):
             is_correct = values[CORRECT] == 1.0 and not any(CORRECT in r.unparsed for r, _ in results)
@@ -333,21 +348,11 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def shown(value: object) -> str:
-    """Return a bounded repr of a foreign value for a message."""
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001  (a user's __repr__)
-        text = f"a {type(value).__name__} that has no repr"
-    return shortened(text)
-
-
-def shortened(text: str) -> str:
-    """Return the beginning and the end of a long text."""
-    if len(text) <= MAX_SHOWN_CHARS:
-        return text
-    half = MAX_SHOWN_CHARS // 2
-    return f"{text[:half]} ... ({len(text) - 2 * half} characters more) ... {text[-half:]}"
+def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts with problems that a single call of a function may change."""
+    prompts = {id(r.prompt): r.prompt for r in rollouts}
+    copies = {key: Prompt(problem=p.problem.private(), token_ids=p.token_ids) for key, p in prompts.items()}
+    return tuple(replace(rollout, prompt=copies[id(rollout.prompt)]) for rollout in rollouts)
 
 
 def _title(name: str) -> str:
@@ -360,7 +365,14 @@ def _check(criterion: Criterion | GroupCriterion) -> None:
         raise ValueError("a criterion has name='': must not be empty, because metrics are named by it")
     if not callable(criterion.function):
         raise ValueError(f"criterion {name!r}: function={criterion.function!r} is not callable")
-    if not math.isfinite(criterion.weight):
-        raise ValueError(f"criterion {name!r}: weight={criterion.weight} is not a finite number")
+    try:
+        is_valid = abs(as_number(criterion.weight)) <= MAX_REWARD
+    except (TypeError, ValueError, OverflowError):
+        is_valid = False
+    if not is_valid:
+        weight = shown(criterion.weight)
+        raise ValueError(
+            f"criterion {name!r}: weight={weight} is not a finite number within {MAX_REWARD:g} of 0"
+        )
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ValueError(f"criterion {name!r}: max_concurrency={most!r} is not a number of at least 1")

@@ -49,6 +49,7 @@ from rl.rollouts.replies import answer_part, split_reply
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
+from rl.utils.sharing import copy_data
 
 __all__ = ["ConversationHarness"]
 """verifiers looks here for the harness of this plugin."""
@@ -205,7 +206,9 @@ class Episode:
         if self._run is None:
             await self._host.start()
             context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
-            play = self._host.env.run_episode(self._task, context, on_trace=self._on_trace)
+            # Episodes of a task would share what its hooks do to its data.
+            task = copy_data(self._task)
+            play = self._host.env.run_episode(task, context, on_trace=self._on_trace)
             self._run = asyncio.create_task(play)
             if (first := await self._next()) is None:
                 raise EpisodeError(f"the environment ended before it asked the model: {self._failure()}")

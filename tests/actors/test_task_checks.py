@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -12,14 +13,39 @@ from typing import Any
 
 import pytest
 
+from actors import task_checks
 from actors.task_checks import check_task
 from rl.config.tree import rebuild
 from rl.loop.loop import Loop
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
+from rl.rollouts.rewards import check_sendable
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.types import Problem, Reply, Rollout
 from tests.support.conversations import Counting, Factory, TwinRenderer
+from tests.support.fakes import RubricRewarder
+from tests.support.scoring_functions import start_process
+
+
+@pytest.fixture(autouse=True)
+def scored_here(monkeypatch):
+    """Score in this process, where a function may be a lambda; tests of the process undo this."""
+    with monkeypatch.context() as patch:
+        patch.setattr(task_checks, "RewardProcess", LocalRewards)
+        patch.setattr(task_checks, "check_sendable", lambda rubric, to_actors: b"")
+        yield patch
+
+
+class LocalRewards(RubricRewarder):
+    def __init__(self, *, rubric: Rubric, time_limit_s: float) -> None:
+        super().__init__(rubric=rubric)
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
 
 PROBLEM = Problem(id="ask/one", question="one", answer="1", demonstration=("first", "second"))
 LONG = Problem(id="ask/long", question="a longer one", answer="1", demonstration=("first", "the second"))
@@ -42,6 +68,7 @@ def check(
     renderer: Renderer | None = None,
     room: int = 9,
     warms_up: bool = False,
+    in_actors: bool = False,
     **edits: Any,
 ) -> list[int]:
     """Check a task of two turns with `room` tokens for prompts; return how often each environment was closed.
@@ -60,11 +87,12 @@ def check(
         task,
         loop=loop,
         max_model_len=room + loop.sampling.max_tokens,
-        time_limit_s=5.0,
+        time_limit_s=30.0,
         seed=0,
         environments=Environments(make=environments),
         renderer=renderer or TwinRenderer(),
         warms_up=warms_up,
+        rewards_in_actors=in_actors,
     )
     return environments.closed
 
@@ -185,7 +213,7 @@ def test_several_turns_are_expected_unless_environment_or_limit_exclude_them():
 
 
 def mixed(problem: Problem) -> Counting:
-    return Counting(problem=problem) if problem is LONG else Quiz(problem=problem)
+    return Counting(problem=problem) if problem.id == LONG.id else Quiz(problem=problem)
 
 
 def _second_question(rollout: Rollout) -> float:
@@ -244,3 +272,36 @@ def test_rubric_without_a_demonstration_is_tried_on_one_turn_and_a_failure_is_a_
 def _says_one(rollout: Rollout) -> float:
     assert [m.content for m in rollout.messages[:1]] == ["one"]
     return 1.0
+
+
+def test_rubric_is_tried_in_a_reward_process(scored_here):
+    scored_here.undo()
+    check(rubric=rubric_of(start_process))
+    with pytest.raises(ValueError, match=r"cannot be used: .* cannot be sent to the reward process .*lambda"):
+        check(rubric=LENGTH)
+
+
+class InScript:
+    """Reward function of the script that was started."""
+
+    def __call__(self, rollout: Rollout) -> float:
+        return 1.0
+
+
+def test_function_of_the_started_script_is_refused_where_actors_need_it(scored_here, monkeypatch):
+    scored_here.undo()
+    monkeypatch.setattr(InScript, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "InScript", InScript, raising=False)
+    assert check_sendable(rubric_of(InScript()))
+    with pytest.raises(
+        ValueError, match=r"InScript is defined in the script that was started, .*num_procs=0"
+    ):
+        check(rubric=rubric_of(InScript()), in_actors=True)
+
+
+def test_functions_that_compare_rollouts_need_a_group():
+    rubric = Rubric(criteria=(GroupCriterion(name="group", function=_above_mean),))
+    single: dict[str, Any] = {"group_size": 1, "advantage__baseline": "batch_mean"}
+    with pytest.raises(ValueError, match="group_size=1: the reward functions group compare the rollouts"):
+        check(rubric=rubric, **single)
+    check(**single)

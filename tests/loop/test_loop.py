@@ -1,6 +1,6 @@
 import asyncio
 from dataclasses import replace
-from itertools import repeat
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -8,12 +8,13 @@ import pytest
 
 from rl.loop.loop import LogprobMismatchError
 from rl.loop.warmup import SupervisedWarmup
+from rl.rollouts.advantage import Advantage
 from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.episode import Sampling
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.staleness import StalePolicyError
-from rl.tasks.sum_digits import SumDigits, is_correct
+from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
 from rl.types import Rollout, ServeResult
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy
@@ -46,6 +47,15 @@ def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
     assert right.advantages.tolist() == [0.0] * len(prompt) + [0.5] * 12
     assert wrong.advantages[len(prompt) :].tolist() == [-0.5] * 3
     assert right.policy_versions.tolist() == [-1] * len(prompt) + [0] * 12
+
+
+def test_one_sample_a_prompt_is_compared_with_the_batch():
+    problems = cycle([PROBLEM, make_problem([12, 35])])  # the reply is right for the first alone
+    policy = FakePolicy(reply=lambda prompt, sample: "[ANSWER] 10")
+    advantage = Advantage(baseline="batch_mean", scale="batch_std", eps=0.0)
+    (record,) = run_loop(policy, groups_per_batch=4, group_size=1, advantage=advantage, problems=problems)
+    assert [s.advantages[-1] for s in policy.trained[0]] == pytest.approx([0.866, -0.866] * 2, abs=1e-3)
+    assert "reward/equal_groups" not in record
 
 
 def test_every_minibatch_is_one_optimizer_step():

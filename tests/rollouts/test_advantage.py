@@ -89,6 +89,14 @@ def test_equal_rewards_give_exact_zeros_against_a_baseline(baseline, scale, cred
     assert np.concatenate(second).any()
 
 
+@pytest.mark.parametrize("reward", [1e39, -1e200, math.inf, math.nan])
+def test_reward_whose_advantage_would_overflow_is_refused(reward):
+    with pytest.raises(ValueError, match=r"group 1, sample 0: a reward is (too large|not finite)"):
+        Advantage(scale="group_std")([final(1.0, 0.0), final(reward, 0.0)])
+    (group,) = by_sample(Advantage()([final(1e20, -1e20)]))
+    assert group == pytest.approx([1e20, -1e20])
+
+
 def test_single_sample_and_sample_without_tokens_have_no_advantage():
     assert by_sample(Advantage(baseline="leave_one_out")([final(2.0)])) == [[0.0]]
     for baseline, credit in itertools.product(BASELINES, ["sequence", "token"]):

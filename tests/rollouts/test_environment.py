@@ -3,9 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from rl.rollouts.environment import Environments, SingleTurn
@@ -152,6 +154,17 @@ FAILS = raises(KeyError("board"))
         ("step", observed(messages=(Message(role="bot", content=""),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
         ("step", observed(messages=(Message(role="user", content=3),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
         ("step", observed(reward=None), r"reward=None: must be a finite number"),
+        ("step", observed(reward="1.0"), r"reward='1.0': must be a finite number"),
+        ("step", observed(reward=1e39), r"reward=1e\+39: must be within 1e\+15 of 0; divide it"),
+        ("step", observed(metrics={"moves": 10**400}), r"moves=1000.*: must be a finite number"),
+        ("step", observed(metrics={1: 1.0}), r"metrics has the key 1: a name must be a text"),
+        ("step", observed(messages="go on"), r"ValueError\(.*messages='go on' is a str.*turn 1 of problem"),
+        ("opening", lambda: "one", r"does not open: .*opening\(\)='one' is a str"),
+        (
+            "opening",
+            lambda: [{"role": "user", "content": "one"}],
+            r"messages\[0\]=\{'role.*must be a Message",
+        ),
         ("step", observed(metrics={"moves": float("nan")}), r"moves=nan: must be a finite number"),
     ],
 )
@@ -160,6 +173,45 @@ def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, 
     with pytest.raises(ValueError, match=message):
         demonstrated_now([PROBLEM], Environments(make=factory), renderer=TwinRenderer())
     assert factory.closed == [1] * (method != "init")
+
+
+class Quiz:
+    """Environment that works through the questions of its problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def opening(self) -> Iterator[Message]:  # type: ignore[override]
+        return (Message(role="user", content=text) for text in [self.problem.question])
+
+    async def step(self, reply: Reply) -> Observation:
+        questions, metrics = self.problem.info["questions"], {"left": np.float32(0.0)}
+        if not questions:
+            return Observation(reward=np.bool_(True), metrics=metrics)  # type: ignore[arg-type]
+        next_one = Message(role="user", content=questions.pop())
+        return Observation(messages=(m for m in [next_one]))  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        pass
+
+
+def test_episodes_of_a_problem_each_get_its_data_as_the_task_made_it():
+    problem = replace(PROBLEM, info={"questions": ["c", "b", "a"]})
+    episodes = Episodes(
+        generator=ScriptedGenerator(reply=lambda prompt, sampling, sample: "yes"),
+        renderer=TwinRenderer(),
+        environments=Environments(make=Quiz),
+        max_tokens=200,
+    )
+    for _ in range(2):
+        ((*rollouts,),) = asyncio.run(episodes.run([problem], sampling=replace(SAMPLING, num_samples=4)))
+        assert [r.failure for r in rollouts] == [None] * 4
+        assert [[m.content for t in r.turns for m in t.messages] for r in rollouts] == [
+            ["one", "a", "b", "c"]
+        ] * 4
+        last = rollouts[0].turns[-1].observation
+        assert (type(last.reward), last.reward, last.metrics) == (float, 1.0, {"left": 0.0})
+    assert problem.info == {"questions": ["c", "b", "a"]}
 
 
 def test_blocking_environment_is_refused_before_a_run(blocks):

@@ -4,13 +4,17 @@ import asyncio
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from rl.rollouts import rewards
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.utils.errors import RunError
+from rl.utils.processes import identify
 from tests.support.scored import replied
 from tests.support.scoring_functions import LIMIT_S, MIXED, RUBRIC, Driven, failure_of, never
 
@@ -70,24 +74,75 @@ def test_alarm_that_a_function_leaves_behind_hits_no_other(driven):
     assert driven.start() is process
 
 
+@pytest.mark.parametrize("text", ["start_process", "use_pool"])
+def test_function_may_start_processes(driven, text, monkeypatch):
+    monkeypatch.setattr(driven.rewards, "time_limit_s", 30.0)
+    (scores,) = driven.score([replied(text)])
+    assert (scores[0].failure, scores[0].reward) == (None, 2.0)
+
+
+def written_pids(file, *, until_s=20.0):
+    ends = time.monotonic() + until_s
+    while not (file.exists() and len(file.read_text().split()) == 2):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+def are_gone(pids, *, within_s=10.0):
+    ends = time.monotonic() + within_s
+    while any(identify(pid) is not None for pid in pids):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("leave_children", None),
+        ("leave_children_and_hang", "took longer than time_limit_s"),
+        ("leave_children_and_end", "ended the reward process (exit code -11)"),
+    ],
+)
+def test_nothing_that_a_function_started_outlives_its_process(tmp_path, text, says):
+    driven = Driven(RUBRIC)
+    driven.start()
+    driven.rewards.time_limit_s = 5.0 if says is None else 1.0
+    (scores,) = driven.score([replied(text, question=str(tmp_path / "pids"))])
+    assert says in failure_of(scores[0]) if says else scores[0].failure is None
+    pids = written_pids(tmp_path / "pids")
+    assert says or all(identify(pid) is not None for pid in pids)
+    driven.close()
+    assert are_gone(pids, within_s=0.0)
+
+
+PARENT = """
+import sys
+if __name__ == "__main__":
+    from tests.support.scored import replied
+    from tests.support.scoring_functions import RUBRIC, Driven
+    driven = Driven(RUBRIC)
+    print(driven.start().pid, flush=True)
+    driven.rewards.time_limit_s = 60.0
+    driven.score([replied("leave_children_and_hang", question=sys.argv[1])])
+"""
+
+
 @pytest.mark.medium
-def test_reward_that_uses_alarms_is_interrupted_where_it_is_tried_in_the_main_thread():
-    import math_verify
-
-    gold = math_verify.parse("$\\frac{1}{2}$")  # beforehand, because the first parse is the slowest
-
-    def half(rollout):
-        answer = math_verify.parse(rollout.text, parsing_timeout=5)
-        while rollout.text == "loop":
-            pass
-        return float(math_verify.verify(gold, answer, timeout_seconds=5))
-
-    rubric = Rubric(criteria=(Criterion(name="half", function=half),))
-    replies = [replied(text) for text in ("$0.5$", "loop", "$\\frac{2}{4}$", "$0.4$")]
-    scores = [rewards.score_within(rubric, [r], time_limit_s=LIMIT_S)[0] for r in replies]
-    assert failed(scores) == [False, True, False, False]
-    assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
-    assert f"reward 'half' took longer than time_limit_s={LIMIT_S}" in failure_of(scores[1])
+def test_killed_parent_leaves_nothing_running(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    paths = os.pathsep.join(sys.path)
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "pids")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as parent:
+        assert parent.stdout is not None
+        guard = psutil.Process(int(parent.stdout.readline()))
+        pids = written_pids(tmp_path / "pids")
+        pids += [process.pid for process in (guard, *guard.children(recursive=True))]
+        parent.kill()
+    assert len(set(pids)) == 4  # the worker runs in C and holds the interpreter's lock
+    assert are_gone(pids)
 
 
 def test_async_functions_of_several_calls_overlap(mixed):
@@ -122,10 +177,9 @@ def test_rubric_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path
     module = importlib.import_module("loads_in_the_parent_alone")
     before = set(multiprocessing.active_children())
     driven = Driven(Rubric(criteria=(Criterion(name="half", function=module.half),), correct=never))
-    with pytest.raises(RunError, match=r"ended while loading the rubric \(exit code 1\)"):
-        driven.start()
-    with pytest.raises(RunError, match=r"ended while loading the rubric \(exit code 1\)"):
-        driven.score([replied("1")])
+    for start in (driven.start, lambda: driven.score([replied("1")])):
+        with pytest.raises(RunError, match=r"the reward process cannot load the rubric: AssertionError\(\)"):
+            start()
     driven.close()
     assert set(multiprocessing.active_children()) == before
     del sys.modules[module.__name__]

@@ -3,7 +3,11 @@
 import asyncio
 import functools
 import math
+import re
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -200,9 +204,93 @@ def test_function_without_a_finite_number_is_a_failed_score(function, message):
     assert text.endswith(" on problem 'sum-digits/47-82', completion '1'")
 
 
+@pytest.mark.parametrize(
+    "value", [True, np.bool_(1), 1, np.float32(1), np.array(1.0), Fraction(1), Decimal(1)]
+)
+def test_numbers_of_any_library_are_rewards(value):
+    assert rubric_of(lambda r: value).score(replied("1")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", ["1.0", b"1", 1 + 0j, [1.0], np.array(["1"]), np.array([1.0, 2.0]), {"a": 1.0}]
+)
+def test_value_that_is_no_single_number_is_refused_by_name(value):
+    assert "but must give a finite number" in failure(lambda r: value)
+    assert "its UnparsedAnswer gave" in failure(raising(UnparsedAnswer(value=value)))
+
+
+@pytest.mark.parametrize("value", [1e39, -1e200, 1e16])
+def test_reward_that_no_advantage_can_hold_is_refused_by_name(value):
+    text = failure(lambda r: value)
+    assert text.startswith(
+        f"reward 'f' gave {value} with weight 1, but a weighted reward must be within 1e+15 of 0"
+    )
+    assert rubric_of(lambda r: 1e15).score(replied("1")).failure is None
+    metric = Criterion(name="m", function=lambda r: 1e39, weight=0.0)  # only reported
+    assert Rubric(criteria=(metric,)).score(replied("1")).parts == {"m": 1e39}
+    summed = Rubric(criteria=tuple(Criterion(name=n, function=lambda r: 1e15) for n in "ab"))
+    assert "the weighted reward is 2e+15" in str(summed.score(replied("1")).failure)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), (np.bool_(1), True), (0.0, False), (re.match("1", "1"), True)]
+)
+def test_correct_takes_truth_values(value, expected):
+    assert rubric_of(number, correct=lambda r: value).score(replied("1")).correct is expected
+
+
+@pytest.mark.parametrize("value", ["False", b"0", 0.5, math.nan])
+def test_correct_that_would_always_be_true_is_refused(value):
+    assert "correct gave " in failure(number, correct=lambda r: value)
+
+
+def pops(rollout):
+    """Reward function that works through a list of the problem."""
+    questions = rollout.prompt.problem.info["questions"]
+    return float(len([questions.pop() for _ in range(len(questions))]))
+
+
+def test_each_function_sees_the_problem_as_the_task_made_it():
+    of_group = GroupCriterion(name="group", function=lambda rs: [pops(rs[0]), 0.0])
+    rubric = Rubric(
+        criteria=(
+            Criterion(name="a", function=pops),
+            Criterion(name="b", function=pops),
+            Criterion(name="later", function=later(pops)),
+            of_group,
+        ),
+        correct=lambda r: pops(r) == 4.0,
+    )
+    given = replied("1")
+    problem = replace(given.prompt.problem, info={"questions": [1, 2, 3, 4]})
+    given = replace(given, prompt=replace(given.prompt, problem=problem))
+    for _ in range(2):
+        scores = score_group(rubric, [given, given])
+        assert [s.reward for s in scores] == [16.0, 12.0]
+        assert all(s.correct for s in scores)
+    assert problem.info == {"questions": [1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_function_that_changes_tokens_or_metrics_is_named(asynchronous):
+    def clear(rollout):
+        rollout.completion.logprobs[:] = 0.0
+        return 1.0
+
+    def count(rollout):
+        rollout.turns[0].observation.metrics["moves"] = 0.0
+        return 1.0
+
+    for function in (clear, count):
+        assert re.match(
+            "reward 'f' raised .*read-only", failure(later(function) if asynchronous else function)
+        )
+
+
 def test_correct_without_a_truth_value_is_a_failed_score():
     message = failure(number, correct=lambda r: np.array([1, 0]))
-    assert message.startswith("correct raised ValueError('The truth value of an array")
+    assert message.startswith("correct gave array([1, 0]) (ValueError(")
+    assert "must give True or False" in message
 
 
 @pytest.mark.parametrize(
@@ -212,6 +300,16 @@ def test_correct_without_a_truth_value_is_a_failed_score():
         (lambda rs: [1.0], "reward 'g' gave [1.0], but must give 2 finite numbers"),
         (lambda rs: [1.0, math.nan], "reward 'g' gave [1.0, nan], but must give 2 finite"),
         (lambda rs: 1.0, "reward 'g' gave 1.0 (TypeError("),
+        (lambda rs: {0: 0.5, 1: 0.25}, "(TypeError('a dict is not a sequence of numbers')), but must give 2"),
+        (lambda rs: {0: 0.5, 1: 0.25}.keys(), "a dict_keys is not a sequence of numbers"),
+        (lambda rs: {0.5, 0.25}, "a set is not a sequence of numbers"),
+        (lambda rs: "12", "gave '12' (TypeError('a str is not a sequence of numbers'))"),
+        (lambda rs: b"12", "a bytes is not a sequence of numbers"),
+        (lambda rs: ["1", "2"], "gave ['1', '2'] (ValueError('a str is not a number'))"),
+        (lambda rs: Frame(), "a Frame is not a sequence of numbers"),
+        (lambda rs: repeat(1.0), "gave repeat(1.0), but must give 2 finite numbers"),
+        (lambda rs: np.ones((1, 2)), "but must give 2 finite numbers"),
+        (lambda rs: [1.0, 1e39], "gave [1.0, 1e+39] with weight 1, but"),
         (raising(OSError("gone")), "reward 'g' raised OSError('gone')"),
     ],
 )
@@ -222,6 +320,28 @@ def test_failing_group_function_fails_all_scores_of_the_group(function, message)
     scores = score_group(rubric, [replied("1"), replied("2")])
     assert [s.reward for s in scores] == [0.0, 0.0]
     assert all(message in s.failure for s in scores)
+
+
+class Frame(list):
+    """Stand-in for a data frame, which iterates over its columns."""
+
+    def keys(self):
+        return [0, 1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1.0, 2.0),
+        np.array([1, 2]),
+        np.array([[1.0], [2.0]]),
+        (v for v in (1.0, 2.0)),
+        {"a": 1, "b": 2}.values(),
+    ],
+)
+def test_ordered_collections_of_any_library_are_group_rewards(values):
+    rubric = Rubric(criteria=(GroupCriterion(name="g", function=lambda rs: values),))
+    assert [s.reward for s in score_group(rubric, [replied("1"), replied("2")])] == [1.0, 2.0]
 
 
 ONE = Criterion(name="one", function=number)
@@ -238,6 +358,8 @@ RANKED = GroupCriterion(name="ranked", function=rank)
     ("make", "message"),
     [
         (lambda: Criterion(name="a", function=number, weight=math.nan), "weight=nan is not a finite number"),
+        (lambda: Criterion(name="a", function=number, weight=1e39), r"weight=1e\+39 is not a finite number"),
+        (lambda: Criterion(name="a", function=number, weight="1"), "weight='1' is not a finite number"),  # type: ignore[arg-type]
         (lambda: Criterion(name="", function=number), "name='': must not be empty"),
         (lambda: Criterion(name="one", function=None), "function=None is not callable"),  # type: ignore[arg-type]
         (lambda: Criterion(name="j", function=NoPlaces()), "max_concurrency=0 is not a number"),

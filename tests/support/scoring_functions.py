@@ -1,9 +1,12 @@
 """Reward functions that obey a rollout: wait, hang, or kill their process."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
@@ -63,6 +66,38 @@ def fork_and_end(rollout):
         time.sleep(5)
         os._exit(0)
     os._exit(5)
+
+
+def start_process(rollout):
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join()
+    return 1.0 + child.exitcode
+
+
+def use_pool(rollout):
+    with multiprocessing.Pool(1) as pool:
+        return float(pool.apply(os.getpid) != os.getpid())
+
+
+def leave_children(rollout):
+    """Start a process in a session of its own and an orphan, write their pids to the file in the question."""
+    apart = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    orphan = subprocess.run(
+        ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
+    )
+    Path(rollout.prompt.problem.question).write_text(f"{apart.pid} {int(orphan.stdout)}")
+    return 1.0
+
+
+def leave_children_and_hang(rollout):
+    leave_children(rollout)
+    busy_in_c(rollout)
+
+
+def leave_children_and_end(rollout):
+    leave_children(rollout)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 _together = 0

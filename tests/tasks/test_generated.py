@@ -7,6 +7,7 @@ import string
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
+import numpy as np
 import pytest
 
 from configs import alphabet_sort, countdown, reverse_text, sum_digits
@@ -149,7 +150,10 @@ def tosses(*, seed=0, text="42", version=0, number=21):
     """Return the noise rewards of 256 samples of a problem."""
     rubric = pickle.loads(pickle.dumps(Doubled.Config(reward="noise").build().rubric(seed=seed)))
     rollout = played(Doubled.Config().build(), problem(number), text)
-    rollout.turns[0].completion.policy_versions[:] = version
+    (turn,) = rollout.turns
+    versions = np.full_like(turn.completion.policy_versions, version)
+    turn = replace(turn, completion=replace(turn.completion, policy_versions=versions))
+    rollout = replace(rollout, turns=(turn,))
     return [rubric.score(replace(rollout, sample=i)).reward for i in range(256)]
 
 

@@ -1,0 +1,137 @@
+"""Values that several users read: arrays and mappings that refuse changes, and private copies of plain data.
+
+Reward functions and environments are code of many hands, and all of them see the same problem and the same rollout.
+Whatever is part of a result (tokens, logprobs, metrics) cannot be changed; whatever is input (a problem's data) is
+copied for each user, because popping from a list of questions is a natural way to work through it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+import numpy as np
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+_IMMUTABLE = frozenset({str, bytes, int, float, complex, bool, type(None), frozenset, range, type})
+_WAITING = ("asyncio", "threading", "queue", "multiprocessing")
+"""Modules whose objects coordinate their users, who therefore must have the same object."""
+
+
+def freeze_arrays(instance: Any) -> None:
+    """Replace the arrays among the fields of a frozen dataclass by views that cannot be written to."""
+    for name in instance.__dataclass_fields__:
+        value = getattr(instance, name)
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            view = value.view()
+            view.flags.writeable = False
+            object.__setattr__(instance, name, view)
+
+
+def restore_fields(instance: Any, state: list[Any]) -> None:
+    """Set the fields of a frozen dataclass to the state of a pickle."""
+    for field, value in zip(fields(instance), state, strict=True):
+        object.__setattr__(instance, field.name, value)
+
+
+class ReadOnlyDict(dict[KeyT, ValueT]):
+    """Dict that refuses changes; equal to a dict, and pickled and written as JSON like one."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("this mapping is read-only: change a copy, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyDict, (dict(self),)
+
+
+class Shareable:
+    """Base of a frozen, slotted dataclass of which each user gets a private copy.
+
+    A private copy has the same immutable fields. Other fields are copied when they are first read, so a user who
+    reads none of them costs nothing.
+    """
+
+    __slots__ = ("_original",)
+
+    def private(self) -> Self:
+        """Return an equal object whose mutable data belongs to the caller alone."""
+        mine = object.__new__(type(self))
+        object.__setattr__(mine, "_original", self)
+        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            value = getattr(self, name)
+            if type(value) in _IMMUTABLE:
+                object.__setattr__(mine, name, value)
+        return mine
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Copy the data of a field that a private copy does not have yet."""
+            try:
+                original = object.__getattribute__(self, "_original")
+                if name.startswith("__"):
+                    raise AttributeError(name)
+            except AttributeError:
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message) from None
+            value = copy_data(getattr(original, name))
+            object.__setattr__(self, name, value)
+            return value
+
+
+def copy_data(value: Any) -> Any:
+    """Return a deep copy of plain data that shares what is immutable or belongs to no single user.
+
+    Shared are texts and numbers, objects that cannot be copied (a generator, a module's function), objects that
+    stand for a resource (with a method `close`, `aclose`, `__enter__` or `__aenter__`: clients, files, locks) and
+    those with which users wait for each other.
+    """
+    return _copy(value, {})
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _IMMUTABLE or _is_shared(value):
+        return value
+    if id(value) in memo:  # the same list in two places stays one list
+        return memo[id(value)]
+    if kind is dict:
+        made: Any = memo.setdefault(id(value), {})
+        for key, item in value.items():
+            made[key] = _copy(item, memo)
+    elif kind is list:
+        made = memo.setdefault(id(value), [])
+        made.extend(_copy(item, memo) for item in value)
+    elif kind is tuple:
+        items = tuple(_copy(item, memo) for item in value)
+        made = value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    elif kind is set:
+        made = memo.setdefault(id(value), set(value))
+    else:
+        made = _copy_object(value, memo)
+    return made
+
+
+def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of an object of any other class, or the object itself if that fails."""
+    trial = dict(memo)  # a copy that fails half-way leaves parts behind
+    try:
+        made = copy.deepcopy(value, trial)
+    except Exception:  # noqa: BLE001  (code of a user's class)
+        return value
+    memo.update(trial)
+    return made
+
+
+def _is_shared(value: Any) -> bool:
+    kind = type(value)
+    if kind in (dict, list, tuple, set):
+        return False
+    is_resource = any(hasattr(kind, name) for name in ("close", "aclose", "__enter__", "__aenter__"))
+    return is_resource or kind.__module__.partition(".")[0] in _WAITING
