@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from decimal import Decimal
 from inspect import isawaitable
 from itertools import islice
-from numbers import Number, Real
+from numbers import Real
 from typing import Any
 
 MAX_REWARD = 1e15
@@ -53,9 +53,9 @@ def as_truth(value: Any) -> bool:
         ValueError: it is an array of several elements.
     """
     item = getattr(value, "item", None)
-    if not isinstance(value, Number) and callable(item):
+    if not isinstance(value, Real | Decimal) and callable(item):
         value = item()
-    is_partial = isinstance(value, Number) and value not in (0, 1)
-    if is_partial or isinstance(value, str | bytes | bytearray) or isawaitable(value):
+    is_partial = isinstance(value, Real | Decimal) and float(value) not in (0.0, 1.0)
+    if is_partial or isinstance(value, complex | str | bytes | bytearray) or isawaitable(value):
         raise TypeError(f"a {type(value).__name__} says neither")
     return bool(value)

@@ -215,7 +215,7 @@ def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
     except Exception as error:
         raise RunError(
             f"the rubric cannot be sent to the reward process ({shown(error)}): define its functions at the top of "
-            "a module"
+            "a module; a method takes its object along, which must pickle"
         ) from error
     return pickled.getvalue()
 

@@ -31,7 +31,7 @@ from rl.tasks.data import (
     shuffled_problems,
 )
 from rl.tasks.rows import WrittenRows, plain_value
-from rl.tasks.task import complete_answer
+from rl.tasks.task import complete_answer, sendable_state
 from rl.types import Problem, Rollout
 from rl.utils.numbers import same_answer
 
@@ -135,6 +135,8 @@ class DatasetTask(Configurable):
                 raise ValueError(f"template={self.template!r}: must contain {{question}}")
             if self.held_out and HELD_OUT in self.eval_files:
                 raise ValueError(f"eval_files has a set {HELD_OUT!r}: that is the name of the held-out share")
+
+    __getstate__ = sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config

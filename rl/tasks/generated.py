@@ -17,7 +17,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.task import Solved
+from rl.tasks.task import Solved, sendable_state
 from rl.types import Problem, Rollout
 
 HELD_OUT_SHARE = 0.15
@@ -37,6 +37,8 @@ class GeneratedTask(Configurable):
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1)
+
+    __getstate__ = sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config

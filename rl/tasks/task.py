@@ -6,9 +6,11 @@ overrides two methods. Any object with these five methods will do.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rl.protocols import Environment
 from rl.rollouts.rubric import Rubric, UnparsedAnswer, answer_part
@@ -113,3 +115,17 @@ def _last_boxed(text: str) -> str:
         if not depth:
             return text[start + len("\\boxed{") : end]
     return ""  # the brace was never closed
+
+
+def sendable_state(task: object) -> dict[str, Any]:
+    """Return the attributes of a task that pickle, for its `__getstate__`.
+
+    Reward functions may be methods of a task, which take the task along to the reward process. What its environments
+    share, such as a client of an event loop, stays here.
+    """
+    state = {}
+    for name, value in vars(task).items():
+        with suppress(Exception):  # whatever a user's class raises
+            pickle.dumps(value)
+            state[name] = value
+    return state

@@ -43,8 +43,8 @@ class ReadOnlyDict(dict[KeyT, ValueT]):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("this mapping is read-only: change a copy, dict(...)")
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyDict, (dict(self),)

@@ -181,7 +181,7 @@ class Quiz:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def opening(self) -> Iterator[Message]:  # type: ignore[override]
+    def opening(self) -> Any:
         return (Message(role="user", content=text) for text in [self.problem.question])
 
     async def step(self, reply: Reply) -> Observation:

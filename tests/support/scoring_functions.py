@@ -72,7 +72,7 @@ def start_process(rollout):
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
     child.start()
     child.join()
-    return 1.0 + child.exitcode
+    return float(child.exitcode == 0)
 
 
 def use_pool(rollout):

@@ -59,7 +59,7 @@ def test_private_copy_is_equal_and_pickles():
         assert back == problem
         assert copy.deepcopy(back) == problem
     with pytest.raises(AttributeError, match="'Problem' object has no attribute 'infos'"):
-        problem.private().infos  # noqa: B018
+        problem.private().infos  # type: ignore[attr-defined]  # noqa: B018
 
 
 @dataclass(frozen=True, kw_only=True)
