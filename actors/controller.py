@@ -27,6 +27,7 @@ from rl.observability.metrics import read_metrics
 from rl.observability.summary import summary
 from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError
+from rl.utils.printing import say
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Controller(Configurable):
         if config.launch.dry_run:
             make_plan(config)
             for placement in place_actors(config, num_gpus=num_gpus()).all:
-                print(placement.describe(), flush=True)
+                say(placement.describe())
             return Path(config.dump_folder)
         with checked_run(config, source=replace(self.source, config=config)) as checked:
             started = time.monotonic()

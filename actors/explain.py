@@ -8,7 +8,6 @@ the run's own checks: all of them, not only the first. A field without effect is
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -37,6 +36,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_config import LoadSource
+from rl.utils.printing import say, say_error
 
 WIDTH = 110
 ASSUMED_GPU_BYTES = 80 * 10**9
@@ -57,9 +57,9 @@ def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
     explanation = explain(run, here=here)
     as_json = json.dumps(explanation, indent=2, allow_nan=False)
     as_yaml = yaml.safe_dump(json.loads(as_json), sort_keys=False, width=WIDTH)
-    print(as_json if form == "json" else as_yaml)
+    say(as_json if form == "json" else as_yaml)
     for reason in explanation["options"]["refused"]:
-        print(f"error: {reason}", file=sys.stderr)
+        say_error(f"error: {reason}")
     return 2 if explanation["options"]["refused"] else 0
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from actors import processes
 from actors.processes import RUN_VARIABLE, carrying_environment, import_path
+from rl.utils.errors import RunError
 from rl.utils.processes import is_alive, kill
 
 END_LIMIT_S = 120
@@ -31,7 +32,6 @@ PREFIX = "relay-tmp-"
 MAX_PATH = 45
 """Characters of the temporary folder's path: the sockets in it are limited to 107 characters."""
 GUARD_NAME = "temporary-files"
-INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Guard:
@@ -62,40 +62,41 @@ def temporary_files() -> Iterator[None]:
     """Point TMPDIR at a guarded folder, for this process and the processes it starts.
 
     Monarch, vLLM and multiprocessing keep sockets there. The folder is made in the current TMPDIR, or in /tmp if that
-    path is too long for sockets.
+    path is too long for sockets. Compiled code, which is for later runs too, is elsewhere (`rl.utils.caches`).
     """
-    # Compiled kernels are for later runs too: their cache is not in the folder.
-    cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     folder, _ = _guarded_folder()
-    settings = {"TMPDIR": folder, INDUCTOR_CACHE: os.environ.get(INDUCTOR_CACHE, cache)}
-    before, python_before = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
-    os.environ.update(settings)
-    tempfile.tempdir = folder
+    before, python_before = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         yield
     finally:
         tempfile.tempdir = python_before
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if before is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = before
 
 
 @functools.cache
 def _guarded_folder() -> tuple[str, Guard]:
     """Make this process's folder: one for all its runs, as Monarch's client keeps its sockets from run to run."""
     # The cache also keeps the guard: its pipe must stay open until this process ends.
-    parent = Path(tempfile.gettempdir())
+    try:
+        parent = Path(tempfile.gettempdir())
+    except OSError as error:  # none of the usual folders can be written
+        raise RunError(f"no folder for temporary files: {error.strerror or error}; set TMPDIR") from error
     if len(str(parent / f"{PREFIX}12345678")) > MAX_PATH:
         parent = Path("/tmp")
-    folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    try:
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    except OSError as error:
+        raise RunError(f"no folder for temporary files in {parent}: {error.strerror or error}") from error
     return folder, Guard(functools.partial(shutil.rmtree, folder, ignore_errors=True), name=GUARD_NAME)
 
 
 def main(run: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     clean_up = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()  # ends when the controller does
     if not clean_up:

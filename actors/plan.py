@@ -18,7 +18,8 @@ from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.observability.metrics import read_metrics
-from rl.observability.run_folder import STARTING_POINTS, RunFolder
+from rl.observability.run_files import STARTING_POINTS
+from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, make_renderer
@@ -119,7 +120,8 @@ def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = No
     """
     num_steps, resumed = config.loop.num_steps, None
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    done = max([0, *(int(record["step"]) for record in records), *saved_steps(folder.checkpoints)])
+    steps = (int(record["step"]) for record in records if "step" in record)
+    done = max([0, *steps, *saved_steps(folder.checkpoints)])
     if folder.is_finished and done >= num_steps:
         raise ValueError(
             f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on with it"

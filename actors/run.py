@@ -55,8 +55,7 @@ from rl.rollouts.rubric import Rubric
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import unwritten
-from rl.utils.errors import writing
-from rl.utils.files import locked_folder
+from rl.utils.files import folder_errors, locked_folder
 from rl.utils.proxies import exempt_loopback
 
 logger = logging.getLogger(__name__)
@@ -199,10 +198,11 @@ def _resumed_folder(
 
 
 def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
-    with writing(folder.config_json):
+    """Write what the run is; raise ValueError if a file cannot be written, as nothing is started yet."""
+    with folder_errors(folder.config_json, "written"):
         write_json(source, folder.config_json)
     if source.defaults is not None:
-        with writing(folder.defaults_json):
+        with folder_errors(folder.defaults_json, "written"):
             write_defaults(source, folder.defaults_json)
     with unwritten(str(plan.start.folder)):
         plan.start.make()

@@ -3,27 +3,36 @@
 Prints the run's status, its last step, the open spans of each process, the latest events, and the stacks of all
 processes of this machine. Nothing in the folder is written or locked, and the run is not disturbed.
 
-Exit status: 0 for a healthy or finished run, 1 if something is dead, stopped or waits for too long, 2 for a folder
-that is not a run's.
+Exit status: 0 for a run that is healthy, has finished, or was stopped by its user; 1 for a run that ended by an error,
+or if something is dead, stopped or waits for too long; 2 for a folder that is not a run's.
+
+The folder may come from anybody: nothing in it is followed or believed, and a process gets a signal only if it writes
+into this folder (`rl.observability.stacks`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
-import sys
+import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
+from rl.observability.run_files import LOGS
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import WAITS, ProcessState, read_states
 from rl.observability.stacks import request_stacks
+from rl.utils.compat import exit_after
+from rl.utils.files import parse_json, read_regular
+from rl.utils.printing import say, say_error
 from rl.utils.processes import kernel_state
 
 MIN_EXPECTED_S = 60.0
@@ -49,13 +58,14 @@ class RunHealth:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    folder = Path(options.folder).expanduser()
     try:
-        health = examine(Path(options.folder).expanduser(), expected_s=options.expected_s)
+        health = examine(folder, expected_s=options.expected_s)
+        say(health.text)
+        say(asyncio.run(_stacks(health, folder / LOGS)))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
-    print(health.text, flush=True)
-    print(asyncio.run(_stacks(health, Path(options.folder).expanduser() / "logs")))
     return 1 if health.problems else 0
 
 
@@ -67,33 +77,64 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
             step or evaluation so far, but at least a minute, and `timeouts.setup_s` before the first one.
 
     Raises:
-        ValueError: the folder is not that of a run.
+        ValueError: the folder is not that of a run, or holds something else in place of its files.
     """
     run = RunFolder.to_read(folder)
-    records = read_metrics(run.metrics)
+    records, events = read_metrics(run.metrics), read_events(run.events)
     expected_s = _expected_s(run.config_json, records) if expected_s is None else expected_s
     states = {state: _liveness(state) for state in read_states(run.logs)}
-    controller = next((state for state in states if state.role == "controller"), None)
-    status: Literal["running", "finished", "ended"] = "finished" if run.is_finished else "running"
-    problems: list[str] = []
-    if status == "running" and controller is not None and states[controller] == "dead":
-        status, problems = "ended", ["the controller is dead, and the run has not finished"]
-    elif status == "running":
-        problems = _problems(states, controller, expected_s)
-    step = "no step is done"
-    if records:
-        age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
-        step = f"the last step was step {max(int(r['step']) for r in records)}, {age_s:.1f} s ago"
-    if status == "finished":
+    status, problems, end = _judge(run, states, end=_end(events), expected_s=expected_s)
+    if status != "running":
         states = {state: "ended" if how == "dead" else how for state, how in states.items()}
+    step, steps = "no step is done", [record["step"] for record in records if "step" in record]
+    if steps:
+        age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
+        step = f"the last step was step {max(steps):.0f}, {age_s:.1f} s ago"
     lines = [f"{folder}: {status}; {step}", *(_describe(state, how) for state, how in states.items())]
-    lines += [f"  event: {json.dumps(event)}" for event in read_events(run.events)[-SHOWN_EVENTS:]]
+    lines += [f"  event: {json.dumps(event)}" for event in events[-SHOWN_EVENTS:]]
     lines += [f"PROBLEM: {problem}" for problem in problems]
-    if status == "finished":
-        lines.append("the run has finished")
-    elif not problems:
-        lines.append(f"no problem found; the controller may wait up to {expected_s:.0f} s for one thing")
+    if end is not None:
+        lines.append(end)
     return RunHealth(status=status, problems=tuple(problems), text="\n".join(lines), states=states)
+
+
+def _judge(
+    run: RunFolder, states: Mapping[ProcessState, str], *, end: Mapping[str, Any] | None, expected_s: float
+) -> tuple[Literal["running", "finished", "ended"], list[str], str | None]:
+    """Return the status, the problems, and the last line for the user if there is one besides the problems.
+
+    Args:
+        end: the event by which the run says that it has stopped, if it has.
+    """
+    if run.is_finished:
+        return "finished", [], "the run has finished"
+    go_on = f"continue it with --resume {run.path}"
+    if end is not None:
+        reason = str(end.get("reason", "for an unknown reason"))
+        if (signal_name := _signal_of(reason)) is not None:
+            return "ended", [], f"the run was stopped by {signal_name}; {go_on}"
+        return "ended", [f"the run was ended by an error: {reason}"], go_on
+    controller = next((state for state in states if state.role == "controller"), None)
+    if controller is not None and states[controller] == "dead":
+        return "ended", ["the controller is dead, and the run has not finished"], go_on
+    problems = _problems(states, controller, expected_s)
+    healthy = f"no problem found; the controller may wait up to {expected_s:.0f} s for one thing"
+    return "running", problems, None if problems else healthy
+
+
+def _end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the event of the run's end if it has ended since it was last started."""
+    names = ("started", "resumed", "stopped")
+    last = next((event for event in reversed(events) if event["event"] in names), None)
+    return last if last is not None and last["event"] == "stopped" else None
+
+
+def _signal_of(reason: str) -> str | None:
+    """Return the name of the signal by which a user has stopped the run, from the reason of its event."""
+    if reason.startswith("KeyboardInterrupt"):
+        return "Ctrl-C"
+    status = reason.removeprefix("SystemExit: ")
+    return {str(128 + number): number.name for number in (signal.SIGTERM, signal.SIGHUP)}.get(status)
 
 
 def _liveness(state: ProcessState) -> str:
@@ -130,12 +171,13 @@ def _problems(
 
 def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float:
     took = [record[name] for record in records for name in ("time/step_s", "time/eval_s") if name in record]
-    if took:
-        return max(MIN_EXPECTED_S, EXPECTED_STEPS * max(took))
-    try:
-        return float(json.loads(config_json.read_text())["values"]["timeouts"]["setup_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return SETUP_S
+    if finite := [seconds for seconds in took if math.isfinite(seconds)]:
+        return max(MIN_EXPECTED_S, EXPECTED_STEPS * max(finite))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        setup_s = parse_json(read_regular(config_json))["values"]["timeouts"]["setup_s"]
+        if isinstance(setup_s, int | float) and math.isfinite(setup_s):
+            return max(MIN_EXPECTED_S, setup_s)
+    return SETUP_S
 
 
 async def _stacks(health: RunHealth, logs: Path) -> str:
@@ -163,4 +205,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_after(main)

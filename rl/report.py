@@ -8,14 +8,14 @@ Exit status: 0 if the file was written, 2 otherwise.
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.observability.run_folder import REPORT
+from rl.observability.run_files import REPORT
 from rl.reporting.html.page import write_report
+from rl.utils.compat import exit_after
+from rl.utils.printing import say, say_error
 from rl.utils.processes import without_collections
 
 
@@ -29,21 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             named = dict(zip(_names(folders), folders, strict=True))
             runs = write_report(named, file, written_s=time.time())
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     except OSError as error:
-        print(f"error: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
+        say_error(f"error: {file} cannot be written: {error.strerror or error}")
         return 2
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack a character
     for run in runs:
         for problem in run["problems"]:
-            print(f"{run['name']}: {problem}")
+            say(f"{run['name']}: {problem}")
         for finding in run["findings"]:
-            print(
+            say(
                 f"{run['name']}: {finding['title']}, since step {finding['since_step']}: {finding['sentence']}"
             )
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+    say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
@@ -69,4 +67,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_after(main)

@@ -9,12 +9,14 @@ Exit status: 0, or 2 for a folder that is not a run's or has no spans.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.observability.run_folder import TIMELINE, RunFolder
+from rl.observability.run_files import TIMELINE
+from rl.observability.run_folder import RunFolder
 from rl.observability.timeline import write_timeline
+from rl.utils.compat import exit_after
+from rl.utils.printing import say, say_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
-    print(f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
+    say(f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
     return 0
 
 
@@ -40,4 +42,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_after(main)

@@ -16,12 +16,11 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import os
 import re
 import sys
 import textwrap
 import typing
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +30,10 @@ from rl.config.json import LOCATION, encode, read_json
 from rl.config.known_names import find
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
+from rl.utils.caches import settle_caches
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
+from rl.utils.printing import say_error, until_the_reader_stops
 from rl.utils.processes import without_collections
 from rl.utils.proxies import exempt_loopback
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
     """
     argv = sys.argv[1:] if argv is None else argv
     exempt_loopback()
+    settle_caches()  # while root is still shown as the owner of its folders
     if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
         enter_user_namespace()  # before the config's module starts threads
     with without_collections():  # the config's module imports everything that the run needs
@@ -74,18 +76,15 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
             return 0
         if not hasattr(run.config.owner, "explain"):
             raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
-        explanation = run.config.build(run=run)
-        with _until_the_reader_stops():
-            return int(explanation.explain(run.explain))
-        return 0
+        return int(run.config.build(run=run).explain(run.explain))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     except RunError as error:
-        print(f"error: the run stopped: {error}", file=sys.stderr)
+        say_error(f"error: the run stopped: {error}")
         return 1
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        say_error("stopped by Ctrl-C")
         return 130
 
 
@@ -102,7 +101,7 @@ def parse_cli(
         run = _source(options, default_module=default_module, default_config=default_config)
         run = dataclasses.replace(run, config=rebuild(run.config, _changes(run.config, options)))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         raise SystemExit(2) from None
     if wants_help:
         _print_help(run, prog=prog)
@@ -144,7 +143,7 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
     if "resume" in given:
         run = _resumed(Path(given["resume"]), options)
     elif "from_json" in given:
-        run = read_json(Path(given["from_json"]), before=_say)
+        run = read_json(Path(given["from_json"]), before=say_error)
         defaults = {f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")}
         run = dataclasses.replace(run, config=rebuild(run.config, defaults))
     else:
@@ -163,16 +162,12 @@ def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
-    run = read_json(file, before=_say)
+    run = read_json(file, before=say_error)
     if not set(LOCATION) <= {entry.name for entry in children(run.config)}:
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
     dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
     return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path)
-
-
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
 
 
 def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -241,20 +236,13 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
     """Print all options and exit."""
-    with _until_the_reader_stops():
-        _print_options(run, prog=prog)
-    raise SystemExit(0)
-
-
-@contextlib.contextmanager
-def _until_the_reader_stops() -> Iterator[None]:
-    """End the block without an error when a reader of the output, such as `head`, has seen enough."""
     try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python writes what is left when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with until_the_reader_stops():
+            _print_options(run, prog=prog)
+    except ValueError as error:
+        say_error(f"error: {error}")
+        raise SystemExit(2) from None
+    raise SystemExit(0)
 
 
 def _print_options(run: ResolvedRun, *, prog: str | None) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import only_if
 from rl.distributed.compat import enable_micro_pipeline
+from rl.utils.caches import settle_caches
 
 NUM_VARIANTS = 32
 
@@ -98,6 +99,7 @@ def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
     # Variants with and without gradient, for the first number of tokens and for any, for one sequence and for
     # several exceed PyTorch's limit, beyond which it leaves a function uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
+    settle_caches()  # before PyTorch asks for its folder
     compiled: Any = torch.compile(function, backend=config.backend)
     return compiled
 

@@ -44,7 +44,7 @@ class Progress:
         """True if no evaluation is due before the next step."""
         self.num_empty_steps = start.num_empty_steps
         self.step_of_version: dict[int, int] = {}
-        """The step after which each policy version was published."""
+        """The step after which each policy version was published, of versions that a step may still train on."""
         self.has_batch = False
         """True while a step trains on its batch."""
         self.whole: LoopPosition | None = self.now()
@@ -60,6 +60,11 @@ class Progress:
         self.has_batch = False
         self.evaluated = not self._config.evaluates(step)
         self.num_empty_steps = 0 if has_gradient else self.num_empty_steps + 1
+        self.step_of_version = {
+            version: published
+            for version, published in self.step_of_version.items()
+            if step - published <= self._config.max_off_policy_steps
+        }
         self.whole = self.now()
 
     def evaluation_ended(self) -> None:

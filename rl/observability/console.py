@@ -18,6 +18,7 @@ from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
 from rl.observability.spans import read_states
 from rl.utils.errors import optional_write
+from rl.utils.printing import visible, writable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -65,7 +66,9 @@ class TolerantStream:
 
 def print_line(text: str, *, stream: TextIO | None = None) -> None:
     """Print a line at once, by default to standard output; a failure is a warning."""
-    TolerantStream(stream or sys.stdout).write(f"{text}\n")
+    stream = sys.stdout if stream is None else stream
+    if stream is not None:  # the process may have been started without one
+        TolerantStream(stream).write(f"{writable(text, stream=stream)}\n")
 
 
 @contextlib.contextmanager
@@ -163,17 +166,17 @@ def make_console(
     """Return the console that suits the config and the stream, by default standard output."""
     if config.style == "off":
         return Console()
-    if config.style == "auto" and _is_terminal(stream or sys.stdout):
+    if config.style == "auto" and _is_terminal(sys.stdout if stream is None else stream):
         return LiveConsole(
             title=title, num_steps=num_steps, num_rows=config.num_rows, logs=logs, stream=stream
         )
     return LineConsole(stream=stream)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     from rich.console import Console as RichConsole
 
-    return stream.isatty() and RichConsole(file=stream).is_interactive
+    return stream is not None and stream.isatty() and RichConsole(file=stream).is_interactive
 
 
 class LineConsole(Console):
@@ -293,7 +296,7 @@ class LiveConsole(Console):
         from rich.text import Text
 
         states = list(read_states(self._logs))
-        texts = [(f"{s.name:<14}{GAP}{s.describe()}", "" if s.open else "dim") for s in states]
+        texts = [(visible(f"{s.name:<14}{GAP}{s.describe()}"), "" if s.open else "dim") for s in states]
         if num_more := len(texts[MAX_PROCESS_LINES:]):
             texts[MAX_PROCESS_LINES:] = [(f"and {num_more} more", "dim")]
         return [Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in texts]

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.observability.metrics import to_json
+from rl.observability.spans import MAX_TIME_S
 from rl.utils.errors import optional_write
 from rl.utils.files import AppendFile, json_lines
 
-MAX_TIME_S = 1e12
-"""Bound on times in seconds since 1970: neither NaN nor infinity gets into a timeline."""
 EventName = Literal[
     "started",
     "resumed",

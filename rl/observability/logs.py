@@ -16,6 +16,7 @@ from typing import TextIO
 
 from rl.utils.errors import optional_write
 from rl.utils.files import AppendFile
+from rl.utils.printing import visible
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 
@@ -98,7 +99,8 @@ class _LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"{self.formatTime(record)} {record.levelname:<8} {self.source} {record.name}: "
-        return "\n".join(prefix + line for line in super().format(record).splitlines() or [""])
+        # Replies of a model and names in files are among the records.
+        return "\n".join(prefix + visible(line) for line in super().format(record).splitlines() or [""])
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
@@ -191,6 +192,28 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the records of a metrics file without damaged lines; none if the file does not exist."""
-    records = [record for _, record in json_lines(path) if record is not None]
-    return [{k: float(v) if isinstance(v, str) else v for k, v in record.items()} for record in records]
+    """Return the records of a metrics file without damaged lines; none if the file does not exist.
+
+    A line whose step is not a number is damaged; other values that are not numbers are left out.
+    """
+    records = []
+    for _, line in json_lines(path):
+        record = {} if line is None else numbers_of(line)
+        if line is not None and ("step" not in line or math.isfinite(record.get("step", math.nan))):
+            records.append(record)
+    return records
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a line that are numbers."""
+    return {name: number for name, value in line.items() if (number := as_number(value)) is not None}
+
+
+def as_number(value: object) -> float | None:
+    """Return a number of a line, in which numbers that are not finite are strings; None for anything else."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return None

@@ -16,13 +16,34 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from filelock import FileLock
 
+from rl.observability.run_files import (
+    AS_WHAT,
+    CONFIG,
+    DEFAULTS,
+    ENVIRONMENT,
+    EVENTS,
+    LOGS,
+    METRICS,
+    OLD_SUFFIX,
+    OWN_FOLDERS,
+    ROLLOUTS,
+    SINK_FOLDERS,
+    STATUS,
+    WEIGHTS,
+    files_of_runs,
+    is_run,
+    is_unused,
+    read_status,
+    refuse_special_files,
+    remove_versions,
+)
 from rl.types import LoopPosition
 from rl.utils.errors import writing
 from rl.utils.files import (
@@ -32,35 +53,8 @@ from rl.utils.files import (
     folder_errors,
     lock_folder,
     make_folder,
-    parse_json,
     previous_file,
 )
-
-STARTING_POINTS = "starting_points"
-"""Folder beside the runs that keeps warmed-up and converted models for later runs."""
-STATUS = "status.json"
-AS_WHAT = "a run's folder"
-EVENTS = "events.jsonl"
-ENVIRONMENT = "environment.json"
-DEFAULTS = "defaults.json"
-"""File with the values that the run's config function returns without options."""
-REPORT = "report.html"
-TIMELINE = "timeline.json"
-METRICS = "metrics.jsonl"
-ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
-OLD_SUFFIX = ".old"
-"""Suffix of the earlier records of a run that started again from the beginning."""
-TENSORBOARD = "tensorboard"
-OWN_FOLDERS = ("logs", "checkpoints")
-SINK_FOLDERS = (TENSORBOARD, "wandb")
-WEIGHTS = "weights"
-"""Folder of weights that are published as files; removed at a regular end of the run."""
-OWN_FILES = (
-    "config.json", DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png",
-    EVENTS, ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
-)  # fmt: skip
-"""Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
-not finite, and the latest collectives of each rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +68,9 @@ class RunFolder:
     def __init__(self, path: Path, *, checkpoints: Path | None = None, is_new: bool = False) -> None:
         """Use `RunFolder.create`. `is_new` is True if the folder did not exist before."""
         self.path = path
-        self.logs = path / "logs"
+        self.logs = path / LOGS
         self.checkpoints = checkpoints or path / "checkpoints"
-        self.config_json = path / "config.json"
+        self.config_json = path / CONFIG
         self.defaults_json = path / DEFAULTS
         self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
@@ -107,8 +101,8 @@ class RunFolder:
             wall_clock: local time for the name.
 
         Raises:
-            ValueError: the folder cannot be made, is not a run's, is in use, or holds a run and `overwrite` is
-                false; or an input lies in the folder that would be replaced. Nothing is left behind.
+            ValueError: the folder cannot be made, holds something and is not a run's, is in use, or holds a run and
+                `overwrite` is false; or an input lies in the folder that would be replaced. Nothing is left behind.
         """
         if time_stamp:
             name = f"{name}-{wall_clock():%Y%m%d-%H%M%S}"
@@ -127,7 +121,8 @@ class RunFolder:
             check_free(path, overwrite=overwrite)
             _refuse_inputs(path, inputs or {})
             with folder_errors(path, AS_WHAT):
-                _clear(path)
+                if overwrite:
+                    _clear(path)
                 folder._start()
         except BaseException:
             folder._remove_if_new()
@@ -146,7 +141,12 @@ class RunFolder:
 
     @classmethod
     def to_read(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Open the folder for reading, without its lock; raises ValueError if it is not a run's."""
+        """Open the folder for reading, without its lock.
+
+        Raises ValueError if it is not a run's, or has links, pipes or devices in place of files.
+        """
+        if path.is_dir():
+            refuse_special_files(path)
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
         return cls(path, checkpoints=checkpoints)
@@ -157,9 +157,9 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Mark the run as running again, and remove temporary files of its last process."""
-        for file in _files_of_runs(self.path, suffixes=(TMP_SUFFIX,)):
+        for file in files_of_runs(self.path, suffixes=(TMP_SUFFIX,)):
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
+        remove_versions(self.path / WEIGHTS)
         with folder_errors(self.path, AS_WHAT):
             self._start()
 
@@ -205,23 +205,25 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         return
     _refuse_foreign(path)
     status = read_status(path)
-    if status is not None and not overwrite:
-        found = {
-            "finished": "a finished run;",
-            "running": f"an unfinished run (it failed or was killed); continue it with --resume {path},",
-        }
-        raise ValueError(f"{path} holds {found[status]} choose another name, or --overwrite to replace it")
+    if status is None:
+        return
+    if not overwrite:
+        raise ValueError(f"{path} holds {_describe_run(path, status)} or --overwrite to replace it")
+    if path.is_symlink():
+        raise ValueError(
+            f"{path} is a link to the folder of a run, {path.resolve()}, which --overwrite would replace; "
+            "give the name of that folder, or choose another name"
+        )
 
 
-def read_status(path: Path) -> Literal["running", "finished"] | None:
-    """Return the status of a run, "running" also if it was killed; None without status.json."""
-    try:
-        content = parse_json((path / STATUS).read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError:  # cut short by the end of its process
-        return "running"
-    return "finished" if isinstance(content, dict) and content.get("status") == "finished" else "running"
+def _describe_run(path: Path, status: Literal["running", "finished"]) -> str:
+    if status == "finished":
+        return "a finished run; choose another name,"
+    if not (path / CONFIG).exists():
+        return f"an unfinished run without {CONFIG}; choose another name,"
+    return (
+        f"an unfinished run (it failed or was killed); continue it with --resume {path}, choose another name,"
+    )
 
 
 def _make_new(path: Path) -> bool:
@@ -236,8 +238,8 @@ def _make_new(path: Path) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    names = {entry.name for entry in path.iterdir()}
-    if names and not names & {LOCK, STATUS}:
+    """Refuse a folder that holds something and is not a run's: no file of a person is replaced or among a run's."""
+    if not is_run(path) and not is_unused(path):
         raise ValueError(f"{path} exists and is not a run's folder; choose another name")
 
 
@@ -254,16 +256,11 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
 def _clear(path: Path) -> None:
     """Remove the files and folders that runs write, and no others."""
     folders = [path / name for name in (*OWN_FOLDERS, *SINK_FOLDERS)]
-    for target in (*folders, *_files_of_runs(path, suffixes=("", TMP_SUFFIX))):
+    for target in (*folders, *files_of_runs(path, suffixes=("", TMP_SUFFIX))):
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         else:
             target.unlink(missing_ok=True)
-
-
-def _files_of_runs(path: Path, *, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files that runs write; those with `TMP_SUFFIX` were left by a process that was killed."""
-    return [file for name in OWN_FILES for suffix in suffixes for file in path.glob(name + suffix)]
 
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:

@@ -42,7 +42,7 @@ from rl.observability.loggers import (
     error_hooks_kept,
 )
 from rl.observability.metrics import Record, read_metrics, reduced
-from rl.observability.run_folder import METRICS, TENSORBOARD
+from rl.observability.run_files import METRICS, TENSORBOARD
 from rl.observability.spans import span
 from rl.utils.errors import optional_write
 from rl.utils.threads import run_aside

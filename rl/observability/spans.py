@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -33,7 +34,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
-from rl.utils.files import BoundedFile, parse_json
+from rl.utils.files import BoundedFile, parse_json, read_regular
+from rl.utils.printing import visible
 from rl.utils.processes import ProcessId, identify
 
 P = ParamSpec("P")
@@ -51,6 +53,10 @@ WAITS = "waits for "
 """Prefix of the names of spans that wait for another process."""
 _READ_ATTEMPTS = 20
 """Attempts to read a state file that is being written."""
+MAX_TIME_S = 1e12
+"""Bound on times in seconds since 1970: neither NaN nor infinity is one."""
+_MAX_PID = 2**31 - 1
+_ROLE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MAX_NAME_CHARACTERS = 100
 MAX_ERROR_CHARACTERS = 200
 
@@ -304,31 +310,81 @@ class ProcessState:
 
 
 def read_state(file: Path) -> ProcessState:
-    """Read the state file of one process; raises FileNotFoundError, or ValueError if it is not a state file."""
+    """Read the state file of one process.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is not a regular file.
+        ValueError: its content is not that of a state file of this name.
+    """
     for _ in range(_READ_ATTEMPTS):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = parse_json(file.read_bytes())
+            record = parse_json(read_regular(file))
             if record["write"] == record["end"]:
-                return _state(record)
+                return _state(record, name=file.stem)
     raise ValueError(f"{file} is not the state file of a process")
 
 
 def read_states(logs: Path) -> Iterator[ProcessState]:
     """Yield the states of all processes of a run by name, without unreadable files."""
     for file in sorted((logs / STATE_FOLDER).glob("*.json")):
-        with contextlib.suppress(ValueError, FileNotFoundError):
+        with contextlib.suppress(ValueError, OSError):
             yield read_state(file)
 
 
-def _state(record: dict[str, Any]) -> ProcessState:
-    failed = record["failed"]
-    names = ("role", "rank", "host", "clock_offset_s", "policy_version", "changed_s")
-    texts, integers = (record["role"], record["host"]), (record["rank"], record["pid"], record["start_ticks"])
-    if not (all(isinstance(x, str) for x in texts) and all(isinstance(x, int) for x in integers)):
-        raise TypeError("the identity of a process has other types")
+def _state(record: dict[str, Any], *, name: str) -> ProcessState:
+    """Return the state that a file of this name holds; raise if anything in it is not of its type.
+
+    The folder of a run may come from anybody, and a role and a rank are parts of the names of other files.
+    """
+    role, rank, failed = _text(record["role"]), _integer(record["rank"]), record["failed"]
+    if _ROLE.fullmatch(role) is None or name != f"{role}-{rank}":
+        raise ValueError(f"role {role!r} and rank {rank} are not those of the file {name}")
     return ProcessState(
-        **{name: record[name] for name in names},
-        process=ProcessId(record["pid"], record["start_ticks"]),
-        open=tuple(OpenSpan(**span) for span in record["open"]),
-        failed=None if failed is None else FailedSpan(**failed),
+        role=role,
+        rank=rank,
+        host=_text(record["host"]),
+        process=ProcessId(
+            _integer(record["pid"], at_least=1, at_most=_MAX_PID), _integer(record["start_ticks"])
+        ),
+        clock_offset_s=_number(record["clock_offset_s"]),
+        policy_version=_version(record["policy_version"]),
+        open=tuple(_open_span(span) for span in record["open"]),
+        changed_s=_number(record["changed_s"]),
+        failed=None if failed is None else _failed_span(failed),
     )
+
+
+def _open_span(span: dict[str, Any]) -> OpenSpan:
+    return OpenSpan(
+        name=_text(span["name"]),
+        num=_integer(span["num"]),
+        version=_version(span["version"]),
+        since_s=_number(span["since_s"]),
+    )
+
+
+def _failed_span(span: dict[str, Any]) -> FailedSpan:
+    return FailedSpan(name=_text(span["name"]), error=_text(span["error"]), at_s=_number(span["at_s"]))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return visible(value)
+
+
+def _integer(value: object, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+        raise TypeError(f"{value!r} is not an integer from {at_least} to {at_most}")
+    return value
+
+
+def _version(value: object) -> int | None:
+    return None if value is None else _integer(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME_S:
+        raise TypeError(f"{value!r} is not a time in seconds")
+    return value

@@ -24,12 +24,16 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from rl.observability.spans import STATE_FOLDER, ProcessState
-from rl.utils.processes import catches, is_alive, kernel_state
+from rl.utils.files import open_regular
+from rl.utils.printing import visible
+from rl.utils.processes import ProcessId, catches, is_alive, kernel_state, writes_to
 
 SIGNAL = signal.SIGUSR1
 REQUEST_S = 2.0
 """Time a process has to write its stacks, which takes some 10 ms."""
 POLL_S = 0.02
+MAX_BYTES = 1 << 20
+"""Bytes of one process's stacks that are read."""
 END = "-- end of the stacks --\n"
 ORDER = "(most recent call first):"
 """Words of `faulthandler`, used for tasks too."""
@@ -59,7 +63,7 @@ def write_stacks_to(logs: Path, *, role: str, rank: int) -> None:
     file = _stacks_file(logs, role=role, rank=rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     stop_writing_stacks()
-    # In append mode, so that the file starts anew when the requesting process has truncated it.
+    file.unlink(missing_ok=True)
     _file = file.open("ab", buffering=0)
     # Chaining to the default handler would end the process.
     chain = signal.getsignal(SIGNAL) is _on_signal
@@ -86,22 +90,33 @@ async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = 
         return "no stacks: the process is stopped by a signal"
     if not catches(state.process, SIGNAL):
         return "no stacks: the process does not listen yet"
-    file = _stacks_file(logs, role=state.role, rank=state.rank)
-    deadline_s = time.monotonic() + timeout_s
-    text = ""
     try:
-        os.truncate(file, 0)
-        os.kill(state.process.pid, SIGNAL)
-        while time.monotonic() < deadline_s:
-            await asyncio.sleep(POLL_S)
-            text = file.read_text(errors="replace")
-            if text.endswith(END):
-                return text.removesuffix(END)
+        with open_regular(_stacks_file(logs, role=state.role, rank=state.rank)) as file:
+            return await _ask(state.process, file, timeout_s=timeout_s)
     except OSError as error:
-        return f"no stacks: {error}"
+        return f"no stacks: {error.strerror or error}"
+
+
+async def _ask(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> str:
+    """Send the signal to a process and return what it then writes into its file of stacks.
+
+    A folder from elsewhere can name any process; only that of the run writes into the file.
+    """
+    if not writes_to(process, os.fstat(file.fileno())):
+        return "no stacks: the process is not of this run, it does not write into this folder"
+    file.seek(0, os.SEEK_END)
+    text = b""
+    deadline_s = time.monotonic() + timeout_s
+    os.kill(process.pid, SIGNAL)
+    while time.monotonic() < deadline_s and len(text) < MAX_BYTES:
+        await asyncio.sleep(POLL_S)
+        text += file.read(MAX_BYTES - len(text))
+        if text.endswith(END.encode()):
+            return visible(text.decode(errors="replace")).removesuffix(END)
     if text:
-        return f"{text}(no stacks of tasks: the main thread does not run Python)\n"
-    return f"no stacks within {timeout_s:g} s: the process is {kernel_state(state.process) or 'dead'}"
+        shown = visible(text.decode(errors="replace"))
+        return f"{shown}(no stacks of tasks: the main thread does not run Python)\n"
+    return f"no stacks within {timeout_s:g} s: the process is {kernel_state(process) or 'dead'}"
 
 
 def _stacks_file(logs: Path, *, role: str, rank: int) -> Path:

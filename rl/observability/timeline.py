@@ -10,16 +10,17 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.observability.events import MAX_TIME_S, read_events
-from rl.observability.run_folder import EVENTS
-from rl.observability.spans import SPANS_FOLDER, WAITS, read_states
-from rl.utils.files import atomic_write, parse_json, previous_file
+from rl.observability.events import read_events
+from rl.observability.run_files import EVENTS
+from rl.observability.spans import MAX_TIME_S, SPANS_FOLDER, WAITS, read_states
+from rl.utils.files import atomic_write, open_regular, parse_json, previous_file
 
 MAX_BYTES = 1 << 27
 """Bytes of ended spans that are read: about a million spans."""
@@ -92,12 +93,20 @@ def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
 def _newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
     """Yield the spans of one process in the last bytes of its files."""
     role, _, rank = file.stem.rpartition("-")
-    parts = [part.read_bytes() for part in (previous_file(file), file) if part.exists()]
+    parts = [_tail(part, num_bytes=num_bytes) for part in (previous_file(file), file)]
     for line in b"".join(parts)[-num_bytes:].splitlines():
         with contextlib.suppress(
             ValueError, KeyError, TypeError, AttributeError
         ):  # damaged, or the rest of a line
             yield _span(parse_json(line), role, int(rank))
+
+
+def _tail(file: Path, *, num_bytes: int) -> bytes:
+    """Return the last bytes of a file; nothing if there is none."""
+    with contextlib.suppress(FileNotFoundError), open_regular(file) as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - num_bytes))
+        return opened.read(num_bytes)
+    return b""
 
 
 def _span(event: dict[str, Any], role: str, rank: int) -> Span:

@@ -4,7 +4,7 @@
     run.steps[-1]["reward/mean"], run.problems
 
 Nothing in the folder is written, locked or run. What cannot be read is named in `problems`, and the rest is
-returned. Only a folder that is not a run's, or has devices or pipes in place of files, is refused.
+returned. Only a folder that is not a run's, or has links, devices or pipes in place of files, is refused.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from typing import Any, Literal
 
 from rl.config.json import value_at
 from rl.observability.events import is_event
-from rl.observability.run_folder import (
+from rl.observability.metrics import as_number, numbers_of
+from rl.observability.run_files import (
+    CONFIG,
     DEFAULTS,
     ENVIRONMENT,
     EVENTS,
+    LOGS,
     METRICS,
     ROLLOUTS,
     STATUS,
     read_status,
+    refuse_special_files,
 )
 from rl.observability.spans import SPANS_FOLDER
 from rl.observability.timeline import Span, read_spans
-from rl.utils.files import json_lines, parse_json, read_json_object
+from rl.utils.files import json_lines, parse_json, read_json_object, read_regular
 
-CONFIG, LOGS = "config.json", "logs"
 EXPECTED = {
     METRICS: "no step is done, or the file was removed",
     STATUS: "whether the run finished is unknown",
@@ -89,7 +92,7 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         raise ValueError(
             f"{folder}: there is no such folder; give the folder of a run, such as outputs/<name>"
         )
-    _refuse_special_files(folder)
+    refuse_special_files(folder)
     of_run = (STATUS, METRICS, CONFIG)
     if not any((folder / name).is_file() for name in of_run):
         raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
@@ -112,17 +115,9 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
     )
 
 
-def _refuse_special_files(folder: Path) -> None:
-    """Raise ValueError for what has the name of a file and never ends, such as a pipe or a link to a device."""
-    names = (CONFIG, DEFAULTS, ENVIRONMENT, EVENTS, METRICS, STATUS, *ROLLOUTS)
-    for file in (*(folder / name for name in names), *(folder / LOGS).glob("*/*")):
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{file} is not a regular file")
-
-
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        config = parse_json((folder / CONFIG).read_bytes())
+        config = parse_json(read_regular(folder / CONFIG))
         if isinstance(config["values"], dict):
             return dict(config)
         problems.append(f"{CONFIG} has no values")
@@ -142,7 +137,7 @@ def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]],
 
 
 def _record(line: dict[str, Any]) -> dict[str, Any] | None:
-    record = {name: number for name, value in line.items() if (number := _number(value)) is not None}
+    record = {name: float(number) for name, number in numbers_of(line).items()}
     return record if math.isfinite(record.get("step", math.nan)) else None
 
 
@@ -179,7 +174,7 @@ def _is_rollout(line: dict[str, Any]) -> bool:
         and isinstance(line.get("sample", 0), int)
         and all(isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct"))
         and isinstance(parts, dict)
-        and _number(parts.get("overlong", 0.0)) is not None
+        and as_number(parts.get("overlong", 0.0)) is not None
         and isinstance(line.get("turns"), list)
         and all(isinstance(turn, dict) and _is_turn(turn) for turn in line["turns"])
     )
@@ -231,13 +226,6 @@ def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
             "rest is shown"
         )
     return found
-
-
-def _number(value: object) -> float | None:
-    """Return a number of metrics.jsonl, where numbers that are not finite are strings; else None."""
-    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
 
 
 def read_optional(file: Path) -> dict[str, Any]:

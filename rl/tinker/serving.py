@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ import uvicorn
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_bounds
+from rl.observability.console import print_line
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, read_keys
 from rl.tinker.connections import BACKLOG, HEADER_BYTES, Connection, limited_log, raise_open_files
@@ -31,6 +31,7 @@ from rl.tinker.service import Service
 from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
 from rl.utils.malloc import give_back_freed_memory
+from rl.utils.printing import say_error
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class TinkerServer(Configurable):
 
     async def _serve(self, service: Service, listener: socket.socket, backend: TinkerBackend) -> None:
         def print_ready(url: str) -> None:
-            print(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}", flush=True)
+            print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
 
         memory = asyncio.create_task(give_back_memory(service))
         await serve(
@@ -188,7 +189,7 @@ def locked_storage(folder: Path) -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    say_error(f"warning: {text}")
 
 
 def _kept_key(file: Path) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -27,3 +28,12 @@ def exit_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed stream
             stream.flush()
     os._exit(status)
+
+
+def exit_after(main: Callable[[], int]) -> NoReturn:
+    """Exit with the status of a program's main function, also if nobody reads what is left of its output."""
+    try:
+        status = main()
+    except SystemExit as end:  # of a parser of options
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    exit_process(status)

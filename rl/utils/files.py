@@ -8,16 +8,18 @@ process never leaves half of anything under the final name. Locks are held by th
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
 import socket
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -154,6 +156,8 @@ def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
             folder or its lock file cannot be made.
     """
     file = path / LOCK
+    if not is_regular(file, may_be_missing=True):  # locking truncates the file
+        raise ValueError(f"{file} is not a regular file: {path} cannot be locked; {otherwise}")
     lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
     make_folder(path, as_what)
     with folder_errors(path, as_what):
@@ -175,6 +179,47 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
         yield
     finally:
         lock.release()
+
+
+def is_regular(file: Path, *, may_be_missing: bool = False) -> bool:
+    """Return whether the path is a regular file itself, not a link to one."""
+    try:
+        return stat.S_ISREG(file.lstat().st_mode)
+    except OSError:
+        return may_be_missing
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file for reading that may come from anybody: a regular file, and not through a link.
+
+    A pipe or a device might never end, and a link might lead to any file of this user.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it is something else.
+    """
+    # Without O_NONBLOCK a pipe waits for its writer here.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(file, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise _not_regular(file) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(file)
+    return open(descriptor, "rb")
+
+
+def read_regular(file: Path) -> bytes:
+    """Return the content of a file; see `open_regular`."""
+    with open_regular(file) as opened:
+        return opened.read()
+
+
+def _not_regular(file: Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(file))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -219,8 +264,12 @@ def _integer(digits: str) -> int:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and object of each line that is not blank, None for a damaged line; a missing file has no lines."""
-    with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+    """Yield number and object of each line that is not blank, None for a damaged line; a missing file has no lines.
+
+    Raises OSError for anything but a regular file, as `open_regular`.
+    """
+    with suppress(FileNotFoundError), open_regular(file) as opened:
+        lines = io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="\n")
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 value = None

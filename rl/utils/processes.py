@@ -53,7 +53,7 @@ def kill(process: ProcessId) -> None:
 
 def kernel_state(process: ProcessId) -> str | None:
     """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is dead."""
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.Error):
         state = psutil.Process(process.pid).status()
         return state if is_alive(process) else None
     return None
@@ -67,6 +67,34 @@ def catches(process: ProcessId, number: int) -> bool:
         return False
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1) and is_alive(process)
+
+
+def writes_to(process: ProcessId, file: os.stat_result) -> bool:
+    """Return whether the process has this file open for writing; raises PermissionError for that of another user."""
+    folder = Path(f"/proc/{process.pid}")
+    try:
+        descriptors = os.listdir(folder / "fd")
+    except FileNotFoundError:
+        return False
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(folder / "fd" / descriptor), file):
+                _, _, flags = (folder / "fdinfo" / descriptor).read_text().partition("flags:")
+                if int(flags.split()[0], 8) & os.O_ACCMODE != os.O_RDONLY:
+                    return is_alive(process)
+    return False
+
+
+def leave_signals_to_controller() -> None:
+    """Survive the signals that a terminal or a scheduler sends to every process of a run, in the main thread.
+
+    The controller acts on them: it finishes a step and saves, for which it needs the others.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # A handler, as children would inherit that the signal is ignored.
+            signal.signal(number, lambda *_: None)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import stat
+import uuid
 from pathlib import Path
 
 SETTINGS = {
@@ -24,26 +25,49 @@ for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
 
-def _make_log_private() -> None:
-    """Make Monarch's own log readable for this user only, or keep all but errors out of it where that is not possible.
+MAX_LOGS = 100
+"""Names that are tried for Monarch's log in the user's own folder."""
 
-    Monarch follows links, so in a folder where others may write it would write into any file of this user.
+
+def _make_log_private() -> None:
+    """Choose a log for Monarch that only this user can read and write.
+
+    Monarch opens the file at its import, follows links, and waits at a pipe for its reader, so a name that is taken by
+    anything but a file of this user is left alone. In a folder where others may write, whoever knows the name could put
+    something else there: each process writes only errors, under a name of its own.
     """
+    given = os.environ.get("MONARCH_LOG_SUFFIX", "")
     try:
         folder = Path("/tmp", _user())
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError
-        suffix = os.environ.get("MONARCH_LOG_SUFFIX")
-        file = folder / f"monarch_log{'_' if suffix else ''}{suffix or ''}.log"
-        descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-        try:
-            os.fchmod(descriptor, 0o600)
-        finally:
-            os.close(descriptor)
+        for suffix in (given, *(f"{given}_{number}".lstrip("_") for number in range(2, MAX_LOGS))):
+            if _is_private_log(folder / f"monarch_log{'_' if suffix else ''}{suffix}.log"):
+                if suffix != given:
+                    os.environ["MONARCH_LOG_SUFFIX"] = suffix
+                return
     except OSError:
-        os.environ["MONARCH_FILE_LOG"] = "error"
+        pass
+    os.environ |= {"MONARCH_FILE_LOG": "error", "MONARCH_LOG_SUFFIX": uuid.uuid4().hex}
+
+
+def _is_private_log(file: Path) -> bool:
+    """Make a file or let no other user read it; return False if there is something else under that name."""
+    flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(file, flags, 0o600)
+    except OSError:  # a link, a folder, a pipe without a reader
+        return False
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            return False
+        os.fchmod(descriptor, 0o600)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _user() -> str:

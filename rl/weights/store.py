@@ -43,6 +43,7 @@ from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
+from rl.observability.run_files import WEIGHTS, remove_versions
 from rl.observability.spans import span
 from rl.types import BoxSum
 from rl.utils.errors import RunError
@@ -132,7 +133,7 @@ class WeightStore(Configurable):
         """Folder of the versions' files; None for the other transports."""
         if config.transport == "files":
             assert run_folder is not None, "files need the folder of a run"
-            self._folder = run_folder / "weights"
+            self._folder = run_folder / WEIGHTS
         self._copier = Copier(num_threads=config.num_threads)
         self._maps = SegmentMaps(max_age=4 * (config.keep_versions + 1))
 
@@ -177,7 +178,7 @@ class WeightStore(Configurable):
     def discard(self) -> None:
         """Remove the files, which would outlive the processes of a run. Idempotent."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_versions(self._folder)
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from actors import guard, processes
-from actors.guard import INDUCTOR_CACHE, MAX_PATH, PREFIX
+from actors.guard import MAX_PATH, PREFIX
 from actors.processes import RUN_VARIABLE, carrying_environment, mapped_shared_memory, remove_unmapped
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from tests.support.forked import run_in_fork
@@ -32,7 +32,6 @@ def in_new_process(parent, function):
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
-        os.environ.pop(INDUCTOR_CACHE, None)
         processes.RUN = uuid.uuid4().hex[:8]
         guard._guarded_folder.cache_clear()
         return function()
@@ -48,20 +47,20 @@ def gone(is_left):
     return not left
 
 
-def test_run_has_one_temporary_folder_which_goes_and_a_cache_which_stays(parent):
+def test_run_has_one_temporary_folder_which_goes(parent):
     def run_twice():
         with guard.temporary_files():
-            inside, cache = tempfile.mkdtemp(), os.environ[INDUCTOR_CACHE]
+            inside = tempfile.mkdtemp()
         with guard.temporary_files():
             again = tempfile.mkdtemp()
         after = tempfile.gettempdir(), os.environ["TMPDIR"]
-        return json.dumps([inside, again, cache, *after, Path(inside).is_dir()])
+        return json.dumps([inside, again, *after, Path(inside).is_dir()])
 
     status, answer = in_new_process(parent, run_twice)
     assert status == 0
-    inside, again, cache, after, variable, was_there = json.loads(answer)
+    inside, again, after, variable, was_there = json.loads(answer)
     (folder,) = {Path(path).parent for path in (inside, again)}
-    assert folder.parent == Path(cache).parent == parent
+    assert folder.parent == parent
     assert folder.name.startswith(PREFIX)
     assert was_there
     assert (after, variable) == (str(parent), str(parent))

@@ -5,7 +5,7 @@ import pytest
 
 from configs.sum_digits import tiny
 from examples.controller_loop import train
-from rl.observability.run_folder import read_status
+from rl.observability.run_files import read_status
 from tests.support.runs import run_to_the_end
 
 NUM_STEPS = 3

@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import unicodedata
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +15,7 @@ from rl import doctor, report, timeline
 from rl.doctor import examine
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
-from rl.observability.spans import SpanRecorder
+from rl.observability.spans import SpanRecorder, read_states
 from rl.utils.processes import identify
 from tests.support.watched_child import watched_child
 
@@ -32,8 +34,13 @@ class Watched:
         recorder.stop()
         process = identify(self.sleeper.pid)
         assert process is not None
-        record = json.loads(file.read_text()) | {"pid": process.pid, "start_ticks": process.start_ticks}
-        file.write_text(json.dumps(record))
+        assert file.name == f"{role}-0.json"
+        self.record(role, pid=process.pid, start_ticks=process.start_ticks)
+
+    def record(self, process, /, **fields):
+        """Change fields of the state of a process."""
+        file = self.run.logs / "state" / f"{process}-0.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
     def kill_sleeper(self):
         self.sleeper.kill()
@@ -136,3 +143,152 @@ def test_commands_refuse_a_folder_that_is_not_a_run(command, tmp_path, capsys):
     assert command.main([str(tmp_path)]) == 2
     assert f"error: {tmp_path} is not the folder of a run: it has no" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+# Runs that have ended
+
+
+@pytest.mark.parametrize(
+    ("reason", "problems", "last"),
+    [
+        ("SystemExit: 143", (), "the run was stopped by SIGTERM; continue it with --resume "),
+        ("SystemExit: 129", (), "the run was stopped by SIGHUP; continue it with --resume "),
+        ("KeyboardInterrupt: ", (), "the run was stopped by Ctrl-C; continue it with --resume "),
+        (
+            "RunError: a full disk",
+            ("the run was ended by an error: RunError: a full disk",),
+            "continue it with ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_run_that_has_stopped_says_how_and_no_process_of_it_is_missed(watched, reason, problems, last, host):
+    watched.record_sleeper_as("controller")
+    watched.record_sleeper_as("trainer")
+    if host == "here":
+        watched.kill_sleeper()
+    else:
+        watched.record("controller", host="another.example")
+        watched.age(10_000.0)
+    Events(watched.run.events).add("resumed", step=3)
+    Events(watched.run.events).add("stopped", reason=reason)
+    health = examine(watched.run.path)
+    assert (health.status, health.problems) == ("ended", problems)
+    assert health.text.splitlines()[-1].startswith(last)
+    assert doctor.main([str(watched.run.path)]) == (1 if problems else 0)
+
+
+def test_run_that_was_stopped_and_resumed_is_judged_anew(watched):
+    Events(watched.run.events).add("stopped", reason="SystemExit: 143")
+    Events(watched.run.events).add("resumed", step=3)
+    assert examine(watched.run.path).status == "running"
+    watched.record_sleeper_as("controller")
+    watched.record("controller", start_ticks=1)  # the pid belongs to another process now
+    health = examine(watched.run.path)
+    assert health.problems == ("the controller is dead, and the run has not finished",)
+
+
+# Folders from elsewhere
+
+
+def test_process_that_does_not_write_into_the_folder_gets_no_signal(watched, tmp_path, capsys):
+    """A folder can name any process of the machine, also one with a handler of the signal and a file of that name."""
+    with watched_child(tmp_path / "other", "tasks") as other:
+        victim = identify(other.pid)
+        assert victim is not None
+        watched.record_sleeper_as("trainer")
+        watched.record("trainer", pid=victim.pid, start_ticks=victim.start_ticks)
+        stacks = watched.run.logs / "state" / "trainer-0.stacks"
+        of_other = tmp_path / "other" / "state" / "trainer-0.stacks"
+        stacks.write_text("of a person\n")
+        doctor.main([str(watched.run.path)])
+        assert "the process is not of this run" in capsys.readouterr().out
+        assert stacks.read_text() == "of a person\n"
+        assert of_other.read_text() == ""  # no stacks were asked for
+
+
+@pytest.mark.parametrize("command", [doctor, timeline, report])
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "events.jsonl", "logs/state/x-0.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_pipes_and_links_in_place_of_files_end_every_command_with_one_line(
+    run, tmp_path, command, name, kind, capsys
+):
+    mine, file = tmp_path / "mine", run.path / name
+    mine.write_text("{}")
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to(mine)
+    assert command.main([str(run.path)]) == 2
+    assert capsys.readouterr().err == f"error: {file} is not a regular file\n"
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/state", "logs/spans"])
+def test_folder_of_the_logs_that_is_a_link_is_not_followed(run, tmp_path, name):
+    (tmp_path / "mine" / "state").mkdir(parents=True)
+    if name == "logs":
+        run.logs.rmdir()
+    (run.path / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"{run.path / name} is a link, not a folder of the run"):
+        examine(run.path)
+
+
+def test_doctor_has_its_status_and_no_traceback_when_nobody_reads_its_output(watched):
+    watched.record_sleeper_as("trainer")
+    watched.kill_sleeper()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rl.doctor", str(watched.run.path)]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=50)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+ODD: tuple[object, ...] = (True, -1, 0, 2**40, "1", None, 1.5, [], {})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("pid", ODD),
+        ("start_ticks", (True, -1, "1", None)),
+        ("rank", (True, -1, "0", None, 1)),
+        ("role", ("../../../x", "a/b", "", "a\x1b[31m", ".", None, 1, "trainer ")),
+        ("host", (None, 3)),
+        ("clock_offset_s", (None, "1", float("nan"), float("inf"), True)),
+        ("changed_s", (None, float("nan"))),
+        ("policy_version", (True, "1", -1)),
+        ("open", (None, [1], [{"name": 1, "num": 1, "version": None, "since_s": 1.0}], [{"name": "x"}])),
+        ("failed", (1, {}, {"name": "x", "error": None, "at_s": 1.0})),
+    ],
+)
+def test_state_of_other_types_is_no_process(watched, field, values):
+    for value in values:
+        watched.record_sleeper_as("trainer")
+        watched.record("trainer", **{field: value})
+        names = {state.name for state in read_states(watched.run.logs)}
+        assert names == {"controller[0]"}, value
+
+
+def test_no_control_characters_of_a_folder_reach_the_terminal(watched, capsys):
+    evil = "\x1b]0;title\x07\x9b31m\r\u202e\u2066"
+    watched.record_sleeper_as("trainer")
+    opened = [{"name": evil, "num": 1, "version": None, "since_s": 1.0}]
+    watched.record("trainer", host=evil, open=opened, failed={"name": evil, "error": evil, "at_s": 1.0})
+    Events(watched.run.events).add("stopped", reason=evil)
+    watched.write_metrics({"step": 1, "loss/mean": evil})
+    doctor.main([str(watched.run.path)])
+    report.main([str(watched.run.path)])
+    shown = "".join(capsys.readouterr())
+    assert not [c for c in shown if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf")]
+    assert r"\x1b]0;title\x07" in shown
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", '{"step": "x"}', '{"step": NaN, "time/step_s": []}', '{"step": null}']
+)
+def test_odd_metrics_and_config_are_left_out(watched, line):
+    watched.run.metrics.write_text(f'{line}\n{{"step": 4, "time/step_s": "x", "time/eval_s": 1e400}}\n')
+    watched.run.config_json.write_text('{"values": {"timeouts": {"setup_s": "x"}}}')
+    health = examine(watched.run.path)
+    assert "the last step was step 4" in health.text
+    assert "may wait up to 600 s" in health.text

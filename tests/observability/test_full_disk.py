@@ -10,12 +10,19 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
 
 from actors.members import record_process
+from actors.run import checked_run
+from rl.config.registry import resolve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
-from rl.observability.run_folder import RunFolder, cut_back, read_status
+from rl.observability.run_files import read_status
+from rl.observability.run_folder import RunFolder, cut_back
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
 from tests.support.fakes import FakePolicy
@@ -125,6 +132,32 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     assert read_status(tmp_path / "run") == "running"
     entries = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 200])
+def test_full_disk_at_the_start_is_one_line_and_blocks_no_later_start(tmp_path, num_bytes):
+    """With 200 bytes the status has room, and config.json has none."""
+    source = resolve("tests.support.faulty_configs", "short")
+    source.config.dump_folder, source.config.name = str(tmp_path), "run"
+    plan = SimpleNamespace(
+        inputs=lambda config: {}, start=SimpleNamespace(folder=tmp_path, make=lambda: None)
+    )
+
+    def start():
+        limit_files(num_bytes)
+        with (
+            mock.patch("actors.run.make_plan", return_value=plan),
+            checked_run(source.config, source=source),
+        ):
+            raise AssertionError("not reached")
+
+    what = "run cannot be a run's folder" if num_bytes == 0 else "run/config.json cannot be written"
+    for _ in range(2):
+        assert answer_in_fork(lambda: said(start)) == f"ValueError: {tmp_path}/{what}: {FULL}"
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()  # empty, so that it is not new
+    assert answer_in_fork(lambda: said(start)) == f"ValueError: {tmp_path}/{what}: {FULL}"
+    RunFolder.create(tmp_path, "run").close()
 
 
 def test_records_that_cannot_be_cut_back_are_unchanged(tmp_path):

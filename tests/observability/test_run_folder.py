@@ -9,7 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from rl.observability.run_folder import SINK_FOLDERS, RunFolder, cut_back, read_status
+from rl.observability.run_files import SINK_FOLDERS, read_status
+from rl.observability.run_folder import RunFolder, cut_back
 from rl.types import LoopPosition
 
 
@@ -85,12 +86,80 @@ def test_killed_process_releases_the_folder(tmp_path):
     RunFolder.create(tmp_path, "run", overwrite=True).close()
 
 
-def test_foreign_folder_is_refused_even_with_overwrite(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="is not a run's folder"):
-        RunFolder.create(tmp_path, "run", overwrite=True)
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+OF_A_PERSON: tuple[dict[str, str], ...] = (
+    {"thesis.tex": "x"},
+    {".lock": "", "checkpoints/step-5/weights": "x"},
+    {".lock": "", "checkpoints/hf/model.safetensors": "x"},
+    {".lock": "", "metrics.jsonl": "{}"},
+    {".lock": "", "rollouts.jsonl": "{}", "config.json": "{}", "logs/a.log": "x"},
+    {".lock": "", "thesis.tex": "x"},
+    {"status.json": '{"build": "green"}', "logs/a.log": "x"},  # of another program
+    {"status.json": "green", "checkpoints/a": "x"},
+)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("files", OF_A_PERSON, ids=str)
+def test_folder_that_is_not_a_runs_is_refused_and_unchanged(tmp_path, files, overwrite):
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="exists and is not a run's folder"):
+        RunFolder.create(tmp_path, "run", overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert {name: (tmp_path / "run" / name).read_text() for name in files} == files
+
+
+def test_links_and_pipes_in_place_of_a_runs_files_are_no_run_and_stay(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    for name, made in (("checkpoints", mine), (".lock", mine / "thesis.tex"), ("status.json", None)):
+        path = tmp_path / f"run-{name}"
+        path.mkdir()
+        (path / name).symlink_to(made) if made else os.mkfifo(path / name)
+        with pytest.raises(ValueError, match="is not a run's folder"):
+            RunFolder.create(tmp_path, path.name, overwrite=True)
+    with RunFolder.create(tmp_path, "run") as folder:
+        pass
+    (folder.path / ".lock").unlink()
+    (folder.path / ".lock").symlink_to(mine / "thesis.tex")
+    for use in (
+        lambda: RunFolder.create(tmp_path, "run", overwrite=True),
+        lambda: RunFolder.resume(folder.path),
+    ):
+        with pytest.raises(ValueError, match=r"run/\.lock is not a regular file: .* cannot be locked"):
+            use()
+    assert (mine / "thesis.tex").read_text() == "x"
+
+
+def test_start_that_was_killed_at_once_blocks_no_later_one(tmp_path):
+    path = tmp_path / "run"
+    for name in ("logs", "checkpoints"):
+        (path / name).mkdir(parents=True)
+    for name in (".lock", "status.json.tmp"):
+        (path / name).write_text("half")
+    RunFolder.create(tmp_path, "run").close()
+    with pytest.raises(
+        ValueError, match=r"holds an unfinished run without config\.json; choose another name, or --ov"
+    ):
+        RunFolder.create(tmp_path, "run")
+    RunFolder.create(tmp_path, "run", overwrite=True).close()
+
+
+def test_run_is_never_replaced_through_a_link_to_its_folder(tmp_path):
+    with RunFolder.create(tmp_path, "try-3") as folder:
+        folder.metrics.write_text("{}\n")
+    (tmp_path / "latest").symlink_to(folder.path)
+    says = f"latest is a link to the folder of a run, {folder.path}, which --overwrite would replace"
+    with pytest.raises(ValueError, match=says):
+        RunFolder.create(tmp_path, "latest", overwrite=True)
+    assert folder.metrics.read_text() == "{}\n"
+    (tmp_path / "big-disk").mkdir()
+    (tmp_path / "new").symlink_to(tmp_path / "big-disk")
+    with RunFolder.create(tmp_path, "new"):
+        assert read_status(tmp_path / "big-disk") == "running"
 
 
 def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):
@@ -149,14 +218,17 @@ def test_killed_run_is_resumed_but_not_a_running_one(tmp_path):
         folder.metrics.write_text("{}\n")
         (folder.checkpoints / "step-2").mkdir()
         (folder.path / "metrics.jsonl.tmp").write_text("half")
-        (folder.path / "weights").mkdir()
-        (folder.path / "weights" / "v3").write_text("w")
+        (folder.path / "weights" / "v3").mkdir(parents=True)
+        (folder.path / "weights" / "v3" / "rank0.bin").write_text("w")
     with RunFolder.resume(folder.path) as again:
         assert (again.metrics, again.checkpoints) == (folder.metrics, folder.checkpoints)
         assert not again.is_finished
         assert (again.path / "weights" / "v3").exists()  # resuming changes nothing before the run starts
         again.reopen()
         assert not (again.path / "weights").exists()
+        (again.path / "weights" / "mine").mkdir(parents=True)
+        again.reopen()
+        assert (again.path / "weights" / "mine").exists()
         assert not (again.path / "metrics.jsonl.tmp").exists()
         assert again.metrics.read_text() == "{}\n"
         assert (again.checkpoints / "step-2").is_dir()

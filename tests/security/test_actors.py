@@ -269,15 +269,35 @@ def test_monarchs_log_is_readable_for_its_user_only():
             file.unlink()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_has_the_name_of_monarchs_log_is_left_alone_and_hangs_nothing(tmp_path, monkeypatch, kind):
+    log, mine = tmp_path / "monarch_log_s.log", tmp_path / "mine"
+    mine.write_text("x")
+    {"pipe": os.mkfifo, "link": lambda log: log.symlink_to(mine), "folder": os.mkdir}[kind](log)
+    monkeypatch.setattr(weights, "_user", lambda: tmp_path)
+    monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
+    monkeypatch.setenv("MONARCH_LOG_SUFFIX", "s")
+    weights._make_log_private()
+    assert (os.environ["MONARCH_FILE_LOG"], os.environ["MONARCH_LOG_SUFFIX"]) == ("warn", "s_2")
+    assert oct((tmp_path / "monarch_log_s_2.log").stat().st_mode & 0o777) == "0o600"
+    assert mine.stat().st_mode & 0o777 != 0o600
+    assert mine.read_text() == "x"
+
+
 def test_monarch_writes_only_errors_into_a_folder_where_others_may_write(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     monkeypatch.setattr(weights, "_user", lambda: tmp_path)
     monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
+    monkeypatch.setenv("MONARCH_LOG_SUFFIX", "s")
     weights._make_log_private()
-    assert os.environ["MONARCH_FILE_LOG"] == "warn"
+    assert (os.environ["MONARCH_FILE_LOG"], os.environ["MONARCH_LOG_SUFFIX"]) == ("warn", "s")
+    names = {"s"}
     tmp_path.chmod(0o775)
-    weights._make_log_private()
-    assert os.environ.pop("MONARCH_FILE_LOG") == "error"
+    for _ in range(2):  # processes
+        weights._make_log_private()
+        assert os.environ.pop("MONARCH_FILE_LOG") == "error"
+        names.add(os.environ["MONARCH_LOG_SUFFIX"])
+    assert len(names) == 3  # nobody can put something there before
     tmp_path.chmod(0o755)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     weights._make_log_private()

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.config.json import leaves
 from rl.observability.bottleneck import typical
-from rl.observability.run_folder import DEFAULTS
+from rl.observability.run_files import DEFAULTS
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.rollouts import short

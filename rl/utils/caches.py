@@ -1,0 +1,138 @@
+"""Folders for compiled code that no other user of the machine can write.
+
+PyTorch keeps compiled kernels under a name in /tmp that anybody can guess, and imports what it finds there: who makes
+that folder first runs code as this user. `settle_caches` points the libraries at folders under ~/.cache/relay
+before they are asked for one. What the user has set stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from rl.utils.printing import say_error
+
+COMPILED = "compiled"
+OF_ACTOR = "RELAY_ROLE"
+"""Variable that every process of an actor has (`actors.members.process_env`)."""
+IN_TMP = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "NUMBA_CACHE_DIR": "numba",
+}
+"""Caches of libraries that are set always: their default folder is in /tmp, or may be."""
+IN_HOME = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Caches that are set only where the home folder cannot hold private files."""
+
+
+_settled = False
+
+
+def settle_caches() -> None:
+    """Use private caches in this process and its children, once; say which folder of the user is not private."""
+    global _settled
+    if _settled:
+        return
+    _settled = True
+    for warning in use_private_caches():
+        if OF_ACTOR not in os.environ:  # the controller has said so
+            say_error(f"warning: {warning}")
+
+
+def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Set the folders of compiled code where the environment names none, for this process and its children.
+
+    Returns:
+        A sentence for each folder that the user has set and that is somebody else's.
+    """
+    warnings = [
+        f"{name}={environment[name]}: others can write there ({fault}), and their code would run as you"
+        for name in (*IN_TMP, *IN_HOME)
+        if environment.get(name) and (fault := find_fault(Path(environment[name]))) is not None
+    ]
+    if all(environment.get(name) for name in IN_TMP):
+        return warnings
+    folder, names = _private_folder(environment), IN_TMP
+    if folder is None:
+        folder, names = _temporary_folder(), IN_TMP | IN_HOME
+    for name, inside in names.items():
+        if not environment.get(name):
+            environment[name] = str(folder / inside)
+    return warnings
+
+
+def find_fault(folder: Path) -> str | None:
+    """Return why other users may have written into a folder, or could replace it; None for a private one.
+
+    A folder that does not exist is judged by those above it, where it will be made.
+    """
+    absolute = folder.expanduser().absolute()
+    for path in (*_links_to(absolute), absolute.resolve()):
+        for part in (path, *path.parents):
+            try:
+                status = part.lstat()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                return f"{part}: {error.strerror or error}"
+            if status.st_uid not in _trusted_users():
+                return f"{part} belongs to user {status.st_uid}"
+            is_open = status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode)
+            # In a sticky folder such as /tmp, nobody can replace what belongs to others.
+            if is_open and not (status.st_mode & stat.S_ISVTX and part != path):
+                return f"everybody can write into {part}"
+    return None
+
+
+def _links_to(path: Path) -> Iterator[Path]:
+    """Yield the links on the way to a path."""
+    yield from (part for part in (path, *path.parents) if part.is_symlink())
+
+
+def _trusted_users() -> set[int]:
+    users = {0, os.getuid()}
+    # In a user namespace root is shown as the user of all who have no place in it.
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+        users.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    return users
+
+
+def _private_folder(environment: Mapping[str, str]) -> Path | None:
+    """Make the folder under the user's caches; return None if it cannot be private there."""
+    given, home = environment.get("XDG_CACHE_HOME", ""), Path("~").expanduser()
+    caches = Path(given) if given.startswith("/") else home / ".cache"
+    if not caches.is_absolute():  # a user without a home
+        return None
+    folder = caches / "relay" / COMPILED
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.lstat().st_uid != os.getuid() or not folder.is_dir():
+            return None
+        folder.chmod(0o700)
+        if find_fault(folder) is not None or not os.access(folder, os.W_OK | os.X_OK):
+            return None
+    except (OSError, RuntimeError):
+        return None
+    return folder
+
+
+def _temporary_folder() -> Path:
+    """Make a private folder that goes with this process; its kernels are compiled again by the next."""
+    folder = tempfile.mkdtemp(prefix="relay-cache-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not in a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)

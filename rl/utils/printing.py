@@ -1,0 +1,88 @@
+"""Text on a terminal: without control characters of others, and without errors when nobody reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+from typing import TextIO
+
+_NO_READER = (errno.EPIPE, errno.EIO, errno.EBADF)
+"""Errors of a pipe whose reader has ended, of a terminal that was closed, and of a closed descriptor."""
+_KEPT = "\n\t"
+_INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+"""Categories of Unicode that a terminal obeys instead of showing: controls, formats such as directions, surrogates,
+separators of lines."""
+
+
+def visible(text: str) -> str:
+    r"""Return a text whose control characters are written out, as \x1b, but for line breaks and tabs.
+
+    Text from files, models and tasks can otherwise move the cursor, change the title or the clipboard, or reverse
+    what follows.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _INVISIBLE:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def writable(text: str, *, stream: TextIO) -> str:
+    """Return a visible text of which the stream's encoding has every character; others are written out."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(text: str, *, stream: TextIO | None = None) -> None:
+    """Print lines to a stream, by default standard output, for as long as somebody reads them.
+
+    A closed pipe (`| head`), terminal or stream is no error of the program, whose exit status tells the result.
+    Raises ValueError if the lines cannot be written for another reason, such as a full disk.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream is None:  # the process was started without one
+        return
+    with until_the_reader_stops(stream):
+        stream.write(f"{writable(text, stream=stream)}\n")
+
+
+def say_error(text: str) -> None:
+    """Print lines to standard error, for as long as somebody reads them; nothing that fails here is an error."""
+    if sys.stderr is not None:
+        with contextlib.suppress(ValueError):
+            say(text, stream=sys.stderr)
+
+
+@contextlib.contextmanager
+def until_the_reader_stops(stream: TextIO | None = None) -> Iterator[None]:
+    """End the block without an error when a reader of the output, such as `head`, has seen enough.
+
+    Raises ValueError if the output cannot be written for another reason, such as a full disk.
+    """
+    stream = sys.stdout if stream is None else stream
+    try:
+        yield
+        if stream is not None:
+            stream.flush()
+    except OSError as error:
+        _drop(stream)
+        if error.errno not in _NO_READER:
+            raise ValueError(f"the output cannot be written: {error.strerror or error}") from error
+
+
+def _drop(stream: TextIO | None) -> None:
+    """Let a stream write into nothing: what is left in its buffer would fail again when Python ends."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError):  # a stream without a descriptor
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)
