@@ -181,11 +181,7 @@ class Checkpointer(Configurable):
         self.wait()
         path = Path(folder).absolute()
         if not is_checkpoint(path):
-            if is_peft_folder(path) and not has_weights(path):
-                self.policy.lora.load_peft(path)
-            else:
-                self.policy.load_hf(HFFolder(path))
-            self._start_anew()
+            self._load_weights(path)
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
         saved = self._verified_state(path)
@@ -215,6 +211,13 @@ class Checkpointer(Configurable):
             self._start_anew()
             return 0
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
+
+    def _load_weights(self, path: Path) -> None:
+        if is_peft_folder(path) and not has_weights(path):
+            self.policy.lora.load_peft(path)
+        else:
+            self.policy.load_hf(HFFolder(path))
+        self._start_anew()
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return what a checkpoint holds of this rank, reference weights included, as nothing else keeps them."""
