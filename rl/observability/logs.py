@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TextIO
 
 from rl.utils.errors import optional_write
-from rl.utils.files import AppendFile
+from rl.utils.excerpts import shortened
+from rl.utils.files import BoundedFile
 from rl.utils.printing import visible
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
@@ -32,6 +33,11 @@ QUIET_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
+
+MAX_RECORD_CHARS = 20_000
+"""Longest record; the middle of a longer one is left out. Errors may quote whole replies of a model."""
+MAX_LOG_BYTES = 128_000_000
+"""Largest size of a process's two log files together; a run that fails without end keeps its latest records."""
 
 _undo: Callable[[], None] | None = None
 
@@ -99,8 +105,9 @@ class _LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"{self.formatTime(record)} {record.levelname:<8} {self.source} {record.name}: "
+        text = shortened(super().format(record), most=MAX_RECORD_CHARS)
         # Replies of a model and names in files are among the records.
-        return "\n".join(prefix + visible(line) for line in super().format(record).splitlines() or [""])
+        return "\n".join(prefix + visible(line) for line in text.splitlines() or [""])
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -116,11 +123,14 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so once."""
+    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so once.
+
+    The older half of a long log is `<role>-<rank>.1.log`.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = AppendFile(path)
+        self._file = BoundedFile(path, max_bytes=MAX_LOG_BYTES)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

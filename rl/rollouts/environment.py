@@ -131,7 +131,7 @@ class EnvironmentCalls:
                 raise ValueError("there are no messages, and the model needs at least one")
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {self.problem.id!r} ({type(self.environment).__name__}) does not "
+                f"the environment of problem {shown(self.problem.id)} ({type(self.environment).__name__}) does not "
                 f"open: `opening` must return a sequence of Message: {shown(error)}"
             ) from error
         return self.messages
@@ -186,7 +186,7 @@ class Environments:
             for group in groups:
                 if len({calls.open() for calls in group}) > 1:
                     raise ValueError(
-                        f"environments of problem {group[0].problem.id!r} open differently, but a group has one "
+                        f"environments of problem {shown(group[0].problem.id)} open differently, but a group has one "
                         "prompt: let `opening` depend on the problem alone"
                     )
             yield groups
@@ -201,7 +201,7 @@ class Environments:
             environment = self.make(problem.private())  # Episodes of a group must not share data.
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {problem.id!r} cannot be made: {shown(error)}"
+                f"the environment of problem {shown(problem.id)} cannot be made: {shown(error)}"
             ) from error
         return EnvironmentCalls(
             environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s

@@ -154,7 +154,7 @@ class Episodes:
                     messages = observation.messages
                     prompt_ids = self._continuation(messages, after=completion)
             except EnvironmentFailedError as error:
-                where = f"turn {len(turns)} of problem {prompt.problem.id!r}, reply {shown(text)}"
+                where = f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(text)}"
                 failure = f"{error} in {where}"
                 logger.warning("%s", failure, exc_info=error)
                 return Rollout(

@@ -20,6 +20,7 @@ from rl.rollouts.group import Group, check_failures, equal_rewards
 from rl.rollouts.staleness import StalenessBound
 from rl.types import LoopPosition, Problem
 from rl.utils.errors import RunError
+from rl.utils.excerpts import shown
 
 DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
 
@@ -189,7 +190,7 @@ class RolloutProducer:
         except asyncio.CancelledError:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
-                    RunError(f"the rollouts of problem {problem.id!r} were cancelled by their own code")
+                    RunError(f"the rollouts of problem {shown(problem.id)} were cancelled by their own code")
                 )
             raise
         except Exception as error:  # noqa: BLE001  (raised by `next_batch`)

@@ -337,7 +337,7 @@ class Rubric:
 
 def failed_score(reason: str, *, rollout: Rollout) -> Score:
     """Return a score that says why there is none; its rollout is not trained on."""
-    where = f"on problem {rollout.prompt.problem.id!r}, completion {shortened(repr(rollout.text))}"
+    where = f"on problem {shown(rollout.prompt.problem.id)}, completion {shortened(repr(rollout.text))}"
     return Score(reward=0.0, correct=False, failure=f"{reason} {where}")
 
 

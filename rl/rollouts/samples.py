@@ -16,6 +16,7 @@ from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Problem, Rollout, SamplingParams, TrainingSample
 from rl.utils.errors import RunError
+from rl.utils.excerpts import shown
 from rl.utils.threads import run_now
 
 
@@ -40,7 +41,7 @@ def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: fl
     if len(advantages_C) != rollout.num_completion_tokens:
         num = rollout.num_completion_tokens
         raise ValueError(
-            f"{len(advantages_C)} advantages for {num} tokens of problem {rollout.prompt.problem.id!r}"
+            f"{len(advantages_C)} advantages for {num} tokens of problem {shown(rollout.prompt.problem.id)}"
         )
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     advantages = np.split(advantages_C, ends[:-1])
@@ -121,7 +122,7 @@ async def demonstrated_rollout(
     """
     replies = problem.demonstrations
     if not replies:
-        raise UnfitDemonstrationError(f"problem {problem.id!r} has no demonstration to warm up on")
+        raise UnfitDemonstrationError(f"problem {shown(problem.id)} has no demonstration to warm up on")
     episodes = Episodes(
         generator=_Recital(replies, renderer=renderer),
         renderer=renderer,
@@ -132,14 +133,15 @@ async def demonstrated_rollout(
     try:
         ((rollout,),) = await episodes.run([problem], sampling=SamplingParams(max_tokens=1))
     except RunError as error:
-        raise ValueError(f"the demonstration of problem {problem.id!r}: {error}") from error
+        raise ValueError(f"the demonstration of problem {shown(problem.id)}: {error}") from error
     if rollout.failure is not None:
         raise ValueError(rollout.failure)
     num_turns = len(rollout.turns)
     if rollout.end != "done" or num_turns < len(replies):
         what = "ends" if rollout.end == "done" else "continues"
         raise UnfitDemonstrationError(
-            f"problem {problem.id!r}: its environment {what} after reply {num_turns} of the {len(replies)} demonstrated"
+            f"problem {shown(problem.id)}: its environment {what} after reply {num_turns} of the {len(replies)} "
+            "demonstrated"
         )
     return rollout
 

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from rl.observability import logs
 from rl.observability.logs import setup_logging
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (\w+) +trainer\[2\] ([\w.]+): (.*)")
@@ -54,6 +55,30 @@ def test_console_gets_its_level_and_of_libraries_only_errors(console, tmp_path):
     assert in_file[:4] == ["calm", "careful", "deprecated", "broken"]
     assert "old style" in "".join(file_lines(tmp_path))
     assert [line.rpartition(": ")[2] for line in console.getvalue().splitlines()] == ["careful", "broken"]
+
+
+def test_long_record_loses_its_middle(console, tmp_path):
+    reply = "a" * 60_000 + "z" * 60_000
+    try:
+        raise ValueError(reply)
+    except ValueError:
+        ours.warning("the reply was %r", reply, exc_info=True)
+    for text in (console.getvalue(), (tmp_path / "logs" / "trainer-2.log").read_text()):
+        found = (len(text) < 21_000, "the reply was 'aaa" in text, "more) ... zz" in text, text[-4:])
+        assert found == (True, True, True, "zzz\n")  # a failure would show all of the text
+
+
+def test_log_keeps_the_latest_records_within_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LOG_BYTES", 4000)
+    undo = setup_logging("trainer", rank=2, folder=tmp_path, console=io.StringIO())
+    for number in range(1000):
+        ours.info("record %d", number)
+    undo()
+    files = [tmp_path / "trainer-2.1.log", tmp_path / "trainer-2.log"]
+    assert sum(file.stat().st_size for file in files) <= 4000
+    numbers = [int(line.rpartition(" ")[2]) for file in files for line in file.read_text().splitlines()]
+    assert numbers == list(range(numbers[0], 1000))
+    assert len(numbers) > 20
 
 
 def test_second_setup_replaces_the_first(console, tmp_path):

@@ -279,3 +279,18 @@ def test_episodes_run_concurrently():
     assert took_s == pytest.approx(1 + 0.5 + 5 + 0.5 + 1 + 0.5)
     assert [[r.prompt.problem.id for r in group] for group in groups] == [["ask/one"] * 2, ["ask/two"] * 2]
     assert [turn.text for turn in groups[1][0].turns] == ["re two a", "re more 1 a", "re more 2 a"]
+
+
+def test_failure_quotes_an_excerpt_of_a_long_reply():
+    class Fails(Counting):
+        async def step(self, reply: Any) -> Observation:
+            raise ValueError(reply.text)
+
+    generator = ScriptedGenerator(reply=lambda prompt, sampling, sample: "ab" * 50_000)
+    episodes = make_episodes(Factory(Fails), generator=generator, max_tokens=200_000)
+    problem = Problem(id="x" * 50_000, question="one", answer="")
+    sampling = SamplingParams(max_tokens=150_000, seed=7)
+    ((rollout,),) = run_in_virtual_time(episodes.run([problem], sampling=sampling))[0]
+    assert rollout.failure is not None
+    assert rollout.failure.startswith("the environment raised ValueError('abab")
+    assert len(rollout.failure) < 6500
