@@ -108,13 +108,16 @@ class Renderer:
             raise ValueError("an opening without messages: the environment must open with at least one")
         if self.system and all(m.role != "system" for m in messages):
             messages = [Message(role="system", content=self.system), *messages]
-        if not len(self.first_token_ids):
-            return self._encode_messages(messages, self.template.opening)
-        # Some prompts were written with the first token in them, which stands there once.
-        written = "".join(self.tokenizer.convert_ids_to_tokens(self.first_token_ids.tolist()))
-        first = replace(messages[0], content=messages[0].content.removeprefix(written))
-        token_ids = self._encode_messages([first, *messages[1:]], self.template.opening)
-        return np.concatenate([self.first_token_ids, token_ids])
+        first_ids = self.first_token_ids
+        if len(first_ids) and isinstance(self.template, RawText):
+            # Some prompts were written with the first token in them, which stands there once.
+            written = "".join(self.tokenizer.convert_ids_to_tokens(first_ids.tolist()))
+            first = replace(messages[0], content=messages[0].content.removeprefix(written))
+            messages = [first, *messages[1:]]
+        token_ids = self._encode_messages(messages, self.template.opening)
+        if np.array_equal(token_ids[: len(first_ids)], first_ids):
+            return token_ids
+        return np.concatenate([first_ids, token_ids])
 
     def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return [N] int32: everything between the last token of `after` and the next reply."""
@@ -191,8 +194,9 @@ class Renderer:
 def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> Renderer:
     """Return the renderer of a config; `stop_token_ids` end a reply."""
     template: Template
-    first_token_ids: Sequence[int] = ()
+    first_token_ids = tokens_before_text(tokenizer)
     if config.kind == "template":
+        first_token_ids = ()  # the template writes them
         template = TokenizerTemplate(
             tokenizer,
             stop_token_ids=tuple(stop_token_ids),
@@ -202,7 +206,6 @@ def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Seq
         )
     elif config.kind == "raw":
         template = RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
-        first_token_ids = tokens_before_text(tokenizer)
     else:
         if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
             raise ValueError(

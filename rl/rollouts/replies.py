@@ -14,6 +14,8 @@ from typing import Any, Literal
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THOUGHT_MARKS = {
     "<think>": "</think>",
+    "<thought>": "</thought>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
     "<mm:think>": "</mm:think>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
@@ -21,7 +23,8 @@ THOUGHT_MARKS = {
     "<|channel>thought": "<channel|>",
     "◁think▷": "◁/think▷",
 }
-"""Closing mark of a thought by its opening one: Qwen and DeepSeek, MiniMax, Seed, Magistral, Command, Gemma, Kimi."""
+"""Closing mark of a thought by its opening one: of Qwen and DeepSeek, EXAONE, OpenThinker, MiniMax, Seed, Magistral,
+Command, Gemma and Kimi."""
 MAX_CALLS = 256
 """Most calls that are read from one reply: the time for each grows with the length of the reply."""
 

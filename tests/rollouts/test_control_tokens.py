@@ -247,7 +247,22 @@ def test_tokenizer_that_adds_an_end_too_gives_raw_text_only_its_beginning(tmp_pa
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a") == [257, 97, 258]
     assert renderer_of(tokenizer, kind="raw").opening([user("ab")]).tolist() == [257, 97, 98]
-    assert renderer_of(tokenizer).opening([user("ab")]).tolist().count(257) == 2
+    # The templates write the same token first, and do not need it twice.
+    for kind in ("template", "chatml"):
+        assert renderer_of(tokenizer, kind=kind).opening([user("ab")]).tolist().count(257) == 2
+
+
+def test_chatml_begins_as_the_tokenizer_begins_a_text(tmp_path):
+    tokenizer = tagged_tokenizer(tmp_path, special=["<bos>"], bos_token="<bos>")
+    plain = renderer_of(tokenizer, kind="chatml").opening([user("ab")]).tolist()
+    first = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=first
+    )
+    for kind in ("chatml", "qwen3"):
+        ids = renderer_of(tokenizer, kind=kind).opening([user("ab")]).tolist()
+        assert ids == [tokenizer.bos_token_id, *plain]
+    assert renderer_of(tokenizer).opening([user("ab")]).tolist() == plain
 
 
 # Replies
@@ -337,15 +352,6 @@ class Scripted:
         return [[completion_of(self.token_ids, "length")] for _ in prompts]
 
 
-class TwoTurns(SingleTurn):
-    """Environment that asks twice, and keeps what it is told."""
-
-    async def step(self, reply):
-        told = self.problem.info["told"]
-        told.append(reply.text)
-        return Observation(messages=(user("Go on."),) if len(told) == 1 else ())
-
-
 def test_thought_that_was_cut_off_is_no_answer_to_environments_and_rewards(tmp_path):
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     build_byte_tokenizer(tmp_path)
@@ -354,7 +360,13 @@ def test_thought_that_was_cut_off_is_no_answer_to_environments_and_rewards(tmp_p
     )
     tokenizer = load_tokenizer(tmp_path)
     told: list[str] = []
-    problem = Problem(id="sum/1", question="2+3?", answer="5", demonstration=("5", "5"), info={"told": told})
+
+    class TwoTurns(SingleTurn):
+        async def step(self, reply):
+            told.append(reply.text)
+            return Observation(messages=(user("Go on."),) if len(told) == 1 else ())
+
+    problem = Problem(id="sum/1", question="2+3?", answer="5", demonstration=("5", "5"))
     text = r"Perhaps \boxed{5}? Or \boxed{6}? but"
     episodes = Episodes(
         generator=Scripted(tokenizer, text),

@@ -90,6 +90,8 @@ def test_damaged_call_is_an_error_and_not_a_missing_call():
     assert isinstance(bad, BadCall)
     assert "not valid JSON" in bad.error
     assert good == write("y")
+    (bad,) = parse_calls(f"<think>a</think>{CALL_OPEN}x</think>")
+    assert "not valid JSON" in bad.error
 
 
 @pytest.mark.parametrize(("opening", "closing"), THOUGHT_MARKS.items())
