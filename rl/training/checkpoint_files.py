@@ -3,7 +3,7 @@
     checkpoints/
         step-10/
             __0_0.distcp  __1_0.distcp  .metadata    tensors, by torch.distributed.checkpoint
-            random.2.0.safetensors  ...              random states of each rank of a layout
+            random.1x2x1x1.0.safetensors  ...        random states of each rank of a layout
             state.json                               `SavedState`
             manifest.json                            size and checksum of every other file
         hf/                                          a Hugging Face folder

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from rl.training.checkpoint import Checkpointer
-from rl.training.checkpoint_files import saved_steps, step_folder
+from rl.training.checkpoint_files import (
+    read_state,
+    saved_steps,
+    step_folder,
+    sum_of_file,
+    write_description,
+)
 from rl.training.failures import CheckpointError
 from tests.support.distributed import run_ranks
 from tests.support.forked import die_at_flush, limit_files, run_in_fork
@@ -190,12 +197,27 @@ def test_full_disk_leaves_nothing_of_an_export(assets, tmp_path):
     assert entries(tmp_path) == []
 
 
+def replace_random_states(folder: Path, *, rank: int) -> None:
+    """Write tensors that are no random states, and list them as somebody does who wants them to be read."""
+    (file,) = folder.glob(f"random.*.{rank}.safetensors")
+    save_file({"python": torch.zeros(3)}, file)
+    names = [file.name for file in folder.iterdir() if file.name not in ("manifest.json", "state.json")]
+    write_description(folder, read_state(folder), {name: sum_of_file(folder / name) for name in names})
+
+
 def fail_to_save(assets: str, folder: str) -> list[str]:
-    """Return each rank's errors of loading a file damaged on rank 1, and of saving to a full disk of rank 1."""
+    """Return each rank's errors of loading odd random states and a damaged file of rank 1, and of its full disk."""
     engine = make_engine(
         assets, parallelism=parallelism("fsdp2"), checkpoint=Checkpointer.Config(async_mode="async")
     )
     engine.save_checkpoint(str(step_folder(folder, 1)))
+    engine.save_checkpoint(f"{folder}/odd")
+    drawn = torch.rand(3)
+    engine.load_checkpoint(str(step_folder(folder, 1)))
+    assert torch.equal(torch.rand(3), drawn)  # of this rank
+    if os.environ["RANK"] == "1":
+        replace_random_states(Path(folder, "odd"), rank=1)
+    dist.barrier()
     damaged = next(Path(folder, "step-1").glob("__1_*"))
     dist.barrier()
     if os.environ["RANK"] == "1":
@@ -208,7 +230,8 @@ def fail_to_save(assets: str, folder: str) -> list[str]:
         engine.checkpointer.wait()
 
     errors = []
-    for call in (functools.partial(engine.load_checkpoint, str(step_folder(folder, 1))), save):
+    loads = [functools.partial(engine.load_checkpoint, f"{folder}/{name}") for name in ("odd", "step-1")]
+    for call in (*loads, save):
         try:
             call()
         except (ValueError, CheckpointError) as error:
@@ -218,9 +241,10 @@ def fail_to_save(assets: str, folder: str) -> list[str]:
 
 @pytest.mark.medium
 def test_error_of_one_rank_is_raised_on_all_ranks(assets, tmp_path):
-    for of_load, of_save in run_ranks(fail_to_save, 2, assets, str(tmp_path), timeout_s=100):
+    for of_odd, of_load, of_save in run_ranks(fail_to_save, 2, assets, str(tmp_path), timeout_s=100):
+        assert "random.1x2x1x1.1.safetensors has no random states" in of_odd
         assert "step-1/__1_0.distcp is corrupted" in of_load
         assert "step-2 was not written" in of_save
         assert "File too large" in of_save
     assert list(saved_steps(tmp_path)) == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert entries(tmp_path) == ["odd", "step-1"]
