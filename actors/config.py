@@ -323,6 +323,9 @@ class RunConfig(ClusterConfig):
     batch_invariant: bool | None = False
     """A request's completion does not depend on the other requests of its batch, and on CPUs trainer and
     generator compute bit-identical logprobs. None: True on CPUs, False on GPUs."""
+    float32_head: bool = False
+    """Compute logits in float32 in trainer and generators, whatever the dtype of their other products: bfloat16 rounds
+    a logit of 16 by up to 0.06. Costs memory and time in proportion to the vocabulary."""
     model: ModelSpec | None = field(metadata=HIDDEN)
     """None takes family and sizes from `hf_assets_path`."""
     hf_assets_path: str | None = None

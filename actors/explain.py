@@ -22,7 +22,7 @@ from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.devices import on_devices
 from actors.placement import place_actors
-from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
+from actors.plan import asked_source, find_resumed, renderer_of, spec_for, untrained_start
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
@@ -70,7 +70,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     refused_here = found.faults
     machine, devices = explained_on(config, spec=found.spec, here=here)
     config = on_devices(config, num_gpus=machine.num_gpus)
-    spec = replace(found.spec, batch_invariant=bool(config.batch_invariant))
+    spec = spec_for(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     refused = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None)
     if not refused:
@@ -135,7 +135,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
                 f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` does it too"
             ) from None
     else:
-        found = _Found(spec=replace(config.model, batch_invariant=bool(config.batch_invariant)))
+        found = _Found(spec=spec_for(config, config.model))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:

@@ -17,6 +17,7 @@ from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
+from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
 from rl.observability.run_files import STARTING_POINTS
 from rl.observability.run_folder import RunFolder
@@ -155,18 +156,24 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
     Raises:
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
-    invariant, cache = bool(config.batch_invariant), starting_points(config.dump_folder)
-    spec = None if config.model is None else replace(config.model, batch_invariant=invariant)
+    cache = starting_points(config.dump_folder)
+    spec = None if config.model is None else spec_for(config, config.model)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
-        return given_folder(folder, spec=None if config.any_model_size else spec, batch_invariant=invariant)
+        start = given_folder(folder, spec=None if config.any_model_size else spec)
+        return replace(start, spec=spec_for(config, start.spec))
     if spec is None:
         raise ValueError(
             "hf_assets_path=None: must name a model to start from, because this config has none of its own"
         )
     return random_model(cache, spec=spec, seed=config.seed)
+
+
+def spec_for(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the run's choice of arithmetic."""
+    return replace(spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head)
 
 
 def starting_points(dump_folder: str) -> Path:
@@ -196,11 +203,17 @@ def starting_point(
             environments,
             renderer=renderer_of(config, untrained),
         ),
-        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=bool(config.batch_invariant)),
+        arithmetic=warmup_arithmetic(
+            config.trainer,
+            batch_invariant=bool(config.batch_invariant),
+            float32_head=config.float32_head,
+        ),
     )
 
 
-def warmup_arithmetic(trainer: PolicyTrainer.Config, *, batch_invariant: bool = False) -> dict[str, Any]:
+def warmup_arithmetic(
+    trainer: PolicyTrainer.Config, *, batch_invariant: bool = False, float32_head: bool = False
+) -> dict[str, Any]:
     """Return the trainer settings that change the warm-up, as part of the key of its result.
 
     The effect of a subclass's fields is unknown, so all of them are included.
@@ -214,5 +227,6 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config, *, batch_invariant: bool = 
         "converters": values["converters"],
         "experts": values["experts"],
         "batch_invariant": batch_invariant,
+        **({"float32_head": True} if float32_head else {}),  # Keys of earlier results stay.
         "added": {name: value for name, value in values.items() if name not in known},
     }

@@ -141,6 +141,7 @@ class LocalBackend:
         with torch.device("meta"):
             model: Decoder = spec.model.build()
             make_batch_invariant(model, spec=spec, device=self._device)
+            model.float32_head = spec.float32_head
             degrees = ParallelismConfig().degrees(1)
             ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(model)
         for module in model.modules():

@@ -112,6 +112,9 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     config = sum_digits.tiny()
     config.hf_assets_path, config.batch_invariant = str(folder), True
     assert untrained_start(config) == start
+    config.float32_head = True
+    assert untrained_start(config).spec == replace(start.spec, float32_head=True)
+    config.float32_head = False
     config.model, config.any_model_size = None, False
     assert untrained_start(config) == start
     config.hf_assets_path = None

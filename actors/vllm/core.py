@@ -53,6 +53,7 @@ class VLLMCore:
                 dtype=getattr(torch, config.dtype),
                 max_rows=config.max_num_batched_tokens,
                 tensor_parallel_degree=config.tensor_parallel_degree,
+                float32_head=model_spec.float32_head,
             )
         vllm_config = engine_args(
             config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path

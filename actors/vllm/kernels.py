@@ -68,20 +68,26 @@ class PackedLinear(nn.Module):
     The parameter is what an update writes. `pack` must follow, and costs about as much as a step.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, in_float32: bool = False) -> None:
+        """`in_float32`: multiply and return float32; without a bias."""
         super().__init__()
         self.weight, self.bias = weight, bias
+        self.in_float32 = in_float32
         self._product: Callable[[Tensor], Tensor] | None = None
 
     def pack(self) -> None:
-        self._product = packed_product(self.weight, self.bias)
+        weight = self.weight.float() if self.in_float32 else self.weight
+        self._product = packed_product(weight, self.bias)
 
     def unpack(self) -> None:
         """Give back the copy."""
         self._product = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) if self._product is None else self._product(x)
+        x = x.float() if self.in_float32 else x
+        if self._product is not None:
+            return self._product(x)
+        return F.linear(x, self.weight.float() if self.in_float32 else self.weight, self.bias)
 
 
 class Norm(nn.Module):

@@ -81,6 +81,7 @@ class VLLMPolicy(nn.Module):
             mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
             parallelize_decoder_generator(self.model, mesh)
         make_batch_invariant(self.model, spec=self.spec, device=device)
+        self.model.float32_head = self.spec.float32_head
         self.model.to_empty(device=device)
         reset_buffers(self.model)
         self.model.requires_grad_(False)
@@ -92,7 +93,7 @@ class VLLMPolicy(nn.Module):
             use_kernels(self.model, on_gpu=on_gpu)
             self.shares_logits = on_gpu and tp_size > 1
             if not on_gpu and tp_size == 1:
-                self.head = PackedLinear(self.model.head_weight)
+                self.head = PackedLinear(self.model.head_weight, in_float32=self.spec.float32_head)
 
     def weights_changed(self) -> None:
         """Copy the weights that were written to where kernels read them."""
@@ -127,13 +128,13 @@ class VLLMPolicy(nn.Module):
         """Return logits [T, V] on every rank."""
         if self.pads_rows:
             num_rows = hidden_states.size(0)
-            return generator_head(pad_rows(hidden_states), self.model.head_weight)[:num_rows]
+            return generator_head(*self.model.head_inputs(pad_rows(hidden_states)))[:num_rows]
         if self.head is not None:
             return self.head(hidden_states)
+        hidden_TE, weight_VE = self.model.head_inputs(hidden_states)
         if self.shares_logits:
-            part = F.linear(hidden_states, local_tensor(self.model.head_weight))
-            return tensor_model_parallel_all_gather(part)
-        return generator_head(hidden_states, self.model.head_weight)
+            return tensor_model_parallel_all_gather(F.linear(hidden_TE, local_tensor(weight_VE)))
+        return generator_head(hidden_TE, weight_VE)
 
 
 class PagedAttention(nn.Module):

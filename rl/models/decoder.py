@@ -166,6 +166,8 @@ class Decoder(Configurable, nn.Module):
 
     row_multiple = 1
     """Number whose multiples are valid token counts of a forward."""
+    float32_head = False
+    """Compute the logits in float32 from hidden states and a weight of any dtype."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -263,7 +265,12 @@ class Decoder(Configurable, nn.Module):
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, *(rotation if self.config.window_of(i) is None else local), sequences)
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
-        return hidden_TE if head is None else head(hidden_TE, self.head_weight)
+        return hidden_TE if head is None else head(*self.head_inputs(hidden_TE))
+
+    def head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states and the head's weight as the logits' product takes them."""
+        weight_VE = self.head_weight
+        return (hidden_TE.float(), weight_VE.float()) if self.float32_head else (hidden_TE, weight_VE)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """Return the first hidden states, [T, E]."""

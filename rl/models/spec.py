@@ -40,6 +40,8 @@ class ModelSpec:
     batch_invariant: bool = False
     """Use kernels for which a token's bits do not depend on the rest of the batch, the same in trainer and
     generator (docs/training.md)."""
+    float32_head: bool = False
+    """Compute logits in float32, in trainer and generator, whatever the dtype of the other products."""
 
     @property
     def name(self) -> str:

@@ -80,6 +80,8 @@ class Base(Configurable):
         batch_invariant: bool = False
         """Use kernels whose results do not depend on the rest of the batch, so that a sampler's logprobs have the
         bits that training computes for the same weights (docs/training.md)."""
+        float32_head: bool = False
+        """Compute logits in float32 whatever the dtype of the other products."""
         min_lora_rank: int = 0
         """Lowest rank that clients may ask for; 0 lets them train all parameters, with whole copies of the model."""
         max_lora_rank: int = 128
@@ -111,7 +113,7 @@ class Base(Configurable):
                 raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")
         start.make()
         self.folder = start.folder.expanduser().absolute()
-        self.spec: ModelSpec = start.spec
+        self.spec: ModelSpec = replace(start.spec, float32_head=config.float32_head)
         _, stop_token_ids = start.tokenizer()
         context = self.spec.model.rope.max_positions if context is None else context
         name = config.name or str(self.folder)

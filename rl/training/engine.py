@@ -103,6 +103,7 @@ class TrainingEngine(Configurable):
                     dtype=getattr(torch, self.training.param_dtype),
                     max_rows=self.training.max_tokens_per_microbatch,
                     tensor_parallel_degree=degrees.tp,
+                    float32_head=spec.float32_head,
                 )
             if device.type == "cuda":
                 total = torch.cuda.get_device_properties(device).total_memory

@@ -140,7 +140,8 @@ def _of_rank(
     num_merged = on_rank.shards([linear.weight for linear, _ in adapted_layers(module)])
     of_step = num_adam * stored if optimizer.implementation == "foreach" else 0
     if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
-        of_step = min(PIECE_NUMBERS, num_trained) * PIECE_BYTES
+        largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
+        of_step = min(PIECE_NUMBERS, largest) * PIECE_BYTES
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     gradients = kept_on_device * (num_trained + num_copied_head) * stored
     of_backward = gradients if optimizer.early_step_in_backward else 0
@@ -148,7 +149,7 @@ def _of_rank(
     kept, recomputed = _activations_of_token(
         module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, config=config
     )
-    logits = _logits(model, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
+    logits = _logits(spec, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
     gathered = _gathered(on_rank, named, config=config) + math.ceil(copied / degrees.tp) * 2 * computed
     return MemoryEstimate(
         parameters=kept_on_device
@@ -376,20 +377,24 @@ def _activations_of_token(
 
 
 def _logits(
-    model: Decoder.Config,
+    spec: ModelSpec,
     *,
     num_tokens: int,
     degrees: Degrees,
     config: TrainingEngine.Config,
     on_gpu: bool,
 ) -> int:
-    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once."""
-    num_tokens = min(num_tokens, config.training.logits_chunk_tokens or num_tokens)
+    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once, with the copies of
+    a head in float32 and their gradients."""
+    vocab_size, width, copies = spec.model.vocab_size, spec.model.dim, 0
+    num_all, num_tokens = num_tokens, min(num_tokens, config.training.logits_chunk_tokens or num_tokens)
     parts = degrees.tp if config.parallelism.loss_parallel else 1
     # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes few rows at once.
     num_copies = 3 if parts > 1 or uses_entropy(config.loss) else 2 * on_gpu
-    size = _size(config.training.param_dtype) + num_copies * FLOAT32
-    return num_tokens * model.vocab_size // parts * size
+    size = _size(config.training.param_dtype)
+    if spec.float32_head and size < FLOAT32:
+        size, copies = FLOAT32, 2 * FLOAT32 * width * (vocab_size // parts + num_all)
+    return num_tokens * vocab_size // parts * (size + num_copies * FLOAT32) + copies
 
 
 def _size(dtype: str) -> int:

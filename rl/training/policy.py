@@ -137,6 +137,7 @@ class Policy:
         with torch.device("meta"):
             whole: Decoder = self.spec.model.build().to(getattr(torch, self.training.dtype))
             make_batch_invariant(whole, spec=self.spec, device=self.device)
+            whole.float32_head = self.spec.float32_head
             self.converters.convert(whole)
         return whole
 

@@ -26,8 +26,8 @@ from rl.types import RoundingResult
 
 PIECE_NUMBERS = 1 << 22
 """Numbers of a parameter that are stepped at once in float32."""
-PIECE_BYTES = 64
-"""Bytes for each of these numbers: four tensors in float32, and bits, sums and comparisons while they are rounded."""
+PIECE_BYTES = 50
+"""Bytes for each of these numbers, as measured: four tensors in float32, and what rounding makes of them."""
 _LOW_BITS = 0xFFFF
 """Bits of a float32 that bfloat16 does not have."""
 

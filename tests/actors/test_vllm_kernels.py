@@ -70,6 +70,17 @@ def test_packed_product_is_of_the_weights_at_the_last_pack(kernels, dtype, shape
     assert not (layer(x) - (linear.bias if bias else 0)).any()
 
 
+def test_packed_head_in_float32_returns_logits_that_are_not_rounded(kernels):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 64), (5, 64)))
+    head = kernels.PackedLinear(weight, in_float32=True)
+    exact = x.double() @ weight.double().T
+    for pack in (lambda: None, head.pack, head.unpack):
+        pack()
+        assert head(x).dtype == torch.float32
+        torch.testing.assert_close(head(x).double(), exact, atol=1e-4, rtol=0)
+
+
 def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kernels):
     model: Decoder = small_spec().model.build()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

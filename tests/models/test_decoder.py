@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +59,25 @@ def test_persistent_buffers_are_read_without_the_hooks_of_state_dict():
     model = random_model(small_spec(experts=True), seed=0)
     model.register_state_dict_pre_hook(lambda *_: pytest.fail("FSDP's hook would shard the model again"))
     assert len(persistent_buffers(model)) == 2
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_float32_head_does_not_round_logits_and_returns_gradients_in_the_weights_dtype(tie):
+    model = random_model(small_spec(tie=tie), seed=0).bfloat16()
+    tokens, positions, layout = batch([7])
+    inputs: dict[str, Any] = {"positions": positions, "sequences": layout}
+    hidden = model(tokens, **inputs)
+    exact = hidden.double() @ model.head_weight.double().T
+    rounded = model(tokens, **inputs, head=linear_head)
+    assert (rounded - exact).abs().max() > 1e-3
+    model.float32_head = True
+    logits = model(tokens, **inputs, head=linear_head)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-6)
+    logits.square().sum().backward()
+    gradient = model.head_weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 1.8e-3)], ids=str)

@@ -95,7 +95,8 @@ def test_sampled_logprobs_equal_the_trainers_after_some_steps(spec, settings):
     assert result.num_valid_tokens == sum(s.mask.sum() for s in samples) == 12 * 12
 
 
-def test_sampling_uses_the_dtype_of_the_trainers_forward(assets):
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_sampling_uses_the_dtypes_of_the_trainers_forward(assets, float32_head):
     async def use(local):
         await local.serve(await local.push())
         groups = await local.generate(PROMPTS, sampling=SAMPLING)
@@ -106,7 +107,8 @@ def test_sampling_uses_the_dtype_of_the_trainers_forward(assets):
         return groups, generate(model, PROMPTS, sampling=SAMPLING)
 
     training = TrainingConfig(param_dtype="bfloat16")
-    ours, theirs = with_backend(use, assets=assets, training=training)
+    spec = replace(small_spec(), float32_head=float32_head)
+    ours, theirs = with_backend(use, assets=assets, training=training, spec=spec)
     for mine, expected in zip(chain(*ours), chain(*theirs), strict=True):
         assert mine.logprobs.tolist() == expected.logprobs.tolist()
 

@@ -60,6 +60,7 @@ class Case:
     rotation: str = "allgather"
     """Exchange of context parallelism."""
     converters: tuple[ModelConverter.Config, ...] = ()
+    float32_head: bool = False
 
     @property
     def world_size(self) -> int:
@@ -78,7 +79,7 @@ class Case:
             num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward, tie_embeddings=True,
             theta=1e4, max_positions=512,
         )  # fmt: skip
-        return replace(spec, model=model)
+        return replace(spec, model=model, float32_head=self.float32_head)
 
     def config(self) -> TrainingEngine.Config:
         layout: dict[str, Any] = {f"{name}_degree": degree for name, degree in self.degrees.items()}
@@ -116,6 +117,8 @@ LORA = (LoRA.Config(rank=16),)
 CASES = {
     "parameters": PARAMETERS,
     "logits bf16": replace(LOGITS, num_tokens=5120, training=BF16),
+    "logits bf16, float32 head": replace(LOGITS, num_tokens=2560, training=BF16, float32_head=True),
+    "parameters all bf16": replace(PARAMETERS, training=BF16 | {"dtype": "bfloat16"}),
     "logits, TP2": replace(LOGITS, num_tokens=2048, degrees=TP2),
     "activations bf16": replace(ACTIVATIONS, num_tokens=3072, training=BF16),
     "4 layers, every second": replace(ACTIVATIONS, num_layers=4, num_tokens=6144, checkpoint=EVERY_SECOND),

@@ -30,15 +30,26 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def check_machine(
-    config: Decoder.Config, *, dtype: torch.dtype, max_rows: int, tensor_parallel_degree: int = 1
+    config: Decoder.Config,
+    *,
+    dtype: torch.dtype,
+    max_rows: int,
+    tensor_parallel_degree: int = 1,
+    float32_head: bool = False,
 ) -> None:
     """Test a model's layers with up to `max_rows` rows, with the calling thread's number of threads.
+
+    Args:
+        dtype: of all products, but that of the output head with `float32_head`.
 
     Raises:
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
     """
     for fan_in, fan_out in sorted(set(linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))):
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
+    if float32_head:
+        fan_out = round(config.vocab_size / tensor_parallel_degree)
+        check_product(config.dim, fan_out, dtype=torch.float32, max_rows=max_rows)
     counts, vocab_size = row_counts(max_rows), config.vocab_size
     for width in sorted({config.dim, config.block.attention.head_dim}):
         norm = config.build_norm(width).to(dtype)
