@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from monarch.actor import ActorError
 
 from actors.compat import SupervisionError
+from actors.deaths import death_watch
 from rl.observability.spans import span
 from rl.utils.errors import RunError
 from rl.utils.processes import ProcessId, is_alive
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.5
-"""Interval at which a waiting call checks that the processes it waits for are alive."""
 REPORT_GRACE_S = 3.0
 """Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s."""
 PEER_GRACE_S = 1.0
@@ -161,11 +160,13 @@ class ActorGroup:
         waiting = asyncio.ensure_future(answer)
         dead: list[int] = []
         try:
-            while not dead:
-                if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
-                    return waiting.result()
+            with death_watch().watching(tuple(self.processes.values())) as death:
+                either: list[asyncio.Future[Any]] = [waiting, death]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
                 dead = self.dead()
-            if (await asyncio.wait({waiting}, timeout=grace_s))[0]:
+                await asyncio.wait({waiting}, timeout=grace_s)
+            if waiting.done():
                 return waiting.result()
         finally:
             waiting.cancel()

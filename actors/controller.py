@@ -28,6 +28,7 @@ from rl.observability.summary import summary
 from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError
 from rl.utils.printing import say
+from rl.utils.processes import rare_collections
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class Controller(Configurable):
     def _train(self, checked: CheckedRun) -> None:
         folder, stop = checked.folder, StopRequest()
         try:
-            asyncio.run(self._main(checked, stop))
+            with rare_collections():
+                asyncio.run(self._main(checked, stop))
         except BaseException as error:
             # The log gets the traceback; the entry prints the message on the console.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)

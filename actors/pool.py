@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.calls import (
-    LOOK_EVERY_S,
     PEER_GRACE_S,
     ActorGroup,
     ActorLostError,
@@ -26,6 +25,7 @@ from actors.calls import (
     CallGroup,
     first_line,
 )
+from actors.deaths import LOOK_EVERY_S
 from actors.parity import ParityText
 from actors.recovery import PARITY_ERRORS, Role
 from rl.types import ServeResult

@@ -8,7 +8,7 @@ Shape legend: P prompts of a step, G samples of each, T tokens of a sample, C of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -21,7 +21,7 @@ from rl.protocols import Trainer
 from rl.rollouts.advantage import kl_penalty
 from rl.rollouts.group import RolloutId, ScoredRollout, token_rewards
 from rl.rollouts.producer import Batch
-from rl.rollouts.samples import cut, policy_sample
+from rl.rollouts.samples import cut, policy_samples
 from rl.types import Rollout, TrainingSample
 from rl.utils.errors import RunError
 
@@ -58,11 +58,8 @@ async def make_training_batch(
             rewards_PG, members_PG, config=config, trainer=trainer
         )
     advantages_PG = config.advantage(rewards_PG)
-    samples = {
-        (p, g): _sample(member, advantages_C, config=config)
-        for p, members in enumerate(members_PG)
-        for g, (member, advantages_C) in enumerate(zip(members, advantages_PG[p], strict=True))
-    }
+    ids = [(p, g) for p, members in enumerate(members_PG) for g in range(len(members))]
+    samples = dict(zip(ids, _samples(members_PG, chain(*advantages_PG), config=config), strict=True))
     if references is not None:
         pairs = zip(samples.items(), references, strict=True)
         samples = {key: replace(sample, reference_logprobs=values) for (key, sample), values in pairs}
@@ -83,8 +80,11 @@ async def make_training_batch(
     )
 
 
-def _sample(member: ScoredRollout, advantages_C: np.ndarray, *, config: LoopConfig) -> TrainingSample:
-    return policy_sample(member.rollout, advantages_C=advantages_C, temperature=config.sampling.temperature)
+def _samples(
+    members_PG: Sequence[Sequence[ScoredRollout]], advantages: Iterable[np.ndarray], *, config: LoopConfig
+) -> list[TrainingSample]:
+    rollouts = [member.rollout for member in chain(*members_PG)]
+    return policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
 
 
 async def _subtract_kl(
@@ -101,10 +101,8 @@ async def _subtract_kl(
         token.
     """
     kl_reward = config.kl_reward
-    samples = [
-        _sample(m, np.zeros(m.rollout.num_completion_tokens, np.float32), config=config)
-        for m in chain(*members_PG)
-    ]
+    none = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
+    samples = _samples(members_PG, none, config=config)
     references = await trainer.compute_reference_logprobs(samples)
     kls = [
         kl_penalty(s.generator_logprobs[s.mask], reference_T[s.mask], kl_reward.estimator)

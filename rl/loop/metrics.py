@@ -97,30 +97,29 @@ def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, 
     if not scored_G:
         return {}
     equal: dict[str, Metric] = {"reward/equal_groups": Mean(equal_rewards(scored_G))} if size > 1 else {}
-    return merge([*map(_rollout_metrics, scored_G), equal])
+    rollouts, scores = [m.rollout for m in scored_G], [m.score for m in scored_G]
+    rewards = [score.reward for score in scores]
+    nums_generated = [rollout.num_completion_tokens for rollout in rollouts]
+    num_generated, num_tokens = sum(nums_generated), sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "reward/mean": Mean.of(rewards),
+        "reward/std": Std.of(rewards),
+        "reward/correct": Mean.of([score.correct for score in scores]),
+        "prompt/tokens_mean": Mean(num_tokens - num_generated, len(rollouts)),
+        "completion/tokens_mean": Mean(num_generated, len(rollouts)),
+        "completion/tokens_max": Max(max(nums_generated)),
+        "completion/context_mean": Mean(sum(map(_num_attended, rollouts)), num_generated),
+        "completion/cut_off": Mean.of([r.completion.is_cut_off for r in rollouts]),
+        "rollout/turns_mean": Mean.of([len(r.turns) for r in rollouts]),
+        "rollout/unfinished": Mean.of([r.end != "done" for r in rollouts]),
+        **equal,
+    }
 
 
 def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
     return {
         "age/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
         "age/max": Max(int(off_policy_steps.max())),
-    }
-
-
-def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
-    rollout, score = member.rollout, member.score
-    num_generated = rollout.num_completion_tokens
-    return {
-        "reward/mean": Mean(score.reward),
-        "reward/std": Std(score.reward),
-        "reward/correct": Mean(score.correct),
-        "prompt/tokens_mean": Mean(rollout.num_tokens - num_generated),
-        "completion/tokens_mean": Mean(num_generated),
-        "completion/tokens_max": Max(num_generated),
-        "completion/context_mean": Mean(_num_attended(rollout), num_generated),
-        "completion/cut_off": Mean(rollout.completion.is_cut_off),
-        "rollout/turns_mean": Mean(len(rollout.turns)),
-        "rollout/unfinished": Mean(rollout.end != "done"),
     }
 
 

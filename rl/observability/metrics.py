@@ -7,9 +7,11 @@ evaluation's (it has the key `eval/correct`). Lines are strictly valid JSON: num
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,11 @@ class Mean:
     sum: float
     count: float = 1
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Return the mean of single values, exactly as if they were merged in this order."""
+        return cls(functools.reduce(operator.add, values), len(values)) if values else cls(0.0, 0)
+
     @property
     def value(self) -> float:
         return self.sum / self.count if self.count else math.nan
@@ -63,6 +70,16 @@ class Std:
     mean: float
     count: float = 1
     squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Std:
+        """Return the deviation of single values, exactly as if they were merged in this order."""
+        mean, squares = (values[0], 0.0) if values else (0.0, 0.0)
+        for count, value in enumerate(values[1:], start=1):
+            apart = value - mean
+            mean += apart / (count + 1)
+            squares += apart * apart * count / (count + 1)
+        return cls(mean=mean, count=len(values), squares=squares)
 
     @property
     def value(self) -> float:
@@ -179,7 +196,12 @@ def to_json(value: Any) -> str:
     return json.dumps(_plain(value), allow_nan=False)
 
 
+_AS_THEY_ARE = frozenset({int, str, bool, type(None)})
+
+
 def _plain(value: Any) -> Any:
+    if type(value) in _AS_THEY_ARE or (type(value) is float and math.isfinite(value)):
+        return value  # most values are numbers of a list
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):

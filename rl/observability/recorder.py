@@ -95,10 +95,9 @@ class Entry:
     id: RolloutId | None = None
     """Position of a scored rollout in its batch."""
 
-    @property
-    def is_odd(self) -> bool:
-        """True for a failed or unparsed rollout, which is recorded from any group."""
-        return self.score.failure is not None or bool(self.score.unparsed)
+
+Candidates = tuple[Group, Sequence[TrainedRollout], Mapping[str, Any]]
+"""A group, what is known of the training on its scored rollouts (or nothing), and the head of their lines."""
 
 
 class Recorder:
@@ -112,22 +111,23 @@ class Recorder:
         """Return the ids of the rollouts whose tokens `step` will record."""
         if not (self.config.enable and self.config.tokens):
             return []
-        chosen = self._chosen([_entries(group, number=p) for p, group in enumerate(groups)])
+        chosen = self._chosen([(group, (), {}) for group in groups])
         return [entry.id for entry in chosen if entry.id is not None]
 
     def step(self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]) -> None:
         """Record a step's groups, in order, and the groups that were dropped before it."""
+        head = {"step": step, "kind": "train"}
         pairs = zip(batch.groups, trained_PG, strict=True)
-        self._record(
-            [_entries(group, trained, step=step, kind="train") for group, trained in pairs], step, batch
-        )
+        self._record([(group, trained, head) for group, trained in pairs], step, batch)
 
     def stopped(self, step: int, batch: Batch) -> None:
         """Record the producer's groups when the run stopped before this step's batch."""
-        self._record([_entries(group, step=step, kind="pending") for group in batch.groups], step, batch)
+        head = {"step": step, "kind": "pending"}
+        self._record([(group, (), head) for group in batch.groups], step, batch)
 
-    def _record(self, groups: Sequence[list[Entry]], step: int, batch: Batch) -> None:
-        dropped = [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
+    def _record(self, groups: Sequence[Candidates], step: int, batch: Batch) -> None:
+        head = {"step": step, "kind": "dropped"}
+        dropped: list[Candidates] = [(group, (), {**head, "dropped": why}) for why, group in batch.dropped]
         self._append([*self._chosen(groups), *self._chosen(dropped)])
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
@@ -140,15 +140,23 @@ class Recorder:
             for kind, groups in (("eval", [[pair] for pair in done.greedy]), ("eval_sampled", done.sampled)):
                 head = {"step": step, "set": done.name, "kind": kind}
                 entries = [[Entry(rollout=r, score=s, head=head) for r, s in group] for group in groups]
-                chosen += _first_and_odd(entries, self.config.num_eval_problems)
+                num = len(entries) if self.config.num_eval_problems is None else self.config.num_eval_problems
+                chosen += _first_and_odd(entries, num, most=max(map(len, entries), default=0))
         self._append(chosen)
         if self.config.enable and (rates := result.pass_rates()):
             file = self.path.with_name(PASS_RATES)
             with optional_write(file):
                 write_pass_rates(file, rates)
 
-    def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
-        return _first_and_odd(entries_PG, self.config.num_groups)
+    def _chosen(self, groups: Sequence[Candidates]) -> list[Entry]:
+        num = len(groups) if self.config.num_groups is None else self.config.num_groups
+        entries_PG = [
+            _entries(group, trained, number=p, head=head)
+            for p, (group, trained, head) in enumerate(groups)
+            if p < num or any(map(_is_odd, group.scores))
+        ]
+        most = max((len(group.rollouts) for group, _, _ in groups), default=0)
+        return list(_first_and_odd(entries_PG, num, most=most))
 
     def _line(self, entry: Entry) -> dict[str, Any]:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
@@ -210,7 +218,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def _entries(
-    group: Group, trained: Iterable[TrainedRollout] = (), *, number: int = 0, **head: Any
+    group: Group, trained: Iterable[TrainedRollout], *, number: int, head: Mapping[str, Any]
 ) -> list[Entry]:
     """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is empty."""
     entries: list[Entry] = []
@@ -224,12 +232,15 @@ def _entries(
     return entries
 
 
-def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int | None) -> Iterator[Entry]:
-    """Yield the entries of the first `num` groups, and as many odd entries of the others as would fit them."""
-    num = len(entries_PG) if num is None else num
+def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int, *, most: int) -> Iterator[Entry]:
+    """Yield the entries of the first `num` groups, and as many odd ones of others as `num` groups of `most` hold."""
     yield from chain.from_iterable(entries_PG[:num])
-    room = num * max(map(len, entries_PG), default=0)
-    yield from islice((e for e in chain.from_iterable(entries_PG[num:]) if e.is_odd), room)
+    yield from islice((e for e in chain.from_iterable(entries_PG[num:]) if _is_odd(e.score)), num * most)
+
+
+def _is_odd(score: Score) -> bool:
+    """Return True for a failed or unparsed rollout, which is recorded from any group."""
+    return score.failure is not None or bool(score.unparsed)
 
 
 def _shortest(values: np.ndarray) -> list[float] | float:

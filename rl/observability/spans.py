@@ -98,8 +98,10 @@ class SpanRecorder:
         self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
         self._numbers = itertools.count()
         self._policy_version: int | None = None
-        self._failed: dict[str, object] | None = None
-        self._process: dict[str, object] = {}
+        self._failed = "null"
+        """The last span that ended with an error, as JSON."""
+        self._process = ""
+        """Identity of the process, as fields of JSON."""
         self._descriptor: int | None = None
         self._num_writes = 0
 
@@ -114,7 +116,7 @@ class SpanRecorder:
         assert process is not None
         with self._lock:
             self._close()
-            self._process = {
+            identity = {
                 "role": role,
                 "rank": rank,
                 "host": socket.gethostname(),
@@ -122,6 +124,7 @@ class SpanRecorder:
                 "start_ticks": process.start_ticks,
                 "clock_offset_s": self._offset_s,
             }
+            self._process = json.dumps(identity)[1:-1]
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, STATE_BYTES)
             self._write_state(self._now_s())
@@ -161,12 +164,16 @@ class SpanRecorder:
             if isinstance(error, Exception):
                 text = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 args["error"] = text[:MAX_ERROR_CHARACTERS]
-                self._failed = {"name": name[:MAX_NAME_CHARACTERS], "error": args["error"], "at_s": end_s}
+                failed = {"name": name[:MAX_NAME_CHARACTERS], "error": args["error"], "at_s": end_s}
+                self._failed = json.dumps(failed)
             self._write_state(end_s)
             if self.log is not None:
-                times = {"ts": round(start_s * 1e6), "dur": round((end_s - start_s) * 1e6, 1)}
+                start_us, took_us = round(start_s * 1e6), round((end_s - start_s) * 1e6, 1)
                 with contextlib.suppress(OSError):  # a full disk loses spans
-                    self.log.append(json.dumps({"ph": "X", "name": name, **times, "args": args}) + "\n")
+                    self.log.append(
+                        f'{{"ph": "X", "name": {_in_json(name)}, "ts": {start_us}, "dur": {took_us}, '
+                        f'"args": {json.dumps(args) if args else "{}"}}}\n'
+                    )
 
     def _now_s(self) -> float:
         return time.monotonic() + self._offset_s
@@ -175,22 +182,22 @@ class SpanRecorder:
         if self._descriptor is None:
             return
         self._num_writes += 1
+        # Put together by hand: a run writes the state thousands of times a step, and json.dumps of the whole takes
+        # five times as long.
         shown = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             since_s, version = next(iter(same_name.values()))
-            name = name[:MAX_NAME_CHARACTERS]
-            shown.append({"name": name, "num": len(same_name), "version": version, "since_s": since_s})
+            shown.append(
+                f'{{"name": {_in_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
+                f'"version": {_or_null(version)}, "since_s": {since_s!r}}}'
+            )
         # A reader that finds two different numbers has read during a write.
-        state = {
-            "write": self._num_writes,
-            **self._process,
-            "policy_version": self._policy_version,
-            "failed": self._failed,
-            "changed_s": now_s,
-            "open": shown,
-            "end": self._num_writes,
-        }
-        while len(text := json.dumps(state)) >= STATE_BYTES:
+        head = (
+            f'{{"write": {self._num_writes}, {self._process}, "policy_version": {_or_null(self._policy_version)}, '
+            f'"failed": {self._failed}, "changed_s": {now_s!r}, "open": ['
+        )
+        tail = f'], "end": {self._num_writes}}}'
+        while len(text := head + ", ".join(shown) + tail) >= STATE_BYTES:
             shown.pop()
         with contextlib.suppress(OSError):  # a run goes on without its recording
             os.pwrite(self._descriptor, f"{text:<{STATE_BYTES - 1}}\n".encode(), 0)
@@ -202,6 +209,15 @@ class SpanRecorder:
         if self.log is not None:
             self.log.close()
             self.log = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_json(text: str) -> str:
+    return json.dumps(text)
+
+
+def _or_null(number: int | None) -> str:
+    return "null" if number is None else str(int(number))
 
 
 class span:  # noqa: N801  (used like a function)

@@ -7,8 +7,9 @@ produced.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Literal
 
 import numpy as np
@@ -71,41 +72,45 @@ class Advantage:
                 mean.
         """
         _check_sizes(rewards_PG)
-        values_PG = [[self._values(rewards_C) for rewards_C in group_G] for group_G in rewards_PG]
-        centered_PG = self._centered(values_PG)
+        by_token = self.credit == "token"
+        sums_P = [
+            np.array([rewards_C.sum() for rewards_C in group if len(rewards_C)]) for group in rewards_PG
+        ]
+        values_P = [self._returns(group) for group in rewards_PG] if by_token else sums_P
+        lengths_PG = [[*map(len, group)] for group in rewards_PG]
+        centered_P = self._centered(values_P, lengths_PG)
         if self.baseline in ("group_mean", "leave_one_out"):
-            centered_PG = [
-                [np.zeros_like(values) for values in values_G] if _has_equal_sums(rewards_G) else values_G
-                for values_G, rewards_G in zip(centered_PG, rewards_PG, strict=True)
+            centered_P = [
+                np.zeros_like(values) if not len(sums) or np.ptp(sums) == 0 else values
+                for values, sums in zip(centered_P, sums_P, strict=True)
             ]
         return [
-            [
-                np.broadcast_to(values.astype(np.float32), rewards_C.shape).copy()
-                for values, rewards_C in zip(values_G, rewards_G, strict=True)
-            ]
-            for values_G, rewards_G in zip(self._scaled(centered_PG), rewards_PG, strict=True)
+            _split(values.astype(np.float32), lengths, by_token=by_token)
+            for values, lengths in zip(self._scaled(centered_P), lengths_PG, strict=True)
         ]
 
-    def _values(self, rewards_C: np.ndarray) -> np.ndarray:
-        """Return [1] for the sample or [C] for its tokens; [0] for a sample without tokens."""
-        rewards_C = rewards_C.astype(np.float64)
-        if self.credit == "sequence":
-            return rewards_C.sum(keepdims=True)[: len(rewards_C)]
-        return returns_to_go(rewards_C, discount=self.discount)
+    def _returns(self, rewards_G: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the value of every token of a group."""
+        returns = [returns_to_go(rewards_C, discount=self.discount) for rewards_C in rewards_G]
+        return np.concatenate([np.zeros(0), *returns])
 
-    def _centered(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    def _centered(
+        self, values_P: Sequence[np.ndarray], lengths_PG: Sequence[Sequence[int]]
+    ) -> Sequence[np.ndarray]:
         if self.baseline == "none":
-            return values_PG
+            return values_P
         if self.baseline == "leave_one_out":
-            return [_leave_one_out(values_G) for values_G in values_PG]
-        means_P = map(_mean, _pools(values_PG, by_group=self.baseline == "group_mean"))
-        return [[v - mean for v in values_G] for values_G, mean in zip(values_PG, means_P, strict=True)]
+            by_token = self.credit == "token"
+            sizes_PG = lengths_PG if by_token else [[1] * len(values) for values in values_P]
+            return [_leave_one_out(*group) for group in zip(values_P, sizes_PG, strict=True)]
+        means_P = _of_pools(_mean, values_P, by_group=self.baseline == "group_mean")
+        return [values - mean for values, mean in zip(values_P, means_P, strict=True)]
 
-    def _scaled(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    def _scaled(self, values_P: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         if self.scale == "none":
-            return values_PG
-        stds_P = map(self._std, _pools(values_PG, by_group=self.scale == "group_std"))
-        return [[v / std for v in values_G] for values_G, std in zip(values_PG, stds_P, strict=True)]
+            return values_P
+        stds_P = _of_pools(self._std, values_P, by_group=self.scale == "group_std")
+        return [values / std for values, std in zip(values_P, stds_P, strict=True)]
 
     def _std(self, values: np.ndarray) -> float:
         """Return the Bessel-corrected standard deviation plus eps; 1 if all values are equal."""
@@ -124,15 +129,14 @@ def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray
     return returns_C
 
 
-def _leave_one_out(values_G: list[np.ndarray]) -> list[np.ndarray]:
+def _leave_one_out(values: np.ndarray, sizes_G: Sequence[int]) -> np.ndarray:
     """Subtract the mean of the other samples' values from each sample's; zeros if there are no others."""
-    total, count = sum(v.sum() for v in values_G), sum(map(len, values_G))
-    return [
-        values - (total - values.sum()) / (count - len(values))
-        if count > len(values)
-        else np.zeros_like(values)
-        for values in values_G
+    values_G = np.split(values, np.cumsum(sizes_G)[:-1])
+    total, count = sum(v.sum() for v in values_G), len(values)
+    others_G = [
+        v - (total - v.sum()) / (count - len(v)) if count > len(v) else np.zeros_like(v) for v in values_G
     ]
+    return np.concatenate(others_G)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -142,18 +146,27 @@ def _mean(values: np.ndarray) -> float:
     return float(values[0] if np.ptp(values) == 0 else values.mean())
 
 
-def _pools(values_PG: Sequence[Sequence[np.ndarray]], *, by_group: bool) -> list[np.ndarray]:
-    """Return, for each group, the values that its statistics are taken over: the group's or the batch's."""
-    pools_P = [np.concatenate([np.zeros(0), *values_G]) for values_G in values_PG]
-    return pools_P if by_group else [np.concatenate([np.zeros(0), *pools_P])] * len(pools_P)
+def _of_pools(
+    statistic: Callable[[np.ndarray], float], values_P: Sequence[np.ndarray], *, by_group: bool
+) -> list[float]:
+    """Return a statistic for each group, over the group's values or over the batch's."""
+    if by_group:
+        return [statistic(values) for values in values_P]
+    return [statistic(np.concatenate([np.zeros(0), *values_P]))] * len(values_P)
 
 
-def _has_equal_sums(rewards_G: Sequence[np.ndarray]) -> bool:
-    sums = [float(rewards_C.sum()) for rewards_C in rewards_G if len(rewards_C)]
-    return not sums or max(sums) == min(sums)
+def _split(values: np.ndarray, lengths_G: Sequence[int], *, by_token: bool) -> list[np.ndarray]:
+    """Return [G][C] advantages of the tokens from those of tokens, or of all samples that have tokens."""
+    if not by_token:
+        values = np.repeat(values, [length for length in lengths_G if length])
+    ends = [*accumulate(lengths_G)]
+    return [values[end - length : end] for end, length in zip(ends, lengths_G, strict=True)]
 
 
 def _check_sizes(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
+    everything = np.concatenate([np.zeros(0), *chain(*rewards_PG)])
+    if np.abs(everything).max(initial=0.0) <= MAX_TOKEN_REWARD:
+        return
     for p, rewards_G in enumerate(rewards_PG):
         for g, rewards_C in enumerate(rewards_G):
             largest = float(np.abs(rewards_C).max(initial=0.0))

@@ -11,11 +11,13 @@ import asyncio
 import logging
 import math
 import threading
+import types
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, get_args
+from functools import partial
+from typing import Any, TypeVar, cast, get_args
 
 from rl.protocols import Environment
 from rl.rollouts.reward_values import MAX_REWARD, as_number
@@ -26,6 +28,12 @@ from rl.utils.excerpts import shown
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+
+ROLES = get_args(Role)
+
+
+NOTHING = Observation()
+"""Answer that ends an episode; one for all, because it cannot change."""
 
 
 class EnvironmentFailedError(Exception):
@@ -60,7 +68,7 @@ class SingleTurn:
         return (Message(role="system", content=self.system), question) if self.system else (question,)
 
     async def step(self, reply: Reply) -> Observation:
-        return Observation()
+        return NOTHING
 
     async def close(self) -> None:
         pass
@@ -96,6 +104,32 @@ async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
         raise RuntimeError(f"{type(error).__name__} of an environment") from error
 
 
+async def _with_timer(coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout) -> ResultT:
+    """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait for."""
+    try:
+        waits_for = coroutine.send(None)
+    except StopIteration as result:
+        return cast(ResultT, result.value)
+    async with timer:
+        return cast(ResultT, await _continue(coroutine, waits_for))
+
+
+@types.coroutine
+def _continue(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, Any]:
+    """Await the rest of a coroutine that has begun, and has to wait."""
+    while True:
+        try:
+            given = yield waits_for
+        except BaseException as error:  # noqa: BLE001  (raised where the coroutine waits)
+            proceed = partial(coroutine.throw, error)
+        else:
+            proceed = partial(coroutine.send, given)
+        try:
+            waits_for = proceed()
+        except StopIteration as result:
+            return result.value
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class EnvironmentCalls:
     """Calls of one opened environment with a time limit, in the environment thread unless it `runs_inline`."""
@@ -107,7 +141,12 @@ class EnvironmentCalls:
     """Longest time of a step, and of `close`."""
     messages: tuple[Message, ...] = ()
     """Opening messages."""
+    ends_at_once: bool = field(init=False)
+    """True if the first reply ends the episode, and neither that nor closing has anything to wait for."""
     _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.ends_at_once = isinstance(self.environment, SingleTurn) and self.environment.runs_inline
 
     async def step(self, reply: Reply) -> Observation:
         """Return the environment's answer to a reply.
@@ -116,6 +155,8 @@ class EnvironmentCalls:
             EnvironmentFailedError: no answer within `timeout_s`, an error, or an invalid field of the Observation.
             RunError: raised by the environment.
         """
+        if self.ends_at_once:
+            return await self.environment.step(reply)
 
         async def answer() -> Observation:
             return _check_observation(await self.environment.step(reply))
@@ -143,11 +184,12 @@ class EnvironmentCalls:
             await self._call(self.environment.close)
 
     async def _call(self, function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        runs_inline = getattr(self.environment, "runs_inline", False)
         timer = asyncio.timeout(self.timeout_s)
         try:
+            if getattr(self.environment, "runs_inline", False):
+                return await _with_timer(_guarded(function), timer)
             async with timer:
-                return await (_guarded(function) if runs_inline else self.thread.start(function))
+                return await self.thread.start(function)
         except RunError:
             raise
         except Exception as error:
@@ -184,14 +226,15 @@ class Environments:
                 groups.append([])
                 groups[-1] += (self._made(problem) for _ in range(num))
             for group in groups:
-                if len({calls.open() for calls in group}) > 1:
+                openings = [calls.open() for calls in group]
+                if any(opening != openings[0] for opening in openings):
                     raise ValueError(
                         f"environments of problem {shown(group[0].problem.id)} open differently, but a group has one "
                         "prompt: let `opening` depend on the problem alone"
                     )
             yield groups
         finally:
-            closing = [calls.close() for group in groups for calls in group]
+            closing = [calls.close() for group in groups for calls in group if not calls.ends_at_once]
             for error in await asyncio.gather(*closing, return_exceptions=True):
                 if isinstance(error, Exception):
                     logger.warning("an environment could not be closed: %r", error, exc_info=error)
@@ -235,9 +278,8 @@ def _read_number(name: Any, value: Any) -> float:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    roles = get_args(Role)
     for i, m in enumerate(messages):
-        if not (isinstance(m, Message) and m.role in roles and isinstance(m.content, str)):
+        if not (isinstance(m, Message) and m.role in ROLES and isinstance(m.content, str)):
             raise ValueError(
-                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of {', '.join(roles)}"
+                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of {', '.join(ROLES)}"
             )

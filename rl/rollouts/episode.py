@@ -15,6 +15,8 @@ import logging
 import math
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,12 +107,14 @@ class Episodes:
                 for problem, group in zip(problems, environments, strict=True)
             ]
             firsts = await self._draw([p.token_ids for p in prompts], sampling, session)
-            episodes = [
+            episodes = (
                 self._play(environment, prompt, i, completion, sampling=sampling, session=session)
                 for group, prompt, completions in zip(environments, prompts, firsts, strict=True)
                 for i, (environment, completion) in enumerate(zip(group, completions, strict=True))
-            ]
-            rollouts = iter(await all_or_none(episodes))
+            )
+            # Episodes that wait for nothing need no task of their own.
+            at_once = all(environment.ends_at_once for environment in chain(*environments))
+            rollouts = iter([await e for e in episodes] if at_once else await all_or_none(episodes))
             return [[next(rollouts) for _ in group] for group in environments]
 
     @property
@@ -141,26 +145,24 @@ class Episodes:
         """Play one sample's episode from its first completion to its end."""
         started, messages, prompt_ids = now_s(), environment.messages, prompt.token_ids
         turns: list[Turn] = []
-        tokens = np.zeros(0, dtype=np.int32)
+        tokens: list[np.ndarray] = []
         while True:
-            tokens = np.concatenate([tokens, prompt_ids, completion.token_ids])
+            tokens += [prompt_ids, completion.token_ids]
             text = self.renderer.text(completion.token_ids, prompt_ids=prompt_ids)
-            turns.append(Turn(messages=messages, prompt_ids=prompt_ids, completion=completion, text=text))
+            turn = partial(Turn, messages=messages, prompt_ids=prompt_ids, completion=completion, text=text)
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))
-                turns[-1] = replace(turns[-1], observation=observation)
-                end = self._end(turns, seconds=now_s() - started)
-                if end is None:
-                    messages = observation.messages
-                    prompt_ids = self._continuation(messages, after=completion)
             except EnvironmentFailedError as error:
-                where = f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(text)}"
-                failure = f"{error} in {where}"
-                logger.warning("%s", failure, exc_info=error)
-                return Rollout(
-                    prompt=prompt, sample=sample, turns=tuple(turns), end="failed", failure=failure
-                )
-            room = self.limit - len(tokens) - len(prompt_ids)
+                return _failed([*turns, turn()], error, prompt=prompt, sample=sample)
+            turns.append(turn(observation=observation))
+            end = self._end(turns, started=started)
+            if end is None:
+                messages = observation.messages
+                try:
+                    prompt_ids = self._continuation(messages, after=completion)
+                except EnvironmentFailedError as error:
+                    return _failed(turns, error, prompt=prompt, sample=sample)
+            room = self.limit - sum(map(len, tokens)) - len(prompt_ids)
             if end is None and room < 1:
                 end = "tokens"
             if end is not None:
@@ -168,7 +170,7 @@ class Episodes:
             max_tokens = min(sampling.max_tokens, room)
             seed = _turn_seed(sampling.seed, prompt.problem, sample, turn=len(turns))
             one = replace(sampling, num_samples=1, max_tokens=max_tokens, seed=seed)
-            ((completion,),) = await self._draw([np.concatenate([tokens, prompt_ids])], one, session)
+            ((completion,),) = await self._draw([np.concatenate([*tokens, prompt_ids])], one, session)
 
     def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot be rendered."""
@@ -179,13 +181,21 @@ class Episodes:
                 f"the renderer refused the environment's messages ({shown(refused)})"
             ) from refused
 
-    def _end(self, turns: Sequence[Turn], *, seconds: float) -> EndReason | None:
+    def _end(self, turns: Sequence[Turn], *, started: float) -> EndReason | None:
         """Return why an episode ends after its last turn, or None."""
         if not turns[-1].observation.messages:
             return "done"
         if len(turns) >= self.limits.max_turns:
             return "turns"
-        return "time" if seconds > self.limits.timeout_s else None
+        return "time" if now_s() - started > self.limits.timeout_s else None
+
+
+def _failed(turns: Sequence[Turn], error: EnvironmentFailedError, *, prompt: Prompt, sample: int) -> Rollout:
+    """Return a rollout whose environment failed in its last turn, and log why."""
+    where = f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(turns[-1].text)}"
+    failure = f"{error} in {where}"
+    logger.warning("%s", failure, exc_info=error)
+    return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end="failed", failure=failure)
 
 
 def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) -> int | None:

@@ -46,12 +46,13 @@ class Group:
     """[G]."""
     generated_at: float = 0.0
     """Time on the event loop's clock at which the last token arrived."""
+    scored: list[ScoredRollout] = field(init=False)
+    """[<=G], without failed rollouts and scores."""
 
-    @property
-    def scored(self) -> list[ScoredRollout]:
-        """[<=G], without failed rollouts and scores."""
+    def __post_init__(self) -> None:
         pairs = zip(self.rollouts, self.scores, strict=True)
-        return [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
+        scored = [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
+        object.__setattr__(self, "scored", scored)
 
 
 def check_failures(

@@ -69,9 +69,10 @@ def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | N
         return "long_prompt"
     if not group.scored:
         return "failed"
-    longest = max(rollout.num_tokens for rollout in group.rollouts)
-    if max_sample_tokens is not None and longest > max_sample_tokens:
-        return "oversize"
+    if max_sample_tokens is not None:
+        longest = max(rollout.num_tokens for rollout in group.rollouts)
+        if longest > max_sample_tokens:
+            return "oversize"
     return "equal" if drop_equal and equal_rewards(group.scored) else None
 
 
@@ -140,7 +141,7 @@ class RolloutProducer:
             if self._error is not None:
                 raise self._error
             self._start_groups()
-            numbers = self.bound.take(self._finished.keys())
+            numbers = self.bound.take()
             if numbers is not None:
                 break
             self._check_used_up()
@@ -210,6 +211,7 @@ class RolloutProducer:
         )
         reason = reason_to_drop(group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens)
         if reason is None:
+            self.bound.finish(group.number)
             self._dropped_in_row.clear()
         else:
             self._dropped.append((reason, self._finished.pop(group.number)))

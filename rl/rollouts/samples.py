@@ -5,7 +5,7 @@ Shape legend: T tokens of a sequence, N tokens of a prompt, C tokens of a comple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,34 +36,72 @@ class TokenSpan:
 def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: float) -> TrainingSample:
     """Return the rollout's tokens with a mask over those that the model produced, each with its advantage.
 
-    Raises ValueError if there are more or fewer advantages.
+    Raises ValueError as `policy_samples`.
     """
-    if len(advantages_C) != rollout.num_completion_tokens:
-        num = rollout.num_completion_tokens
-        raise ValueError(
-            f"{len(advantages_C)} advantages for {num} tokens of problem {shown(rollout.prompt.problem.id)}"
+    (sample,) = policy_samples([rollout], [advantages_C], temperature=temperature)
+    return sample
+
+
+def policy_samples(
+    rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarray], *, temperature: float
+) -> list[TrainingSample]:
+    """Return `policy_sample` of many rollouts at a time, whose arrays are parts of large ones.
+
+    Raises ValueError if a rollout has more or fewer advantages, logprobs or versions than tokens of the model.
+    """
+    if not rollouts:
+        return []
+    _check_lengths(rollouts, advantages_NC)
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    completions = [turn.completion for turn in turns]
+    ids = [part for turn in turns for part in (turn.prompt_ids, turn.completion.token_ids)]
+    # Prompts and completions alternate.
+    mask = np.repeat(np.tile([False, True], len(turns)), [*map(len, ids)])
+
+    def spread(values: Sequence[np.ndarray], dtype: type, *, prompt: float) -> np.ndarray:
+        """Return the values of all generated tokens, and `prompt` at tokens of prompts."""
+        spread_T: np.ndarray = np.full(len(mask), prompt, dtype=dtype)
+        spread_T[mask] = np.concatenate(values)
+        return spread_T
+
+    token_ids = np.concatenate(ids).astype(np.int32, copy=False)
+    logprobs = spread([c.logprobs for c in completions], np.float32, prompt=np.nan)
+    advantages = spread(advantages_NC, np.float32, prompt=0.0)
+    versions = spread([c.policy_versions for c in completions], np.int32, prompt=-1)
+    samples = []
+    begin = 0
+    for rollout in rollouts:
+        own = slice(begin, begin + rollout.num_tokens)
+        begin = own.stop
+        samples.append(
+            TrainingSample(
+                token_ids=token_ids[own],
+                mask=mask[own],
+                generator_logprobs=logprobs[own],
+                advantages=advantages[own],
+                policy_versions=versions[own],
+                temperature=temperature,
+            )
         )
-    ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
-    advantages = np.split(advantages_C, ends[:-1])
+    return samples
 
-    def joined(of_turn: Callable[[int, Completion], np.ndarray], *, prompt: float) -> np.ndarray:
-        """Return [T]: the turns' values, and `prompt` at tokens of prompts."""
-        parts = []
-        for i, turn in enumerate(rollout.turns):
-            values_C = of_turn(i, turn.completion)
-            parts += [np.full(len(turn.prompt_ids), prompt, dtype=values_C.dtype), values_C]
-        return np.concatenate(parts)
 
-    return TrainingSample(
-        token_ids=np.concatenate(
-            [ids for t in rollout.turns for ids in (t.prompt_ids, t.completion.token_ids)]
-        ).astype(np.int32),
-        mask=joined(lambda i, c: np.ones(len(c.token_ids), dtype=bool), prompt=False),
-        generator_logprobs=joined(lambda i, c: c.logprobs.astype(np.float32), prompt=np.nan),
-        advantages=joined(lambda i, c: advantages[i].astype(np.float32), prompt=0.0),
-        policy_versions=joined(lambda i, c: c.policy_versions.astype(np.int32), prompt=-1),
-        temperature=temperature,
-    )
+def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarray]) -> None:
+    """Raise ValueError for the first rollout with more or fewer values than tokens of the model."""
+    for rollout, advantages_C in zip(rollouts, advantages_NC, strict=True):
+        problem, num = rollout.prompt.problem, 0
+        for turn in rollout.turns:
+            c = turn.completion
+            num += len(c.token_ids)
+            if not len(c.token_ids) == len(c.logprobs) == len(c.policy_versions):
+                raise ValueError(
+                    f"a completion of problem {shown(problem.id)} has {len(c.token_ids)} tokens, {len(c.logprobs)} "
+                    f"logprobs and {len(c.policy_versions)} policy versions: must be equally many"
+                )
+        if len(advantages_C) != num:
+            raise ValueError(
+                f"{len(advantages_C)} advantages for {num} tokens of problem {shown(problem.id)}"
+            )
 
 
 def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:

@@ -15,7 +15,10 @@ proof.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -42,6 +45,11 @@ class StalenessBound:
         """Newest weights, counted in steps, that every generator serves."""
         self._last_steps: dict[int, int] = {}
         """Last step of each outstanding group, by its number."""
+        # By last step, of which there are at most max_off_policy_steps + 1: so that a group that finishes costs
+        # the same, however many are outstanding.
+        self._num_outstanding: Counter[int] = Counter()
+        self._finished: defaultdict[int, set[int]] = defaultdict(set)
+        self._num_finished = 0
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -57,35 +65,55 @@ class StalenessBound:
         """Count a group as outstanding."""
         assert self.may_start(), f"group {group} may not start yet"
         assert group not in self._last_steps, f"group {group} has started before"
-        self._last_steps[group] = self.served + self.max_off_policy_steps + 1
+        last_step = self.served + self.max_off_policy_steps + 1
+        self._last_steps[group] = last_step
+        self._num_outstanding[last_step] += 1
+
+    def finish(self, group: int) -> None:
+        """Let a step take this group from now on."""
+        self._finished[self._last_steps[group]].add(group)
+        self._num_finished += 1
 
     def release(self, group: int) -> None:
-        """Free the place of a group that is not trained on."""
-        del self._last_steps[group]
+        """Free the place of an unfinished group, which is not trained on."""
+        self._remove(group)
 
     def serve(self, step: int) -> None:
         """Record that every generator now serves the weights after `step` or later ones."""
         assert step >= self.served, f"generators serve {self.served} and went back to {step}"
         self.served = step
 
-    def take(self, finished: Collection[int]) -> list[int] | None:
+    def take(self) -> list[int] | None:
         """Return the groups of the next step in the order they were started, or None if it has to wait.
 
         The step waits for more groups to finish, or for an unfinished one that no later step could take in
         time.
         """
-        step = self.num_taken + 1
-        first = sorted(finished, key=lambda group: (self._last_steps[group], group))[: self.groups_per_batch]
-        if len(first) < self.groups_per_batch:
+        if self._num_finished < self.groups_per_batch:
             return None
-        left = sorted(last for group, last in self._last_steps.items() if group not in first)
-        # The groups left go to the steps that follow, P to each.
-        if any(last <= step + place // self.groups_per_batch for place, last in enumerate(left)):
-            return None
-        for group in first:
-            del self._last_steps[group]
+        step, room, num_left = self.num_taken + 1, self.groups_per_batch, 0
+        groups: list[int] = []
+        for last_step in sorted(self._num_outstanding):
+            num = min(room, len(self._finished[last_step]))
+            room -= num
+            # The groups left go to the steps that follow, P to each.
+            num_left += self._num_outstanding[last_step] - num
+            if num_left > (last_step - step) * self.groups_per_batch:
+                return None
+            groups += heapq.nsmallest(num, self._finished[last_step])
+        for group in groups:
+            self._finished[self._last_steps[group]].remove(group)
+            self._remove(group)
+        self._num_finished -= len(groups)
         self.num_taken = step
-        return sorted(first)
+        return sorted(groups)
+
+    def _remove(self, group: int) -> None:
+        last_step = self._last_steps.pop(group)
+        self._num_outstanding[last_step] -= 1
+        if not self._num_outstanding[last_step]:
+            del self._num_outstanding[last_step]
+            self._finished.pop(last_step, None)
 
 
 def off_policy_steps(
@@ -101,15 +129,28 @@ def off_policy_steps(
     """
     ages = {version: step - 1 - published for version, published in step_of_version.items()}
     allowed = {version: age for version, age in ages.items() if 0 <= age <= max_off_policy_steps}
-    steps = []
-    for group in groups:
-        for rollout in (member.rollout for member in group.scored):
-            versions = np.concatenate([turn.completion.policy_versions for turn in rollout.turns])
-            if not set(versions.tolist()) <= allowed.keys():
-                raise StalePolicyError(
-                    f"a completion of problem {rollout.prompt.problem.id!r} was drawn by policy versions "
-                    f"{np.unique(versions).tolist()}: with loop.max_off_policy_steps={max_off_policy_steps}, "
-                    f"step {step} may train only on versions {sorted(allowed)}: the weight sync is broken"
-                )
-            steps += [allowed[version] for version in versions.tolist()]
-    return np.array(steps, dtype=np.int64)
+    turns = [turn for group in groups for member in group.scored for turn in member.rollout.turns]
+    versions = np.concatenate([turn.completion.policy_versions for turn in turns])
+    unknown = -1
+    steps = np.full(len(versions), unknown, dtype=np.int64)
+    for version, age in allowed.items():
+        steps[versions == version] = age
+    if (steps == unknown).any():
+        _raise_stale(groups, allowed=sorted(allowed), step=step, max_off_policy_steps=max_off_policy_steps)
+    return steps
+
+
+def _raise_stale(
+    groups: Sequence[Group], *, allowed: Sequence[int], step: int, max_off_policy_steps: int
+) -> NoReturn:
+    """Raise StalePolicyError for the first completion with a version that is not allowed."""
+    rollouts = [member.rollout for group in groups for member in group.scored]
+    versions = [np.concatenate([turn.completion.policy_versions for turn in r.turns]) for r in rollouts]
+    rollout, drawn = next(
+        pair for pair in zip(rollouts, versions, strict=True) if not np.isin(pair[1], allowed).all()
+    )
+    raise StalePolicyError(
+        f"a completion of problem {rollout.prompt.problem.id!r} was drawn by policy versions "
+        f"{np.unique(drawn).tolist()}: with loop.max_off_policy_steps={max_off_policy_steps}, "
+        f"step {step} may train only on versions {list(allowed)}: the weight sync is broken"
+    )

@@ -297,14 +297,15 @@ class AppendFile:
     def append(self, text: str) -> None:
         """Hand the text to the kernel, which keeps it even if this process is killed; an OSError changes nothing."""
         file = self.open()
-        size = os.fstat(file.fileno()).st_size
-        rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
+        data = memoryview(text.encode("utf-8", errors="backslashreplace"))
+        num_written = 0
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while num_written < len(data):
+                num_written += file.write(data[num_written:])
         except OSError:
             with suppress(OSError):
-                file.truncate(size)
+                if num_written:
+                    file.truncate(os.fstat(file.fileno()).st_size - num_written)
             raise
 
     def sync(self) -> None:
@@ -327,18 +328,28 @@ class BoundedFile:
         self.max_line = max_bytes // 2
         """Largest number of bytes that can be appended at once."""
         self._file = AppendFile(path)
+        self._size: int | None = None
+        """Bytes of the file, which only this object writes; None if unknown."""
 
     def append(self, text: str) -> bool:
         """Append ASCII text, and return whether the oldest lines were dropped for it; raises OSError."""
-        size = 0
-        with suppress(FileNotFoundError):
-            size = self.path.stat().st_size
+        size = self._measure() if self._size is None else self._size
+        self._size = None  # as long as the text may be written in part
         is_full = size > 0 and size + len(text) > self.max_line
         if is_full:
             self._file.close()
             self.path.replace(previous_file(self.path))
+            size = 0
         self._file.append(text)
+        self._size = size + len(text)
         return is_full
+
+    def _measure(self) -> int:
+        """Return the size of the file, 0 if there is none."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def close(self) -> None:
         self._file.close()

@@ -116,6 +116,21 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage after 20,000 new objects instead of 700.
+
+    For a process that holds the rollouts of a step, millions of objects without a cycle: Python's collections
+    take a fifth of its time, and find nothing.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 _counting = threading.Lock()
 
 

@@ -1,11 +1,24 @@
 import asyncio
+import functools
 import json
 import math
+import random
 
 import numpy as np
 import pytest
 
-from rl.observability.metrics import Last, Max, Mean, Metric, MetricsWriter, Std, Sum, merge, read_metrics
+from rl.observability.metrics import (
+    Last,
+    Max,
+    Mean,
+    Metric,
+    MetricsWriter,
+    Std,
+    Sum,
+    merge,
+    read_metrics,
+    reduced,
+)
 
 
 def test_standard_deviations_merge_exactly():
@@ -17,6 +30,15 @@ def test_standard_deviations_merge_exactly():
     # The difference of mean square and squared mean would have no digit left here.
     assert Std(1e9).merge(Std(1e9 + 1)).value == 0.5
     assert Std(3.0).value == 0
+
+
+def test_reductions_of_many_values_are_bit_identical_to_merged_ones():
+    rng = random.Random(0)
+    for num in (1, 2, 16, 50):
+        values = [rng.choice([0.0, 0.1, 1.0, rng.gauss(0, 1e3)]) for _ in range(num)]
+        assert Mean.of(values) == functools.reduce(Mean.merge, map(Mean, values))
+        assert Std.of(values) == functools.reduce(Std.merge, map(Std, values))
+    assert reduced(Mean.of([])) is None
 
 
 def test_each_reduction_merges_correctly():

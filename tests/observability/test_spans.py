@@ -78,11 +78,11 @@ def test_state_file_keeps_its_size(tmp_path):
     recorder = SpanRecorder()
     file = recorder.start(tmp_path, role="controller", rank=0)
     for number in range(100):
-        recorder.begin(f"wait number {number} " + "\N{GRINNING FACE}" * 200, number)
+        recorder.begin(f'wait number {number} "\\ ' + "\N{GRINNING FACE}" * 200, number)
     recorder.end("x", recorder.begin("x", 99), ValueError("\N{GRINNING FACE}" * 1000))
     assert file.stat().st_size == STATE_BYTES
     state = read_state(file)
-    assert state.open[0].name.startswith("wait number 0 ")
+    assert state.open[0].name.startswith('wait number 0 "\\ \N{GRINNING FACE}')
     assert 1 <= len(state.open) <= 12
     assert state.policy_version == 99
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl.rollouts.environment import Environments, SingleTurn
-from rl.rollouts.episode import Episodes
+from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.samples import demonstrated_now
 from rl.types import Message, Observation, Problem, Reply, Rollout, SamplingParams
 from rl.utils.errors import RunError
@@ -104,6 +104,72 @@ def test_error_that_would_end_the_thread_or_the_episode_is_a_failed_rollout(erro
 
     rollout = asyncio.run(played(Factory(Ends)))
     assert f"raised RuntimeError('{error.__name__} of an environment')" in str(rollout.failure)
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Event loop that counts its tasks and timers."""
+
+    num_tasks = num_timers = 0
+
+    def create_task(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_tasks += 1
+        return super().create_task(*args, **kwargs)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        self.num_timers += 1
+        return super().call_at(when, callback, *args, context=context)
+
+
+class AnswersAtOnce(SingleTurn):
+    """Environment of many turns that waits for nothing."""
+
+    runs_inline: ClassVar[bool] = True
+
+    async def step(self, reply: Reply) -> Observation:
+        return Observation(messages=(Message(role="user", content="again"),))
+
+
+@pytest.mark.parametrize("environment", [SingleTurn.of, AnswersAtOnce.of])
+def test_environment_that_waits_for_nothing_costs_no_timer(environment):
+    def counts(num: int) -> tuple[int, int]:
+        with asyncio.Runner(loop_factory=CountingLoop) as runner:
+            episodes = Episodes(
+                generator=ScriptedGenerator(reply=lambda prompt, sampling, sample: "yes"),
+                renderer=TwinRenderer(),
+                environments=Environments(make=environment),
+                limits=EpisodeLimits(max_turns=2),
+                max_tokens=200,
+            )
+            runner.run(episodes.run([PROBLEM], sampling=replace(SAMPLING, num_samples=num)))
+            loop = runner.get_loop()
+            assert isinstance(loop, CountingLoop)
+            return loop.num_tasks, loop.num_timers
+
+    (few, _), (many, num_timers) = counts(1), counts(64)
+    assert num_timers == 0
+    if environment == SingleTurn.of:
+        assert many == few
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 60.0])
+def test_environment_that_waits_inline_has_a_time_limit(waits_s):
+    class Waits(Counting):
+        runs_inline: ClassVar[bool] = True
+
+        async def step(self, reply: Reply) -> Observation:
+            try:
+                await asyncio.sleep(waits_s)
+            except asyncio.CancelledError:
+                interrupted.append(True)
+                raise
+            return await super().step(reply)
+
+    interrupted: list[bool] = []
+    rollout = asyncio.run(played(Factory(Waits), step_timeout_s=0.05))
+    assert rollout.end == ("failed" if waits_s else "done")
+    assert interrupted == [True] * bool(waits_s)
+    if waits_s:
+        assert "took longer than step_timeout_s=0.05" in str(rollout.failure)
 
 
 # Trials before a run

@@ -13,6 +13,7 @@ from rl.rollouts.samples import (
     demonstrated,
     demonstration_sample,
     policy_sample,
+    policy_samples,
     supervised_sample,
 )
 from rl.types import Problem, TrainingSample
@@ -35,6 +36,29 @@ def test_turns_are_joined_and_only_the_models_tokens_are_trained_on():
     assert made.temperature == 0.7
     assert made.token_ids.dtype == made.policy_versions.dtype == np.int32
     assert made.advantages.dtype == made.generator_logprobs.dtype == np.float32
+
+
+def test_samples_made_together_are_those_made_alone():
+    other = conversation((2, drawn(8, version=4, logprob=-1.0)))
+    advantages = [np.array([1.0, 2.0, -3.0]), np.array([4.0])]
+    together = policy_samples([ROLLOUT, other], advantages, temperature=0.7)
+    for made, rollout, own in zip(together, (ROLLOUT, other), advantages, strict=True):
+        alone = policy_sample(rollout, advantages_C=own, temperature=0.7)
+        for field in ("token_ids", "mask", "generator_logprobs", "advantages", "policy_versions"):
+            np.testing.assert_array_equal(getattr(made, field), getattr(alone, field))
+    assert policy_samples([], [], temperature=1.0) == []
+
+
+def test_values_that_are_not_one_for_each_token_are_refused():
+    with pytest.raises(ValueError, match=r"^2 advantages for 3 tokens of problem"):
+        sample(advantages=(1.0, 2.0))
+    # Together they have as many logprobs as tokens.
+    longer, shorter = (
+        conversation((1, replace(drawn(5, 6, version=1), logprobs=np.zeros(num, dtype=np.float32))))
+        for num in (3, 1)
+    )
+    with pytest.raises(ValueError, match=r"has 2 tokens, 3 logprobs and 2 policy versions: must be equally"):
+        policy_samples([longer, shorter], [np.zeros(2)] * 2, temperature=1.0)
 
 
 def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():

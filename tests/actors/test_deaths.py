@@ -1,0 +1,103 @@
+"""Deaths of processes that calls of actors wait for."""
+
+import asyncio
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from actors import deaths
+from actors.calls import ActorGroup, ActorLostError
+from actors.config import Timeouts
+from rl.utils.processes import ProcessId, identify
+from tests.support.virtual_time import run_in_virtual_time
+
+PROCESSES = [ProcessId(pid, 1) for pid in (-1, -2, -3)]
+
+
+class SilentMesh:
+    """Mesh of one rank that never answers."""
+
+    def size(self) -> int:
+        return 1
+
+    def __getattr__(self, endpoint: str) -> Any:
+        return self
+
+    def call(self):
+        return asyncio.get_running_loop().create_future()
+
+
+def group(*processes: ProcessId) -> ActorGroup:
+    return ActorGroup(
+        name="generator", mesh=SilentMesh(), timeouts=Timeouts(), processes=dict(enumerate(processes))
+    )
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Return the processes that were looked at; those of `dead` are dead."""
+    looked: list[ProcessId] = []
+
+    def look(process):
+        looked.append(process)
+        return process not in dead
+
+    dead: set[ProcessId] = set()
+    monkeypatch.setattr(deaths, "is_alive", look)
+    return looked, dead
+
+
+def test_each_process_is_looked_at_twice_a_second_however_many_calls_wait(looks):
+    looked, _ = looks
+
+    async def wait() -> None:
+        groups = [group(process) for process in PROCESSES]
+        calls = [asyncio.ensure_future(groups[i % 3].call("generate")) for i in range(300)]
+        await asyncio.sleep(5.1)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        looked_before = len(looked)
+        await asyncio.sleep(5)
+        assert len(looked) == looked_before  # nobody waits any more
+
+    run_in_virtual_time(wait())
+    assert {process: looked.count(process) for process in PROCESSES} == dict.fromkeys(PROCESSES, 10)
+
+
+def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):
+    _, dead = looks
+    monkeypatch.setattr("actors.calls.is_alive", lambda process: process not in dead)
+
+    async def wait() -> None:
+        calls = [
+            asyncio.ensure_future(group(*own).call("generate")) for own in (PROCESSES[:2], PROCESSES[2:])
+        ]
+        await asyncio.sleep(1)
+        dead.add(PROCESSES[1])
+        with pytest.raises(ActorLostError, match="rank 1 of 1 is dead") as lost:
+            await asyncio.wait_for(calls[0], 5)
+        assert lost.value.ranks == (1,)
+        assert not calls[1].done()
+        calls[1].cancel()
+        with suppress(asyncio.CancelledError):
+            await calls[1]
+
+    run_in_virtual_time(wait())
+
+
+def test_death_of_a_real_process_is_noticed_by_every_event_loop(monkeypatch):
+    monkeypatch.setattr(deaths, "LOOK_EVERY_S", 0.01)
+
+    async def wait() -> None:
+        with subprocess.Popen(["sleep", "60"]) as sleeper:
+            process = identify(sleeper.pid)
+            assert process is not None
+            with deaths.death_watch().watching([process]) as death:
+                sleeper.kill()
+                await asyncio.wait_for(death, 10)
+
+    for _ in range(2):
+        asyncio.run(wait())
