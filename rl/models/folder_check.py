@@ -34,6 +34,11 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "checkpoint with trainer.checkpoint.initial_load_path",
     ),
     (
+        ("zero_to_fp32.py", "global_step[0-9]*", "pytorch_model_fsdp_[0-9]*", "mp_rank_*"),
+        "a sharded checkpoint of another trainer: write a folder of safetensors with its own tool (zero_to_fp32.py, "
+        "`accelerate merge-weights`)",
+    ),
+    (
         ("model_index.json",),
         "a pipeline of diffusers, which makes images: give the folder of a language model",
     ),
@@ -56,6 +61,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a model in the format of its maker (consolidated.*, params.json): give the folder in Hugging Face's format, "
         "with config.json and model.safetensors",
     ),
+    (("openvino_model*", "*.mlpackage", "*.engine"), "a compiled model, which cannot be trained: give its safetensors"),
     (
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt"),
         f"a model with weights in pickles, which can run code and are not read: {_CONVERT}",
@@ -63,10 +69,10 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tf_model*", "*.h5"), f"a model with weights of TensorFlow: {_CONVERT}"),
     (("flax_model*", "*.msgpack"), f"a model with weights of Flax: {_CONVERT}"),
     (("*.onnx", "onnx"), "a model exported to ONNX, which cannot be trained: give its safetensors"),
-    (("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.engine"), "a model in a format that is not read: give safetensors"),
+    (("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"), "a model in a format that is not read: give safetensors"),
 )  # fmt: skip
 """Names of files by which a folder is recognized, and what it is and what to do; the first that fits counts."""
-_NO_LANGUAGE_MODELS = _KINDS[1:3]
+_NO_LANGUAGE_MODELS = _KINDS[2:4]
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 """How files begin that transformers' Trainer writes beside weights, with the same endings."""
 
@@ -92,8 +98,8 @@ def check_links(folder: Path) -> None:
         target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(root) for root in roots):
             raise ValueError(
-                f"{file} is a link that leaves its folder, to {target}: a folder's files must lie in it: copy the file "
-                "there if it is meant"
+                f"{file} is a link that leaves its folder, to {target}: a folder's files must lie in it: copy the "
+                "folder with `cp -rL` if the link is meant"
             )
         if not target.exists():
             raise ValueError(

@@ -168,7 +168,7 @@ class HFFolder:
         }
         for hf_name in needed:
             if hf_name not in self.shapes:
-                raise ValueError(f"{self.path}: tensor {hf_name} is missing")
+                raise ValueError(f"{self.path}: tensor {hf_name} is missing{self._hint(hf_name)}")
         for name, buffer in hf_buffers(model, adapter).items():
             needed |= dict.fromkeys(adapter.hf_names(name), tuple(buffer.shape))
         for hf_name, shape in self.shapes.items():
@@ -187,6 +187,13 @@ class HFFolder:
                     f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}: "
                     "set tie_word_embeddings to false to use both, or remove the tensor that is not meant"
                 )
+
+    def _hint(self, missing: str) -> str:
+        """Return what a folder without one of the model's tensors may be, or an empty text."""
+        for name in self.shapes:
+            if name.endswith(f".{missing}") or missing == f"model.{name}":
+                return f", but there is {name}: save the language model itself, and no wrapper or part of it"
+        return ""
 
     def _stored(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""
@@ -360,6 +367,10 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            if odd := [name for name in slices if not name.isprintable()]:
+                raise ValueError(
+                    f"weights file {file} has a tensor {odd[0][:100]!r}: no model has such a name"
+                )
             return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import zipfile
@@ -71,6 +72,8 @@ def refusal(path):
         (["config.json", "flax_model.msgpack"], "weights of Flax"),
         (["config.json", "onnx/model.onnx"], "exported to ONNX"),
         (["model.onnx"], "exported to ONNX"),
+        (["config.json", "zero_to_fp32.py", "global_step5/x.pt"], "a sharded checkpoint of another trainer"),
+        (["config.json", "openvino_model.bin", "openvino_model.xml"], "a compiled model"),
         (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
         (["modules.json", "config_sentence_transformers.json", "config.json"], "a model of sentence-transformers"),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in the format of its maker"),
@@ -146,6 +149,26 @@ def test_quantized_tensors_are_recognized_without_a_setting(folder):
 def test_models_that_write_no_text_are_refused(folder):
     (folder / "config_sentence_transformers.json").write_text("{}")
     assert "a model of sentence-transformers" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "message"),
+    [
+        (
+            lambda name: f"base.{name}",
+            "but there is base.model.embed_tokens.weight: save the language model itself",
+        ),
+        (
+            lambda name: name.removeprefix("model."),
+            "but there is embed_tokens.weight: save the language model",
+        ),
+        (lambda name: f"{name}\n\x1b[31m", r"has a tensor 'model.*\\n\\x1b.31m': no model has such a name"),
+    ],
+)
+def test_names_of_a_wrapped_model_are_explained(folder, renamed, message):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+    assert re.search(message, refusal(folder))
 
 
 # Two sources of weights
