@@ -1,11 +1,13 @@
 """Attack a Tinker server on loopback with bounded load and abuse, and judge it: `make attack`.
 
 A server with a tiny model starts with three keys. Clients of two of them send malformed protobuf and JSON, calls about
-another key's objects, training, and long samples, beside connections that never finish their headers. The third key
-behaves well: one sample of one token after another. A table of the calls, and last a JSON object.
+another key's objects (every call that takes an id or a path), training, and samples up to the largest that is allowed,
+beside connections that never finish their headers. The third key behaves well: one sample of one token after another.
+A table of the calls, and last a JSON object.
 
-It passes (exit status 0) if nothing was answered with 5xx, nothing of another key was reached, the third key never
-waited longer than 5 s plus one long sample alone, the memory came back to within 100 MB, and the server ended cleanly.
+It passes (exit status 0) if nothing was answered with 5xx, nothing of another key was reached or listed, the third key
+never waited longer than 5 s plus one long sample alone, the memory came back to within 100 MB, the server's output has
+no traceback, and it ended cleanly.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 
 import aiohttp
 
-from tools.attack.bodies import PROTOBUF, Attacker, Call, Ids, gradient, sample
+from tools.attack.bodies import FOREIGN, PROTOBUF, Attacker, Call, Ids, gradient, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 USUAL_OPEN_FILES = 1024
@@ -41,7 +43,11 @@ OPTIONS = (
 )
 WORKERS, HALF_OPEN, LONG_SAMPLES = 48, 1500, 3
 LONG = {"tokens": 256, "samples": 16}
-FOREIGN = "another key's objects"
+LONGEST = {"tokens": 1022, "samples": 1024}
+"""The largest sample that the server allows; each bad key sends `NUM_LONGEST` of them, one after another."""
+NUM_LONGEST = 2
+FAULTS = ("Traceback (most recent call last)", "Exception ignored in", "Fatal Python error")
+"""Texts that the server's output must not have: it answers every call itself."""
 MAX_WAIT_S, MAX_GROWTH_MB, SETTLE_S, END_S, CALL_S = 5.0, 100.0, 90.0, 60.0, 120.0
 
 
@@ -50,6 +56,8 @@ class Tally:
     statuses: Counter[int | str] = field(default_factory=Counter)
     """Calls by status; "closed" where the connection ended without an answer."""
     longest_s: float = 0.0
+    num_told: int = 0
+    """Answers that name what another key has."""
 
     def row(self, name: str) -> str:
         of = Counter({f"{status}"[0]: 0 for status in (200, 400, 500)})
@@ -63,7 +71,7 @@ class Client:
     """HTTP client that counts its answers by kind."""
 
     def __init__(self, http: aiohttp.ClientSession, tallies: defaultdict[str, Tally]) -> None:
-        self._http, self._tallies = http, tallies
+        self._http, self.tallies = http, tallies
 
     async def call(self, kind: str, call: Call) -> tuple[int | str, bytes]:
         """Return status and body; without an answer the status is "closed"."""
@@ -77,7 +85,7 @@ class Client:
                 status, content = answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             status, content = "closed", b""
-        tally = self._tallies[kind]
+        tally = self.tallies[kind]
         tally.statuses[status] += 1
         tally.longest_s = max(tally.longest_s, time.monotonic() - began)
         return status, content
@@ -155,6 +163,8 @@ async def set_up(client: Client, key: str) -> Ids:
     await done("forward_backward", gradient(model_id, 1))
     await done("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
     saved = json.loads(await done("save_weights", {"model_id": model_id, "seq_id": 3, "path": "own"}))
+    to_sample = {"model_id": model_id, "seq_id": 4, "path": "own"}
+    sampled = json.loads(await done("save_weights_for_sampler", to_sample))
     source = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
     sampler_id = json.loads(await done("create_sampling_session", source))["sampling_session_id"]
     await done("asample", sample(sampler_id, 0))
@@ -164,6 +174,7 @@ async def set_up(client: Client, key: str) -> Ids:
         model_id=model_id,
         request_id=f"{model_id}:3",
         checkpoint=saved["path"],
+        sampler_checkpoint=sampled["path"],
     )
 
 
@@ -185,6 +196,13 @@ async def sample_long(client: Client, ids: Ids, key: str, number: int) -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):
             body = sample(ids.sampler_id, 10**6 + seq_id, **LONG)
             await client.done("asample", body, key=key, kind="long samples")
+
+
+async def sample_longest(client: Client, ids: Ids, key: str) -> None:
+    for number in range(NUM_LONGEST):
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            body = sample(ids.sampler_id, 2 * 10**6 + number, **LONGEST)
+            await client.done("asample", body, key=key, kind="longest samples")
 
 
 async def half_open(url: str, tally: Tally) -> None:
@@ -214,7 +232,9 @@ async def load(client: Client, attackers: Sequence[Attacker], *, requests: int) 
     async def work(attacker: Attacker) -> None:
         for _ in remaining:
             kind, call = attacker.draw()
-            await client.call(kind, call)
+            status, content = await client.call(kind, call)
+            if status == 200 and attacker.is_foreign(content):
+                client.tallies[kind].num_told += 1
 
     async with asyncio.TaskGroup() as group:
         for number in range(WORKERS):
@@ -241,6 +261,8 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
         others += [
             asyncio.create_task(half_open(url, tallies["headers without end"])) for _ in range(HALF_OPEN)
         ]
+        for key, own in zip(keys, bad, strict=False):
+            others.append(asyncio.create_task(sample_longest(client, own, key)))
         for number in range(LONG_SAMPLES):
             others += [
                 asyncio.create_task(sample_long(client, own, key, number))
@@ -249,7 +271,7 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
         began = time.monotonic()
         await load(client, attackers, requests=requests)
         seconds = time.monotonic() - began
-        ended = [task.exception() for task in others if task.done()]
+        ended = [error for task in others if task.done() and (error := task.exception()) is not None]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -260,11 +282,13 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
         print(tally.row(name))
     errors = sum(n for one in tallies.values() for status, n in one.statuses.items() if f"{status}"[0] == "5")
     reached = sum(n for status, n in tallies[FOREIGN].statuses.items() if f"{status}"[0] == "2")
+    told = sum(one.num_told for one in tallies.values())
     return {
         "requests": requests,
         "seconds": round(seconds, 1),
         "answered_5xx": errors,
         "reached_of_another_key": reached,
+        "told_of_another_key": told,
         "samples_of_the_other_key": len(waits_s),
         "longest_wait_s": round(max(waits_s, default=CALL_S), 2),
         "long_sample_s": round(long_sample_s, 2),
@@ -306,10 +330,11 @@ async def main(argv: Sequence[str] | None = None) -> int:
             await asyncio.to_thread(process.wait, END_S)
         found["exit_status"] = process.poll()
     log = (args.folder / "server.log").read_text()
-    found["log_bytes"], found["tracebacks"] = len(log), log.count("Traceback")
+    found["log_bytes"], found["tracebacks"] = len(log), sum(map(log.count, FAULTS))
     memory = found["memory_mb"]
     found["passed"] = (
-        not (found["answered_5xx"] or found["reached_of_another_key"] or found["failed"])
+        not (found["answered_5xx"] or found["reached_of_another_key"] or found["told_of_another_key"])
+        and not (found["failed"] or found["tracebacks"])
         and found["exit_status"] == 0
         and found["longest_wait_s"] <= MAX_WAIT_S + found["long_sample_s"]
         and memory["after"] - memory["before"] <= MAX_GROWTH_MB

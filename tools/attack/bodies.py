@@ -12,6 +12,13 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+FOREIGN = "another key's objects"
+LISTS = (
+    "training_runs",
+    "checkpoints",
+    "training_runs?limit=1000&offset=0",
+    "checkpoints?limit=1000&offset=0",
+)
 WRONG_VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -50,7 +57,13 @@ class Ids:
     model_id: str
     request_id: str
     checkpoint: str
-    """Path of a checkpoint, or of none."""
+    """Path of a checkpoint to train on."""
+    sampler_checkpoint: str
+    """Path of a checkpoint to sample from."""
+
+    def is_told_in(self, answer: bytes) -> bool:
+        """Return whether an answer has an id of these, all of which begin with the session's."""
+        return self.session_id.encode() in answer
 
 
 def sample(sampler_id: str, seq_id: int, *, tokens: int = 1, samples: int = 1) -> dict[str, Any]:
@@ -100,7 +113,8 @@ class Attacker:
             "JSON of wrong values": (15, self._wrong_values),
             "JSON of wrong tokens": (1, self._wrong_tokens),
             "no key or a wrong one": (10, self._keyless),
-            "another key's objects": (15, self._another_key),
+            FOREIGN: (15, self._another_key),
+            "lists": (2, self._lists),
             "samples of one token": (12, self._samples),
             "sessions and models": (5, self._creations),
             "training": (5, self._training),
@@ -111,6 +125,10 @@ class Attacker:
         weights = [weight for weight, _ in self._kinds.values()]
         ((name, (_, make)),) = self._random.choices(list(self._kinds.items()), weights)
         return name, make()
+
+    def is_foreign(self, answer: bytes) -> bool:
+        """Return whether an answer names what another key has."""
+        return self._foreign.is_told_in(answer)
 
     def _number(self) -> int:
         self._seq_id += 1
@@ -181,27 +199,74 @@ class Attacker:
         return _json(path, body, key=key)
 
     def _another_key(self) -> Call:
+        return self._random.choice([*self.foreign_calls().values()])
+
+    def _lists(self) -> Call:
+        """List what there is, of which another key's must not be part."""
+        return Call(path=self._random.choice(LISTS), method="GET", key=self._key)
+
+    def foreign_calls(self) -> dict[str, Call]:
+        """Return every call of the API that takes an id or a path, with those of the other key, by a name."""
+        return self._of_sessions() | self._of_models() | self._of_weights() | self._of_runs()
+
+    def _of_sessions(self) -> dict[str, Call]:
         him, number = self._foreign, self._number()
-        run, kind, name = him.checkpoint.removeprefix("tinker://").split("/")
+        new_model = {"session_id": him.session_id, "model_seq_id": number, "base_model": "tiny"}
+        new_sampler = {"session_id": him.session_id, "sampling_session_seq_id": number}
+        end = {"reason": {"type": "success"}}
+        return {
+            "heartbeat": self._json("session_heartbeat", {"session_id": him.session_id}),
+            "finish": self._json(f"sessions/{him.session_id}/finish", end),
+            "create_model": self._json("create_model", new_model | {"lora_config": {"rank": 8}}),
+            "create_sampler": self._json("create_sampling_session", new_sampler | {"base_model": "tiny"}),
+            "asample": self._json("asample", sample(him.sampler_id, number)),
+            "sampler": Call(path=f"samplers/{him.sampler_id}", method="GET", key=self._key),
+            "retrieve": self._json("retrieve_future", {"request_id": him.request_id}),
+            "cancel": self._json("cancel_future", {"request_id": him.request_id}),
+        }
+
+    def _of_models(self) -> dict[str, Call]:
+        him, number = self._foreign, self._number()
         step = {"model_id": him.model_id, "seq_id": number}
-        return self._random.choice(
-            (
-                _json("retrieve_future", {"request_id": him.request_id}, key=self._key),
-                _json("cancel_future", {"request_id": him.request_id}, key=self._key),
-                _json("session_heartbeat", {"session_id": him.session_id}, key=self._key),
-                _json(f"sessions/{him.session_id}/finish", {"reason": {"type": "success"}}, key=self._key),
-                _json("asample", sample(him.sampler_id, number), key=self._key),
-                _json("get_info", {"model_id": him.model_id}, key=self._key),
-                _json("optim_step", step | {"adam_params": {}}, key=self._key),
-                _json("save_weights", step | {"path": "stolen"}, key=self._key),
-                _json("weights_info", {"tinker_path": him.checkpoint}, key=self._key),
-                self._protobuf(gradient(him.model_id, number).SerializeToString()),
-                Call(path=f"training_runs/{run}", method="GET", key=self._key),
-                Call(path=f"training_runs/{run}/checkpoints", method="GET", key=self._key),
-                Call(path=f"training_runs/{run}/checkpoints/{kind}/{name}", method="DELETE", key=self._key),
-                Call(path=f"samplers/{him.sampler_id}", method="GET", key=self._key),
-            )
-        )
+        publish = {"sampling_session_seq_id": number}
+        return {
+            "get_info": self._json("get_info", {"model_id": him.model_id}),
+            "forward_backward": self._protobuf(gradient(him.model_id, number).SerializeToString()),
+            "optim_step": self._json("optim_step", step | {"adam_params": {}}),
+            "save": self._json("save_weights", step | {"path": "stolen"}),
+            "save_sampler": self._json("save_weights_for_sampler", step | {"path": "stolen"}),
+            "publish": self._json("save_weights_for_sampler", step | publish),
+            "load_into": self._json("load_weights", step | {"path": self._own.checkpoint, "optimizer": True}),
+        }
+
+    def _of_weights(self) -> dict[str, Call]:
+        """Read the other key's checkpoints into models and samplers of this one."""
+        him, own, number = self._foreign, self._own, self._number()
+        new_model = {"session_id": own.session_id, "model_seq_id": number}
+        new_sampler = {"session_id": own.session_id, "sampling_session_seq_id": number}
+        stolen = {"path": him.checkpoint, "optimizer": False}
+        return {
+            "load": self._json("load_weights", stolen | {"model_id": own.model_id, "seq_id": number}),
+            "load_new": self._json("load_weights", stolen | new_model),
+            "sample_saved": self._json(
+                "create_sampling_session", new_sampler | {"model_path": him.sampler_checkpoint}
+            ),
+            "weights_info": self._json("weights_info", {"tinker_path": him.checkpoint}),
+        }
+
+    def _of_runs(self) -> dict[str, Call]:
+        run, kind, name = self._foreign.checkpoint.removeprefix("tinker://").split("/")
+        checkpoint = f"training_runs/{run}/checkpoints/{kind}/{name}"
+        ttl = json.dumps({"ttl_seconds": 1}).encode()
+        return {
+            "run": Call(path=f"training_runs/{run}", method="GET", key=self._key),
+            "checkpoints": Call(path=f"training_runs/{run}/checkpoints", method="GET", key=self._key),
+            "delete": Call(path=checkpoint, method="DELETE", key=self._key),
+            "set_ttl": Call(path=f"{checkpoint}/ttl", method="PUT", body=ttl, key=self._key),
+        }
+
+    def _json(self, path: str, body: Any) -> Call:
+        return _json(path, body, key=self._key)
 
     def _samples(self) -> Call:
         return _json("asample", sample(self._own.sampler_id, self._number()), key=self._key)
