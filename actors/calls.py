@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+import signal
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -38,6 +40,9 @@ TIMEOUT_OF_ENDPOINT = {
 """Field of `timeouts` that limits a call of an endpoint; `train_s` for all others."""
 
 
+_BY_SIGNAL, _BY_ITSELF = "killed by", "it ended with status"
+
+
 class ActorTimeoutError(RunError, TimeoutError):
     """No answer within a deadline, from an actor of `role` where that is known."""
 
@@ -51,12 +56,46 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the group."""
+    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the group.
 
-    def __init__(self, message: str, *, role: str, ranks: Sequence[int] = ()) -> None:
+    `is_dead` is False where a process has only not answered, as far as anybody knows.
+    """
+
+    def __init__(self, message: str, *, role: str, ranks: Sequence[int] = (), is_dead: bool = False) -> None:
         super().__init__(message)
         self.role = role
         self.ranks = tuple(ranks)
+        self.is_dead = is_dead or bool(ranks)
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float, what: str, *, option: str = "", role: str = "") -> AsyncIterator[None]:
+    """Limit the block to `timeout_s`, and name what was waited for in its errors, with the option of the limit.
+
+    Raises:
+        ActorTimeoutError: the time is over.
+        ActorLostError: a process of the role, if it is given, has ended.
+        ActorCallError: a process has ended, or could not be started.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        limit = f"{timeout_s:g} s ({option})" if option else f"{timeout_s:g} s"
+        raise ActorTimeoutError(f"{what}: no answer within {limit}") from error
+    except SupervisionError as error:
+        raise _lost_or_failed(what, describe_loss(error), role=role) from error
+    except ValueError as error:  # Monarch's, if a host does not start processes
+        if (end := end_of_process(str(error))) is None:
+            raise ActorCallError(f"{what}: {error}") from error
+        raise _lost_or_failed(what, f"a process is dead: {end}", role=role) from error
+
+
+def _lost_or_failed(what: str, reason: str, *, role: str) -> ActorCallError:
+    message = f"{what}: {reason}"
+    if not role:
+        return ActorCallError(message)
+    return ActorLostError(message, role=role, is_dead=_BY_SIGNAL in reason or _BY_ITSELF in reason)
 
 
 class CallGroup(Protocol):
@@ -172,6 +211,22 @@ class ActorGroup:
             waiting.cancel()
         raise self._lost(dead, what)
 
+    async def unless_lost(self, work: Awaitable[T], what: str) -> T:
+        """Do work that needs all processes of the group, whose deaths may show as any error of it.
+
+        Raises:
+            ActorLostError: a process of the group on this host is dead.
+            Exception: the error of the work, while all are alive.
+        """
+        try:
+            return await self.while_alive(work, what)
+        except ActorLostError:
+            raise
+        except Exception as error:
+            if dead := await self.seen_dead(PEER_GRACE_S):
+                raise self._lost(dead, what) from error
+            raise
+
     async def _lost_peers(self) -> list[int]:
         """Return dead ranks after an error of one rank, which may be the loss of another rank."""
         return [] if len(self.processes) < 2 else await self.seen_dead(PEER_GRACE_S)
@@ -216,6 +271,23 @@ def may_hang(role: str, *, after: BaseException) -> bool:
     return is_caused_by_timeout(after)
 
 
+def signal_name(number: int) -> str:
+    """Return a name such as SIGKILL, or the number of a signal without one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def end_of_process(report: str) -> str | None:
+    """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it does not say so."""
+    if killed := re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report):
+        return f"{_BY_SIGNAL} {signal_name(int(killed[1]))}"
+    if ended := re.search(r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report):
+        return f"{_BY_ITSELF} {ended[1]}"
+    return None
+
+
 def describe_loss(error: SupervisionError) -> str:
     """Return which rank is dead and why, from Monarch's report."""
     report = str(error)
@@ -225,7 +297,7 @@ def describe_loss(error: SupervisionError) -> str:
     if place:
         host, num_hosts, proc, num_procs = (int(number or 0) for number in place.groups())
         rank = f"rank {host * num_procs + proc} of {max(1, num_hosts) * num_procs}"
-    return f"{rank} is dead: {' '.join(report.split())}"
+    return f"{rank} is dead: {end_of_process(report) or ' '.join(report.split())}"
 
 
 def first_line(error: BaseException) -> str:

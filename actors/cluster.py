@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,12 +23,13 @@ from actors.calls import (
     ActorLostError,
     ActorTimeoutError,
     causes,
+    deadline,
     first_line,
 )
 from actors.config import ClusterConfig, LaunchConfig
 from actors.device_lock import DeviceLock
 from actors.generator import generator_env
-from actors.launch import Launcher, deadline, setup_process_group_env
+from actors.launch import Launcher, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityText
 from actors.placement import Placement, place_actors
@@ -37,6 +38,7 @@ from actors.recovery import AddEvent, Role, Supervisor, no_event
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
+from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.utils.threads import all_or_cancel, run_aside
 from rl.weights.store import WeightStore
@@ -49,6 +51,8 @@ TRAINER_GRACE_S = 10.0
 """Time for a call to a dead trainer to end with its own, more exact error."""
 DEATH_GRACE_S = 3.0
 """Time until the trainer's processes are seen dead; a caller without an answer may notice first."""
+SLOW_START_S = 60.0
+"""Time between two log records that say what a start still waits for."""
 ANSWER_S = 10.0
 """Time for trainer processes on other hosts to show that they are alive."""
 
@@ -105,6 +109,10 @@ class Cluster:
         self._supervisor = Supervisor(config.recovery, in_background=launcher.in_background, events=events)
         self._store_started = asyncio.Event()
         self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
+        self._has_new_store = False
+        """True if the trainer was started again before all roles were there, and with it the store."""
+        self._phases: dict[str, str] = {}
+        """What each role that starts is doing."""
 
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
@@ -112,12 +120,7 @@ class Cluster:
         remote = self._rubric.remote if self._rubric is not None and config.reward.num_procs else ()
         asks = f"the reward function {remote[0]!r}, called in reward actors," if remote else None
         self.network = await self.launcher.start_hosts(config.launch, self.placements, needs_network=asks)
-        # No role waits for another's set-up: the start takes as long as the slowest role.
-        numbers = range(len(self.placements.generators))
-        starts = [self._start_trainer(), *map(self._start_generator, numbers)]
-        if self.placements.reward is not None:
-            starts.append(self._start_reward())
-        trainer, *started = await all_or_cancel(starts)
+        trainer, *started = await self._start_all()
         if self.placements.reward is not None:
             reward = started.pop()
             self.reward = Role(reward, start=self._restart_reward, supervisor=self._supervisor)
@@ -138,8 +141,56 @@ class Cluster:
         self.pool = GeneratorPool(
             members, trainer=self.trainer, store=self.store, parity=self._parity, drains=self._drains
         )
+        if self._has_new_store:
+            await self.pool.use_store()
         if self._restarts:
             self.launcher.in_background(self.pool.watch(), name="watch over the generators")
+
+    async def _start_all(self) -> list[ActorGroup]:
+        """Start all roles together: trainer, generators, and the reward processes if there are any."""
+        at = self.placements
+        # No role waits for another's set-up: the start takes as long as the slowest role.
+        starts = [self._start_role(at.trainer, self._start_trainer, again=self._start_trainer_again)]
+        for number, placement in enumerate(at.generators):
+            start = partial(self._start_generator, number)
+            starts.append(
+                self._start_role(placement, start, again=partial(self._start_generator_again, number))
+            )
+        if at.reward is not None:
+            starts.append(self._start_role(at.reward, self._start_reward, again=self._restart_reward))
+        reporting = asyncio.create_task(self._report_slow_start())
+        try:
+            return await all_or_cancel(starts)
+        finally:
+            reporting.cancel()
+
+    async def _start_role(
+        self,
+        at: Placement,
+        start: Callable[[], Awaitable[ActorGroup]],
+        *,
+        again: Callable[[], Awaitable[ActorGroup]],
+    ) -> ActorGroup:
+        """Start a role, and start it `again` within the limits of `recovery` if a process of it is lost meanwhile.
+
+        Raises:
+            ActorLostError: nothing is restarted; names role and rank.
+            RestartsUsedUpError: the role was lost too often.
+        """
+        try:
+            return await start()
+        except ActorLostError as error:
+            if not self._restarts or error.role != at.role:
+                raise
+            lost = error
+        return await self._supervisor.restart(at.role, reason=first_line(lost), start=again, cause=lost)
+
+    async def _report_slow_start(self) -> None:
+        began_s = now_s()
+        while True:
+            await asyncio.sleep(SLOW_START_S)
+            waits = ", ".join(f"{role} ({phase})" for role, phase in self._phases.items())
+            logger.warning("still starting after %.0f s: %s", now_s() - began_s, waits)
 
     async def close(self) -> None:
         """End the actors and the store in order; errors are logged, as the run's results are complete."""
@@ -204,17 +255,25 @@ class Cluster:
         return None
 
     async def _replace_trainer(self) -> None:
+        self.trainer.replace(await self._start_trainer_again())
+        await self.pool.use_store()
+
+    async def _start_trainer_again(self) -> ActorGroup:
         await self.launcher.end_lost(self.placements.trainer)
         # The store's actors are dead; its files may take a while to remove.
+        self._store_started.clear()
+        self._has_new_store = True
         self.store.forget()
         limit_s = self.store.config.timeout_s
         await run_aside(self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s)
-        self.trainer.replace(await self._start_trainer())
-        await self.pool.use_store()
+        return await self._start_trainer()
 
     async def _restart_generator(self, number: int) -> ActorGroup:
+        return await self.pool.join(await self._start_generator_again(number))
+
+    async def _start_generator_again(self, number: int) -> ActorGroup:
         await self.launcher.end_lost(self.placements.generators[number])
-        return await self.pool.join(await self._start_generator(number))
+        return await self._start_generator(number)
 
     async def _restart_reward(self) -> ActorGroup:
         assert self.placements.reward is not None
@@ -223,31 +282,40 @@ class Cluster:
 
     async def _start_trainer(self) -> ActorGroup:
         at, config = self.placements.trainer, self.config.trainer
-        role = await self._spawn(at, imports=(config.owner.__module__,))
-        await setup_process_group_env(role)
-        await self.store.start(role.mesh)
-        self._store_started.set()
-        group = self._group(at, role, config=config, store=self.store, **self._trainer_arguments)
-        return await self._set_up(group)
+
+        async def start(role: RoleProcesses) -> ActorGroup:
+            await setup_process_group_env(role, timeout_s=self.config.timeouts.start_s)
+            await self.store.start(role.mesh)
+            self._store_started.set()
+            group = self._group(at, role, config=config, store=self.store, **self._trainer_arguments)
+            return await self._set_up(group)
+
+        return await self._spawn(at, start, imports=(config.owner.__module__,))
 
     async def _start_generator(self, number: int) -> ActorGroup:
         """Start a generator without weights, once the store has started."""
         at, config = self.placements.generators[number], self.config.generator
-        role = await self._spawn(at, imports=self._engine_imports(), env=generator_env(config))
-        await setup_process_group_env(role)
-        # An actor gets a copy of the store as it is when the actor is spawned. If the trainer fails, so does
-        # the whole start, which ends this wait.
-        await self._store_started.wait()
-        group = self._group(at, role, config=config, model_spec=self._model_spec, store=self.store)
-        return await self._set_up(group)
+
+        async def start(role: RoleProcesses) -> ActorGroup:
+            await setup_process_group_env(role, timeout_s=self.config.timeouts.start_s)
+            # An actor gets a copy of the store as it is when the actor is spawned. If the trainer fails, so does
+            # the whole start, which ends this wait.
+            await self._store_started.wait()
+            group = self._group(at, role, config=config, model_spec=self._model_spec, store=self.store)
+            return await self._set_up(group)
+
+        return await self._spawn(at, start, imports=self._engine_imports(), env=generator_env(config))
 
     async def _start_reward(self) -> ActorGroup:
         at, config = self.placements.reward, self.config.reward
         assert at is not None
-        role = await self._spawn(at, imports=("actors.reward",))
-        group = self._group(at, role, config=config, rubric=self._rubric)
-        await group.call("setup")
-        return group
+
+        async def start(role: RoleProcesses) -> ActorGroup:
+            group = self._group(at, role, config=config, rubric=self._rubric)
+            await group.call("setup")
+            return group
+
+        return await self._spawn(at, start, imports=("actors.reward",))
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.
@@ -264,17 +332,45 @@ class Cluster:
         await trainer.call("wake")
 
     async def _spawn(
-        self, at: Placement, *, imports: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> RoleProcesses:
-        """Start the processes of one role; importing modules is faster before there are actors."""
+        self,
+        at: Placement,
+        start: Callable[[RoleProcesses], Coroutine[Any, Any, ActorGroup]],
+        *,
+        imports: Sequence[str],
+        env: Mapping[str, str] | None = None,
+    ) -> ActorGroup:
+        """Start the processes of one role, import modules there, and `start` its actors.
+
+        Raises:
+            ActorLostError: a process of the role ended meanwhile.
+        """
         env = QUIET_ENVIRONMENT | dict(env or {})
         keep = set(self.config.launch.keep_env)
         if at is self.placements.reward and self._rubric is not None:
             keep |= self._rubric.key_variables
-        role = await self.launcher.spawn_role(at, env=env, keep=keep, logs=self._logs)
-        async with deadline(self.config.timeouts.setup_s, f"importing modules in role {at.role!r}"):
-            await role.members.import_modules.call(imports)
-        return role
+        timeouts = self.config.timeouts
+        self._phases[at.role] = "its processes start"
+        role = await self.launcher.spawn_role(
+            at, env=env, keep=keep, logs=self._logs, timeout_s=timeouts.start_s
+        )
+
+        async def finish() -> ActorGroup:
+            self._phases[at.role] = "imports modules"
+            async with deadline(
+                timeouts.setup_s, f"importing modules in role {at.role!r}", option="timeouts.setup_s"
+            ):
+                # Importing is faster before there are actors.
+                await role.members.import_modules.call(imports)
+            self._phases[at.role] = "is set up"
+            return await start(role)
+
+        processes = ActorGroup(name=at.role, mesh=role.mesh, timeouts=timeouts, processes=role.local)
+        try:
+            group = await processes.unless_lost(finish(), "start")
+        except ActorLostError as error:
+            raise self.launcher.with_signal(error) from error
+        del self._phases[at.role]
+        return group
 
     def _group(self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any) -> ActorGroup:
         actors = role.mesh.spawn(at.role, config.owner, config=config, **arguments)

@@ -44,6 +44,9 @@ _JOB_NAME = re.compile(r"[a-z][a-z0-9]{0,29}")
 class Timeouts:
     """Longest waits for an actor, in seconds; after one of them the run stops with an error."""
 
+    start_s: float = 600.0
+    """Time for the processes of a role to start: Python, torch, and their connection. A cold disk, a network file
+    system or a busy machine can take minutes."""
     setup_s: float = 600.0
     """Time to import, to load the model and to start the engine."""
     generate_s: float = 1800.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import time
 from dataclasses import replace
@@ -29,8 +28,6 @@ from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError
 from rl.utils.printing import say
 from rl.utils.processes import rare_collections
-
-logger = logging.getLogger(__name__)
 
 
 class Controller(Configurable):
@@ -78,8 +75,6 @@ class Controller(Configurable):
             with rare_collections():
                 asyncio.run(self._main(checked, stop))
         except BaseException as error:
-            # The log gets the traceback; the entry prints the message on the console.
-            logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
             if saved_steps(folder.checkpoints):
                 print_line(f"continue with --resume {folder.path}", stream=sys.stderr)
             if not isinstance(error, ValueError):

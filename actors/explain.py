@@ -350,6 +350,8 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
 
 
 def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
-    """Return whether the trainer may draw random numbers: only code that is not relay's does, in a run."""
+    """Return whether the trainer may draw random numbers in a run: to round to bfloat16, or in code of others."""
+    if trainer.training.dtype == "bfloat16":
+        return True
     parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))
     return any(part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts)

@@ -46,7 +46,7 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped one.
     is_hang = is_caused_by_timeout(error) or any(
-        isinstance(cause, ActorLostError) and not cause.ranks for cause in causes(error)
+        isinstance(cause, ActorLostError) and not cause.is_dead for cause in causes(error)
     )
     if logs is None or not is_hang:
         return

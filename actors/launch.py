@@ -15,20 +15,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import MeshFailure, default_bootstrap_cmd, this_host
+from monarch.config import configure
 
-from actors.calls import ActorCallError, ActorTimeoutError, describe_loss
-from actors.compat import SupervisionError, quiet_client_start, settle_monarch
-from actors.config import LaunchConfig
+from actors.calls import (
+    LOOK_EVERY_S,
+    ActorCallError,
+    ActorLostError,
+    ActorTimeoutError,
+    deadline,
+    end_of_process,
+)
+from actors.compat import quiet_client_start, settle_monarch
+from actors.config import LaunchConfig, Timeouts
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
 from actors.isolation import inside, isolate, network_env
@@ -47,22 +57,25 @@ from actors.processes import (
     RUN_VARIABLE,
     carrying_environment,
     mapped_shared_memory,
+    processes_of_role,
     remove_unmapped,
     wait_until_gone,
     with_descendants,
 )
 from actors.secrets import secret_names
 from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.utils.processes import identify, is_alive, kill
+from rl.utils.processes import ProcessId, identify, is_alive, kill
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SPAWN_TIMEOUT_S = 120.0
+START_TIMEOUT_S = Timeouts().start_s
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 60.0
 """Time for the kernel to end a killed process; it first frees the process's memory."""
+START_REPORT_GRACE_S = 6.0
+"""Time for Monarch to report the signal that ended a process while its role started."""
 LOST_STOP_TIMEOUT_S = 5.0
 """Time for Monarch to notice the end of a role whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -88,6 +101,8 @@ class Launcher:
         self.hosts: Hosts | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
+        self._ends: dict[str, str] = {}
+        """How the last process of a role ended, by role, as far as Monarch has reported it."""
 
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
@@ -114,6 +129,7 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         keep: Collection[str] = (),
         logs: LogSettings | None = None,
+        timeout_s: float = START_TIMEOUT_S,
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
 
@@ -122,10 +138,14 @@ class Launcher:
             env: variables on top of this process's environment.
             keep: secrets of this process's environment that the processes get.
             logs: destination of the processes' log records, states and spans.
+            timeout_s: longest wait (`timeouts.start_s`).
 
         Raises:
-            ActorTimeoutError, ActorCallError: a process did not come up; names the role.
+            ActorTimeoutError: a process did not come up in time; names the role and the option.
+            ActorLostError: a process has ended; names the role and the signal or status.
+            ActorCallError: the processes could not be started.
         """
+        allow_start(timeout_s)
         command = default_bootstrap_cmd().with_env(
             process_env(at, keep=keep) | network_env() | dict(env or {})
         )
@@ -145,11 +165,11 @@ class Launcher:
         started = RoleProcesses(name=at.role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
         self.roles.append(started)
         try:
-            async with deadline(
-                SPAWN_TIMEOUT_S, f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
-            ):
-                answers = await started.members.set_up.call(at.role, logs)
-        except (ActorCallError, ActorTimeoutError):
+            what = f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
+            async with deadline(timeout_s, what, option="timeouts.start_s", role=at.role):
+                answers = await self._unless_dead(at, started.members.set_up.call(at.role, logs), what)
+        except (ActorCallError, ActorTimeoutError) as error:
+            started.is_lost = isinstance(error, ActorLostError)
             if at.hosts is not None and self.hosts is not None:
                 self.hosts.start_failed(at.hosts)
             raise
@@ -159,6 +179,35 @@ class Launcher:
             if hostname == socket.gethostname() and (process := identify(pid)) is not None:
                 started.local[rank] = process
         return started
+
+    async def _unless_dead(self, at: Placement, answers: Awaitable[T], what: str) -> T:
+        """Wait for the first answers of a role; raise ActorLostError if a process of it on this machine is dead."""
+        waiting, seen = asyncio.ensure_future(answers), set[ProcessId]()
+        grace_s = START_REPORT_GRACE_S
+        try:
+            while grace_s > 0:
+                if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
+                    return waiting.result()
+                if all(map(is_alive, seen)):
+                    seen |= set(
+                        await asyncio.to_thread(processes_of_role, at.role, parents=self._parents(at))
+                    )
+                else:
+                    grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
+        finally:
+            waiting.cancel()
+        raise self.with_signal(ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True))
+
+    def _parents(self, at: Placement) -> list[int]:
+        """Return the processes of this machine that start those of a role."""
+        hosts = () if self.hosts is None else self.hosts.processes.get(at.hosts or "", ())
+        return [os.getpid(), *(host.pid for host in hosts)]
+
+    def with_signal(self, error: ActorLostError) -> ActorLostError:
+        """Return the error of a lost role with how its process ended, if Monarch has reported that."""
+        if (end := self._ends.get(error.role)) is None or end in str(error):
+            return error
+        return ActorLostError(f"{error}: {end}", role=error.role, ranks=error.ranks, is_dead=True)
 
     async def end_lost(self, at: Placement) -> None:
         """Kill what is left on this host of a role that has lost a process, and replace hosts that are lost too."""
@@ -179,7 +228,10 @@ class Launcher:
         """
         if role not in self.roles:
             return
-        tree = with_descendants(filter(is_alive, role.local.values()))
+        own = role.local.values() or processes_of_role(role.name, parents=[os.getpid()])  # before it answered
+        tree = with_descendants(filter(is_alive, own))
+        if role.is_lost or len(tree) < len(role.local):
+            timeout_s = min(timeout_s, LOST_STOP_TIMEOUT_S)  # Monarch would wait for the dead as well.
         shm_files = mapped_shared_memory(process.pid for process in tree)
         self._num_stopping += 1
         try:
@@ -246,11 +298,15 @@ class Launcher:
                 return
 
     def _on_fault(self, failure: MeshFailure) -> None:
+        report = failure.report()
+        for role in self.roles:
+            if role.name in report and (end := end_of_process(report)) is not None:
+                self._ends[role.name] = end
         # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
         is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
         # The caller that waits for an actor decides what its failure means for the run.
         level = logging.DEBUG if is_helper or self._num_stopping or not self.roles else logging.INFO
-        logger.log(level, "actor failure: %s", failure.report())
+        logger.log(level, "actor failure: %s", report)
 
 
 async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
@@ -258,7 +314,7 @@ async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
         await role.mesh.stop()
 
 
-async def setup_process_group_env(role: RoleProcesses) -> None:
+async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = START_TIMEOUT_S) -> None:
     """Give every process of the role the variables that `torch.distributed.init_process_group` reads.
 
     MASTER_ADDR is the loopback address when all are on one host, else that of rank 0's host; the port is free there.
@@ -267,7 +323,8 @@ async def setup_process_group_env(role: RoleProcesses) -> None:
         ActorTimeoutError, ActorCallError: a process of the role is silent or dead; names the role.
     """
     first = role.members.slice(**dict.fromkeys(role.members.sizes, 0))
-    async with deadline(SPAWN_TIMEOUT_S, f"setting the process group of role {role.name!r}"):
+    what = f"setting the process group of role {role.name!r}"
+    async with deadline(timeout_s, what, option="timeouts.start_s", role=role.name):
         address, port = await first.listen_address.call_one(len(set(role.hostnames)) == 1)
         await role.members.set_env.call(process_group_envs(role.hostnames, address=address, port=port))
 
@@ -336,15 +393,7 @@ def run(main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest
     return asyncio.run(body())
 
 
-@asynccontextmanager
-async def deadline(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Limit the block to `timeout_s`, and name what was waited for in its errors."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise ActorTimeoutError(f"{what}: no answer within {timeout_s:g} s") from error
-    except SupervisionError as error:
-        raise ActorCallError(f"{what}: {describe_loss(error)}") from error
-    except ValueError as error:  # Monarch's, if a host does not start processes
-        raise ActorCallError(f"{what}: {error}") from error
+def allow_start(timeout_s: float) -> None:
+    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start from a cold disk."""
+    limit = f"{math.ceil(timeout_s)}s"
+    configure(host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit)

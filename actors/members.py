@@ -15,7 +15,7 @@ from typing import Any
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
 from actors.placement import Placement
-from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
+from actors.processes import ROLE_VARIABLE, RUN, RUN_VARIABLE, free_port, import_path, outward_address
 from actors.secrets import without_secrets
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
@@ -102,6 +102,8 @@ class RoleProcesses:
     """Host of each process, by rank."""
     local: dict[int, ProcessId] = field(default_factory=dict)
     """Processes on this host, by rank."""
+    is_lost: bool = False
+    """True if a process ended before all had answered."""
 
     def remove_state_files(self) -> None:
         """Remove the state files of processes that were killed, so that they do not count as dead."""
@@ -137,7 +139,7 @@ def import_torch() -> None:
 def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
     """Return the variables of a role's processes on top of their host's environment; of secrets it has only `keep`."""
     env = without_secrets(keep) | {
-        "RELAY_ROLE": at.role,
+        ROLE_VARIABLE: at.role,
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(at.threads),
         "PYTHONPATH": import_path(),

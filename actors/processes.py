@@ -22,6 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 RUN = uuid.uuid4().hex[:8]
 """Id that every process started by this controller carries in its environment."""
 RUN_VARIABLE = "RELAY_RUN"
+ROLE_VARIABLE = "RELAY_ROLE"
+"""Variable with the role of an actor's process."""
 
 
 async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s: float) -> None:
@@ -46,6 +48,19 @@ def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
                 if (process := identify(child.pid)) is not None:
                     found[process] = None
     return list(found)
+
+
+def processes_of_role(role: str, *, parents: Iterable[int]) -> list[ProcessId]:
+    """Return the processes of a role that these processes have started, without those that they start themselves."""
+    found: list[ProcessId] = []
+    for parent in parents:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(parent).children():
+                with contextlib.suppress(psutil.Error):
+                    started = child.environ().get(ROLE_VARIABLE) == role
+                    if started and (process := identify(child.pid)) is not None:
+                        found.append(process)
+    return found
 
 
 def carrying_environment(name: str, value: str) -> list[ProcessId]:

@@ -237,6 +237,8 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
         yield events
         events.add("finished")
     except BaseException as error:
+        # The log gets the traceback; who called for the run prints the message.
+        logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
         events.add("stopped", reason=f"{type(error).__name__}: {error}")
         raise
     finally:

@@ -1,6 +1,6 @@
 """Kill a process in each phase of a run and check that the run recovers: `make chaos`.
 
-An undisturbed run comes first. Then each case is a run in which one process is killed once (two in the short
+An undisturbed run comes first. Then each case is a run in which one process is killed once (several in the short
 version); the run must finish by itself (after the loss of its controller: with --resume) with the same metrics and
 the same trained rollouts. The last line is a JSON object; exit status 1: a case failed.
 """
@@ -28,11 +28,11 @@ from tools.fault_injection import VICTIMS, Fault, environment
 ROOT = Path(__file__).resolve().parent.parent
 OWNER = "RELAY_CHAOS"
 """Environment variable that marks every process of a run."""
-PHASES = ("generate", "score", "forward_backward", "optim_step", "push", "pull", "save")
-COUNTS = {"generate": 12, "score": 10}
+PHASES = ("setup", "generate", "score", "forward_backward", "optim_step", "push", "pull", "save")
+COUNTS = {"setup": 1, "generate": 12, "score": 10}
 """Number of the call in which the process dies; 2 in other phases."""
 FIXED = (
-    (("generate", "generator"), ("optim_step", "trainer")),
+    (("setup", "trainer"), ("generate", "generator"), ("optim_step", "trainer")),
     (("pull", "host"), ("save", "controller")),
 )
 """Cases of the short version, each with the faults of one run."""

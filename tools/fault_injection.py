@@ -90,7 +90,7 @@ class _Trigger:
     def _strike(self) -> None:
         victims = _victims(self._fault.victim, list(read_states(self._logs)))
         if not victims:
-            return  # They ended meanwhile.
+            return  # They ended meanwhile, or have not started.
         told = {
             "fault": asdict(self._fault),
             "pids": [process.pid for process in victims],
@@ -111,7 +111,7 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     role = "generator" if victim == "host" else victim
     candidates = [s.process for s in states if s.role == role or s.role.startswith(f"{role}_")]
     if not candidates:
-        raise RuntimeError(f"fault injection: the run has no process of role {role!r}")
+        return []  # At the start it may come later: its own phase strikes it then.
     own = identify(os.getpid())
     chosen = own if own in candidates else candidates[-1]
     assert chosen is not None

@@ -24,4 +24,4 @@ class _DirectClient(_base_client.AsyncHttpxClientWrapper):
 
 def keep_clients_direct() -> None:
     """Let the official clients of this process reach servers on this machine without a proxy. Idempotent."""
-    _base_client.AsyncHttpxClientWrapper = _DirectClient  # type: ignore[misc]
+    _base_client.AsyncHttpxClientWrapper = _DirectClient

@@ -62,7 +62,7 @@ def used_proxy(url: str) -> str | None:
     parts = urlsplit(url)
     proxies = urllib.request.getproxies_environment()
     kind = parts.scheme if parts.scheme in proxies else "all"
-    if kind not in proxies or urllib.request.proxy_bypass_environment(parts.netloc.rpartition("@")[2]):
+    if kind not in proxies or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     address = proxies[kind]
     shown = urlsplit(address if "://" in address else f"http://{address}")

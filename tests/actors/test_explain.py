@@ -135,8 +135,8 @@ def test_options_without_effect_are_told_apart():
     config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
     assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
     assert "sinks.close_s" not in idle_options(config)
-    drawing = changed(trainer__loss=DeadlyLoss(rank=0))
-    assert "trainer.training.seed" not in idle_beside_others(drawing, spec=config.model, on_gpu=False)
+    for drawing in (changed(trainer__loss=DeadlyLoss(rank=0)), changed(trainer__training__dtype="bfloat16")):
+        assert "trainer.training.seed" not in idle_beside_others(drawing, spec=config.model, on_gpu=False)
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():

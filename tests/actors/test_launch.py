@@ -132,12 +132,10 @@ def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, rol
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
-def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog, monkeypatch):
-    says = r"^starting role 'late' \(1 processes a host\): no answer within 0.001 s$"
-    with monkeypatch.context() as patched:
-        patched.setattr(launch, "SPAWN_TIMEOUT_S", 0.001)
-        with pytest.raises(ActorTimeoutError, match=says):
-            meshes.spawn_role("late", num_procs=1)
+def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog):
+    says = r"^starting role 'late' \(1 processes a host\): no answer within 0.001 s \(timeouts.start_s\)$"
+    with pytest.raises(ActorTimeoutError, match=says):
+        meshes.run(meshes.launcher.spawn_role(Placement(role="late", num_procs=1), timeout_s=0.001))
     role = meshes.spawn_role("deaf", num_procs=1)
     pids = meshes.pids(role.mesh)
     meshes.run(meshes.launcher.stop(role, timeout_s=0.001))

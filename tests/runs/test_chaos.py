@@ -1,4 +1,4 @@
-"""Short chaos test: a generator and the trainer are killed in one run, a host and the controller in another."""
+"""Short chaos test: the trainer, twice, and a generator die in one run, a host and the controller in another."""
 
 import json
 
