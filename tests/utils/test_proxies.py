@@ -6,6 +6,7 @@ import urllib.request
 
 import httpx
 import pytest
+from tinker import _base_client
 from tinker._client import AsyncTinker
 from tinker.types import ClientConfigResponse
 
@@ -72,9 +73,7 @@ def test_clients_reach_this_machine_and_others_go_through_the_proxy(proxied):
 @pytest.mark.parametrize("proxy", [DEAD, "socks5://127.0.0.1:9"])
 def test_official_client_reads_no_proxy_for_a_server_on_this_machine(proxied, proxy):
     proxied.setenv("ALL_PROXY", proxy)
-    proxied.setattr(
-        compat._base_client, "AsyncHttpxClientWrapper", compat._base_client.AsyncHttpxClientWrapper
-    )
+    proxied.setattr(_base_client, "AsyncHttpxClientWrapper", _base_client.AsyncHttpxClientWrapper)
     # As a client in this process does: its first calls go through httpx, later ones through pyqwest.
     exempt_loopback()
     compat.keep_clients_direct()
