@@ -14,15 +14,16 @@ from actors.cluster import num_gpus
 from actors.config import RunConfig
 from actors.devices import on_devices
 from actors.placement import place_actors
-from actors.plan import make_plan
-from actors.run import CheckedRun, checked_run, started_run
+from actors.plan import describe_source, make_plan
+from actors.run import FROM_THE_BEGINNING, CheckedRun, checked_run, started_run
 from actors.training import Training
 from rl.config.configurable import Configurable
-from rl.config.json import to_dict
+from rl.config.json import changed_fields, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.loop.stop_request import StopRequest
 from rl.observability.console import print_line
 from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.training.checkpoint_files import saved_steps
 from rl.utils.errors import RunError
@@ -41,13 +42,15 @@ class Controller(Configurable):
     def run(self) -> Path:
         """Run to the end and return the run's folder; with `launch.dry_run`, the parent of the folder.
 
+        A dry run of `--resume` reads the run's checkpoint, and says what would be loaded.
+
         Raises:
             ValueError: the config cannot run; nothing was started (`checked_run`).
             RunError: the run stopped.
         """
         config = self.config = on_devices(self.config, num_gpus=num_gpus())
         if config.launch.dry_run:
-            make_plan(config)
+            self._try(config)
             for placement in place_actors(config, num_gpus=num_gpus()).all:
                 say(placement.describe())
             return Path(config.dump_folder)
@@ -59,6 +62,20 @@ class Controller(Configurable):
         records = read_metrics(folder.metrics)
         print_line(summary(records, folder=folder, run_s=run_s, config=to_dict(config)))
         return folder.path
+
+    def _try(self, config: RunConfig) -> None:
+        """Check the run, and print what it would load; a resumed run's folder is only read."""
+        resumes, folder = self.source.resumes, None
+        if resumes is not None:
+            folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+            for change in changed_fields(folder.config_json, config):
+                if not change.startswith("launch.dry_run:"):
+                    print_line(f"changed: {change}")
+        plan = make_plan(config, resumes=folder)
+        for line in describe_source(plan):
+            print_line(line)
+        if folder is not None and plan.resumed is None:
+            print_line(FROM_THE_BEGINNING)
 
     def explain(self, form: ExplanationForm) -> int:
         """Print the run that this config describes, and what is refused of it; return the exit status.

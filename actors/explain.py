@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.devices import on_devices
 from actors.placement import place_actors
 from actors.plan import asked_source, find_resumed, renderer_of, spec_for, untrained_start
+from actors.task_checks import check_problems
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
@@ -35,6 +36,7 @@ from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
 from rl.starting_point import StartingPoint
+from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
 from rl.utils.printing import say, say_error
 
@@ -78,6 +80,10 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         with refused_here.caught():
             if found.start is not None:
                 check_source(found.source, start=found.start, config=config, num_gpus=machine.num_gpus)
+        with refused_here.caught():
+            if found.task is not None:
+                exclude = config.trainer.checkpoint.exclude_from_loading
+                check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
     values, changes = to_dict(config), _changes(run)
     return {
         "config": f"{run.module}.{run.function}",
@@ -118,6 +124,8 @@ class _Found:
 
     spec: ModelSpec
     start: StartingPoint | None = None
+    task: Task | None = None
+    """The task, unless it runs third-party programs."""
     source: LoadSource | None = None
     """Checkpoint that the run would load before its first step."""
     faults: Faults = field(default_factory=Faults)
@@ -154,6 +162,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
             next(iter(task.train_problems(seed=config.seed)), None)
             if config.loop.eval_every:
                 task.eval_sets()
+            found.task = task
     with found.faults.caught():
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)

@@ -12,12 +12,13 @@ from actors.checks import Machine, check_config, check_source
 from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.parity import ParityText, make_parity_text
-from actors.task_checks import check_task
+from actors.task_checks import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
+from rl.observability.console import print_line
 from rl.observability.metrics import read_metrics
 from rl.observability.run_files import STARTING_POINTS
 from rl.observability.run_folder import RunFolder
@@ -32,9 +33,11 @@ from rl.starting_point import (
     random_model,
     warmed_up_model,
 )
+from rl.tasks.fingerprint import fingerprint_problems
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source, own_checkpoint
-from rl.training.checkpoint_files import Skip, saved_steps
+from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
+from rl.types import ProblemsFingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,10 @@ class Plan:
     resumed: LoadSource | None
     """Latest checkpoint of a resumed run, which replaces both."""
     task: Task
+    problems: ProblemsFingerprint
+    """Fingerprint of the task's problems, for checkpoints."""
+    differences: tuple[str, ...]
+    """Differences from the problems of the checkpoint that the run goes on from."""
     environments: Environments
     """Environments of the task, tried before the run; the run uses their thread."""
     renderer: Renderer
@@ -68,10 +75,13 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     check_sinks(config.sinks)
     task: Task = config.task.build()
     environments = Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
-    resumed = None if resumes is None else find_resumed(config, resumes)
+    skip = _would_set_aside if config.launch.dry_run else None
+    resumed = None if resumes is None else find_resumed(config, resumes, skip=skip)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
     check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
+    exclude = config.trainer.checkpoint.exclude_from_loading
+    differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     renderer = renderer_of(config, start)
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus())
@@ -91,6 +101,8 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         source=source,
         resumed=resumed,
         task=task,
+        problems=fingerprint_problems(task, seed=config.seed),
+        differences=tuple(differences),
         environments=environments,
         renderer=renderer,
         parity=make_parity_text(
@@ -104,11 +116,27 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     )
 
 
+def _would_set_aside(path: Path, error: DamagedCheckpointError) -> None:
+    print_line(f"{path.name} would be set aside, and an earlier one taken: {error}")
+
+
 def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
     """Return the dtypes in which generator and trainer multiply, with those that converters round to."""
     of_converters = (converter.owner.compute_dtype for converter in config.trainer.converters)
     dtypes = (config.generator.dtype, config.trainer.training.param_dtype, *of_converters)
     return tuple(dtype for dtype in dtypes if dtype is not None)
+
+
+def describe_source(plan: Plan) -> list[str]:
+    """Return lines on what a run would load before its first step; none for the starting point's weights."""
+    source = plan.resumed or plan.source
+    if source is None:
+        return []
+    if source.position is not None:
+        lines = [f"going on after step {source.position.step} from {source.path}, which fits"]
+    else:
+        lines = [f"loading {source.path}, which fits"]
+    return [*lines, *plan.differences]
 
 
 def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = None) -> LoadSource | None:

@@ -60,6 +60,8 @@ from rl.utils.proxies import exempt_loopback
 
 logger = logging.getLogger(__name__)
 
+FROM_THE_BEGINNING = "starting from the beginning: there is no checkpoint to go on from"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRun:
@@ -142,6 +144,9 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
             for change in changes:
                 logger.info("changed: %s", change)
                 print_line(f"changed: {change}")
+            for difference in plan.differences:
+                logger.warning("%s", difference)
+                print_line(difference)
             logger.info("starting from %s", plan.start.folder)
             write_environment(folder.environment)
             with recorded(config, plan, folder, resumes=source.resumes is not None) as events:
@@ -229,7 +234,7 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
         events.add("started")
     elif position is None:
         events.add("resumed", step=0)
-        print_line("starting from the beginning: there is no checkpoint to go on from")
+        print_line(FROM_THE_BEGINNING)
     else:
         events.add("resumed", step=position.step)
         print_line(f"going on after step {position.step}")

@@ -16,7 +16,10 @@ from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rewards import RewardProcess, check_sendable
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
+from rl.tasks.fingerprint import describe_changes
 from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpoint_tensors import PROBLEMS, excluded
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Score, Turn
 from rl.utils.errors import RunError
 from rl.utils.threads import run_now
@@ -25,6 +28,27 @@ logger = logging.getLogger(__name__)
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
+
+
+def check_problems(source: LoadSource | None, task: Task, *, seed: int, exclude: Iterable[str]) -> list[str]:
+    """Check that a checkpoint to continue from was saved with this task's problems; return what to tell.
+
+    Raises:
+        ValueError: the training problems differ; says how, and what accepts them.
+    """
+    if source is None or source.position is None:
+        return []
+    saved = source.position.problems
+    if saved is None:
+        return [f"{source.path} does not say with which problems it was saved, so they are not compared"]
+    changes, of_sets = describe_changes(saved, task, seed=seed)
+    if changes and not excluded(PROBLEMS, exclude):
+        raise ValueError(
+            f"{source.path} was saved by a run with other training problems: {'; '.join(changes)}. To go on would "
+            "repeat some and leave out others: give the run the problems, seed and settings that it had, or add "
+            f"{PROBLEMS} to trainer.checkpoint.exclude_from_loading to go on with these"
+        )
+    return [f"going on with other problems: {change}" for change in (*changes, *of_sets)]
 
 
 def check_task(

@@ -235,6 +235,7 @@ class Training:
                 folder=str(self.folder.checkpoints),
                 records=metrics,
                 can_answer=partial(_can_answer, run.cluster.trainer),
+                problems=plan.problems,
                 last_saved=position.step if position is not None and in_folder else None,
             ),
             recorder=Recorder(self.folder.rollouts, config=config.recorder),

@@ -83,8 +83,13 @@ class Trainer(Protocol):
         """
         ...
 
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        """Divide by the accumulated denominator, clip, step, clear the gradient."""
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
+        """Divide by the accumulated denominator, clip, step, clear the gradient.
+
+        Where no token was trained on, that is an error, or with `allow_empty` a step with a gradient of zero.
+        """
         ...
 
     async def drop_gradient(self) -> None:

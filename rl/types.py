@@ -460,6 +460,22 @@ class PublishResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemsFingerprint:
+    """Digests of a task's problems (`rl.tasks.fingerprint`)."""
+
+    num: int | None
+    """Number of training problems; None for an endless task."""
+    order: str
+    """Description of the order in which they are trained on."""
+    block: int
+    """Problems of one digest."""
+    digests: tuple[str, ...]
+    """Digests of the training problems, or of the first ones of an endless task."""
+    eval_sets: Mapping[str, str] = field(default_factory=dict)
+    """Size and digest of each evaluation set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoopPosition:
     """Position of a loop between two steps, as a checkpoint stores it."""
 
@@ -475,3 +491,5 @@ class LoopPosition:
     """Number of lines of the run's metrics.jsonl."""
     num_empty_steps: int = 0
     """Consecutive steps without a policy gradient."""
+    problems: ProblemsFingerprint | None = field(default=None, compare=False)
+    """Fingerprint of the task's problems; None if unknown."""

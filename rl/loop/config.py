@@ -46,6 +46,9 @@ class LoopConfig(Configurable.Config):
     """Treatment of samples above `max_sample_tokens`, which are always counted. drop_group: the group of another
     prompt replaces theirs; drop: they are left out after they have counted for their group's advantages;
     truncate: only their first tokens are trained on."""
+    mask_truncated_completions: bool = False
+    """Leave rollouts that ran out of tokens out of the loss (DAPO's overlong filtering): what they would have said is
+    unknown. They count for their group's advantages and as sequences of a loss's divisor, not as its tokens."""
     long_prompts: Literal["stop", "drop"] = "stop"
     """Treatment of a prompt that leaves no room for a reply. stop: the run ends with an error that names the
     problem; drop: another problem replaces it."""

@@ -291,7 +291,8 @@ class Loop(Configurable):
                 self._clock.lap("train")
                 await self._sync.pushed()
                 self._clock.lap("publish")
-                update = await self._optim_step()
+                is_empty = not any(sample.mask.any() for sample in samples.values())
+                update = await self._optim_step(allow_empty=is_empty)
                 self._clock.lap("train")
                 trained.append(TrainedMinibatch(gradient=gradient, update=update))
         except Exception:
@@ -310,11 +311,14 @@ class Loop(Configurable):
             await self._record(lambda recorder: recorder.stopped(step, unused), last=True)
             raise
 
-    async def _optim_step(self) -> OptimStepResult:
+    async def _optim_step(self, *, allow_empty: bool) -> OptimStepResult:
+        """Update the weights; with `allow_empty` by a gradient of zero, if all of a minibatch is masked."""
         progress = self._progress
         before, progress.whole = progress.whole, None
         try:
-            return await self.trainer.optim_step()
+            return await (
+                self.trainer.optim_step(allow_empty=True) if allow_empty else self.trainer.optim_step()
+            )
         except ArithmeticError:  # a gradient that is not finite: the weights are unchanged
             progress.whole = before
             raise
@@ -370,9 +374,11 @@ class Loop(Configurable):
         num_empty, most = self._progress.num_empty_steps, self.config.max_empty_steps
         if num_empty > most:
             rewards = {member.score.reward for group in batch.groups for member in group.scored}
+            masks = self.config.mask_truncated_completions
+            or_masked = " or, as loop.mask_truncated_completions counts, no complete reply" if masks else ""
             raise NothingToLearnError(
                 f"{num_empty} steps in a row had equal rewards in every group (the last: "
-                f"{sorted(rewards)[:3]}), more than loop.max_empty_steps={most}: the "
+                f"{sorted(rewards)[:3]}){or_masked}, more than loop.max_empty_steps={most}: the "
                 "task is solved or out of reach, so there is no policy gradient"
             )
 

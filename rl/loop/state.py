@@ -14,7 +14,7 @@ from rl.rollouts.producer import NumberedProblems, RolloutProducer
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import step_folder
 from rl.training.failures import CheckpointError
-from rl.types import LoopPosition
+from rl.types import LoopPosition, ProblemsFingerprint
 from rl.utils.errors import RunError
 
 ANSWER_S = 30.0
@@ -93,6 +93,8 @@ class StepCheckpoints:
     records: FlushedRecords | None = None
     can_answer: Callable[[Exception], bool] = field(default=lambda error: True)
     """Returns True if the trainer can still be called after an error of the loop."""
+    problems: ProblemsFingerprint | None = None
+    """Fingerprint of the task's problems, which every checkpoint holds."""
     last_saved: int | None = None
     """Step of the last checkpoint, or of the checkpoint that the loop continues from."""
 
@@ -106,7 +108,7 @@ class StepCheckpoints:
             position = replace(position, num_records=self.records.num_records)
         await self.trainer.save_checkpoint(
             str(step_folder(self.folder, position.step)),
-            position=position,
+            position=replace(position, problems=self.problems),
             model_only=last and self.config.last_save_model_only,
             wait=wait or last,
         )

@@ -172,11 +172,25 @@ def choose(keys: Sequence[int], most: int | None) -> list[int]:
 # Order
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedProblems:
+    """Finitely many problems, before their order is shuffled."""
+
+    num: int
+    problem_at: Callable[[int], Problem]
+    digest_at: Callable[[int], str]
+    """Digest of a problem's content (`rl.tasks.fingerprint`)."""
+    order: str
+    """Description of the order in which they are trained on."""
+
+
 class ProblemsByNumber:
     """Endless problems, each a function of its number; so a run can continue at any number without a replay."""
 
-    def __init__(self, problem: Callable[[int], Problem]) -> None:
+    def __init__(self, problem: Callable[[int], Problem], *, listed: ListedProblems | None = None) -> None:
+        """`listed` are the problems that repeat; None for others."""
         self.problem = problem
+        self.listed = listed
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[Problem]:
@@ -187,7 +201,12 @@ class ProblemsByNumber:
 
 
 def shuffled_problems(
-    problem_at: Callable[[int], Problem], *, num_problems: int, seed: str, shuffle: bool = True
+    problem_at: Callable[[int], Problem],
+    *,
+    num_problems: int,
+    seed: str,
+    shuffle: bool = True,
+    digest_at: Callable[[int], str] | None = None,
 ) -> ProblemsByNumber:
     """Return endless problems that repeat `num_problems` of them, each once per epoch.
 
@@ -195,6 +214,7 @@ def shuffled_problems(
         problem_at: returns the problem at an index from 0 to `num_problems` - 1.
         seed: determines the order.
         shuffle: shuffle each epoch anew; off, every epoch is in the order of the indices.
+        digest_at: returns the digest of the problem at an index, by which a resumed run compares them.
     """
 
     @functools.lru_cache(maxsize=1)
@@ -207,7 +227,11 @@ def shuffled_problems(
         epoch, place = divmod(number, num_problems)
         return problem_at(places(epoch)[place] if shuffle else place)
 
-    return ProblemsByNumber(problem)
+    if digest_at is None:
+        return ProblemsByNumber(problem)
+    order = f"shuffled ({seed})" if shuffle else "that of the rows"
+    listed = ListedProblems(num=num_problems, problem_at=problem_at, digest_at=digest_at, order=order)
+    return ProblemsByNumber(problem, listed=listed)
 
 
 # Pass rates

@@ -30,6 +30,7 @@ from rl.tasks.data import (
     read_rows,
     shuffled_problems,
 )
+from rl.tasks.fingerprint import digest_of_problem
 from rl.tasks.rows import WrittenRows, plain_value
 from rl.tasks.task import complete_answer, sendable_state
 from rl.types import Problem, Rollout
@@ -54,6 +55,8 @@ class Row:
     """Row in the file, from 0."""
     key: int = 0
     """Hash of the question."""
+    digest: str = ""
+    """Hash of everything that the problem is made of."""
 
     def __str__(self) -> str:
         return f"{self.path}, {self.rows.place(self.number)}"
@@ -191,7 +194,11 @@ class DatasetTask(Configurable):
 
     def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
         return shuffled_problems(
-            lambda i: self._problem(rows[i]), num_problems=len(rows), seed=seed, shuffle=self.config.shuffle
+            lambda i: self._problem(rows[i]),
+            num_problems=len(rows),
+            seed=seed,
+            shuffle=self.config.shuffle,
+            digest_at=lambda i: rows[i].digest,
         )
 
     def _read(self, paths: Sequence[str], *, setting: str) -> list[Row]:
@@ -219,7 +226,8 @@ class DatasetTask(Configurable):
                 with row.naming():
                     if self.usable(problem):
                         question = as_text(values.get(config.columns.question), config.columns.question)
-                        found.append(replace(row, key=content_key(question)))
+                        digest = digest_of_problem(problem, [values.get(c) for c in config.columns.info])
+                        found.append(replace(row, key=content_key(question), digest=digest))
         if not found:
             raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")
         if num_rows > len(found):
@@ -281,7 +289,7 @@ class DatasetTask(Configurable):
         for row in rows:
             with row.naming():
                 if by_id is None:
-                    rate = as_rate(row.rows[row.number].get(settings.column))
+                    rate = as_rate(row.rows[row.number].get(settings.column or ""))
                 else:
                     rate = by_id.get(self._problem(row).id)
                 num_rated += rate is not None

@@ -28,6 +28,7 @@ from rl.tasks.data import (
     is_held_out,
     shuffled_problems,
 )
+from rl.tasks.fingerprint import digest_of_problem
 from rl.tasks.task import Solved
 from rl.tools.tool import announce
 from rl.types import Message, Problem, Rollout
@@ -106,7 +107,12 @@ class VerifiersTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return shuffled_problems(self._train.__getitem__, num_problems=len(self._train), seed=f"train {seed}")
+        return shuffled_problems(
+            self._train.__getitem__,
+            num_problems=len(self._train),
+            seed=f"train {seed}",
+            digest_at=lambda i: digest_of_problem(self._train[i]),
+        )
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Raise ValueError: tasksets have no demonstrations."""

@@ -81,7 +81,8 @@ class CheckpointConfig(Configurable.Config):
     """Parts that keep their state when a checkpoint is loaded: model, optimizer, reference, train_state (the
     policy version, which also sets the learning rate), random, dataloader (the loop's position), a tensor or a
     dotted prefix of its name, or a pattern such as model.layers.*.norm.weight. tokenizer: accept a
-    checkpoint that was made with another tokenizer."""
+    checkpoint that was made with another tokenizer; problems: one of a run with other training problems, also
+    for --resume."""
 
     def __post_init__(self) -> None:
         check_refused(self)

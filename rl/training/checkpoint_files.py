@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.models.tokenizer import TokenizerFingerprint
-from rl.types import LoopPosition
+from rl.types import LoopPosition, ProblemsFingerprint
 from rl.utils.errors import RunError
 from rl.utils.files import parse_json, remove
 
@@ -115,12 +115,19 @@ def read_state(folder: str | Path) -> SavedState:
     values = _read_json(file)
     try:
         if (position := values["position"]) is not None:
-            values["position"] = LoopPosition(**position | {"outstanding": tuple(position["outstanding"])})
+            values["position"] = _position(position)
         if (tokenizer := values["tokenizer"]) is not None:
             values["tokenizer"] = TokenizerFingerprint(**{"complete": False} | tokenizer)
         return SavedState(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
+
+
+def _position(values: Mapping[str, Any]) -> LoopPosition:
+    problems = values.get("problems")  # a checkpoint of an earlier version has none
+    if problems is not None:
+        problems = ProblemsFingerprint(**problems | {"digests": tuple(problems["digests"])})
+    return LoopPosition(**{**values, "outstanding": tuple(values["outstanding"]), "problems": problems})
 
 
 def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)) -> None:

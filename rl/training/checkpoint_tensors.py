@@ -35,7 +35,7 @@ from rl.training.optimizer import Optimizer
 
 MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
 """First part of the name of every saved tensor."""
-TRAIN_STATE, DATALOADER, TOKENIZER = "train_state", "dataloader", "tokenizer"
+TRAIN_STATE, DATALOADER, TOKENIZER, PROBLEMS = "train_state", "dataloader", "tokenizer", "problems"
 """Names in `exclude_from_loading`, besides `RANDOM`, that stand for no tensor."""
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -100,7 +100,7 @@ def matching_tensors(
         _check_random_states(path, tensors, exclude=exclude)
     there: Shapes = {name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts}
     names = {**needed, **there}
-    others = (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
+    others = (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
     _check_exclusions(path, [*others, *names], exclude=exclude)
     needed, there = _without(needed, exclude), _without(there, exclude)
     differences = list(_converter_differences(saved, converters, names, exclude))

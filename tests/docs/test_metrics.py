@@ -74,7 +74,7 @@ def of_loops():
     settings: list[dict[str, Any]] = [
         {"eval_every": 1, "evaluation": Evaluation(num_samples=2), "kl_reward": KLReward(coef=0.1)},
         {"max_off_policy_steps": 1, "num_steps": 2, "max_sample_tokens": 20, "long_samples": "drop"},
-        {"max_sample_tokens": 20, "long_samples": "truncate"},
+        {"max_sample_tokens": 20, "long_samples": "truncate", "mask_truncated_completions": True},
     ]
     for changed in settings:
         policy = CheckedPolicy(reply=half_right)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,8 @@ from rl.observability.metrics import reduced
 from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
 from rl.rollouts.advantage import Advantage, KLReward
 from rl.rollouts.group import Group
-from rl.rollouts.producer import Batch
-from rl.types import Rollout, Score, TrainingSample
+from rl.rollouts.producer import Batch, NothingToLearnError
+from rl.types import FinishReason, Rollout, Score, TrainingSample
 from rl.utils.errors import RunError
 from tests.support.conversations import conversation, drawn
 from tests.support.fakes import FakePolicy
@@ -106,6 +107,51 @@ def test_a_step_without_samples_is_an_error_that_names_the_limit(policy):
     )
     with pytest.raises(RunError, match=says):
         make(group(0, 2, 9), group(1, 9, 9), max_sample_tokens=3, long_samples=policy)
+
+
+# Rollouts that ran out of tokens
+
+
+def cut_off(number: int, *finish_reasons: FinishReason) -> Group:
+    """Rollouts of 4 tokens that end so."""
+    members = group(number, *[4] * len(finish_reasons))
+    rollouts = [
+        replace(rollout, turns=(replace(turn, completion=replace(turn.completion, finish_reason=reason)),))
+        for rollout, reason in zip(members.rollouts, finish_reasons, strict=True)
+        for turn in rollout.turns
+    ]
+    return group_of(number, *rollouts, rewards=(1.0, 0.0))
+
+
+def test_truncated_rollouts_count_for_their_group_and_have_no_loss():
+    groups = [cut_off(0, "length", "stop"), cut_off(1, "stop", "stop")]
+    made = make(*groups, mask_truncated_completions=True)
+    assert lengths(made) == [[7, 7, 7, 7]]
+    assert [int(s.mask.sum()) for s in samples(made)[0]] == [0, 4, 4, 4]
+    assert [s.advantages[-1] for s in samples(made)[0]] == [0.5, -0.5, 0.5, -0.5]
+    assert counted(made) == {"samples/masked": 1}
+    assert made.has_gradient
+    out_of_tokens = replace(groups[1].rollouts[0], end="tokens")
+    made = make(group_of(0, out_of_tokens, groups[1].rollouts[1]), mask_truncated_completions=True)
+    assert [int(s.mask.sum()) for s in samples(made)[0]] == [0, 4]
+    assert [int(s.mask.sum()) for s in samples(make(*groups))[0]] == [4] * 4
+
+
+def test_batch_of_truncated_rollouts_alone_has_no_gradient():
+    made = make(cut_off(0, "length", "length"), mask_truncated_completions=True)
+    assert lengths(made) == [[7, 7]]
+    assert not made.has_gradient
+    assert counted(made) == {"samples/masked": 2}
+
+
+def test_steps_of_truncated_rollouts_alone_are_empty_and_stop_the_run():
+    policy = FakePolicy(reply=some_right, finish_reason="length")
+    loop, _ = make_loop(
+        policy, problems=numbered_problems(), mask_truncated_completions=True, max_empty_steps=2, num_steps=9
+    )
+    with pytest.raises(NothingToLearnError, match=r"3 steps in a row .* no complete reply, more than"):
+        asyncio.run(loop.run())
+    assert policy.calls.count("optim_step") == policy.num_empty_updates == 3
 
 
 # Rewards by token, and the penalty in them

@@ -19,6 +19,7 @@ from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render
 from rl.rollouts.rubric import Rubric
 from rl.types import (
     Completion,
+    FinishReason,
     ForwardBackwardResult,
     LoopPosition,
     Message,
@@ -86,12 +87,15 @@ class FakePolicy:
 
     reply: Callable[[str, int], str]
     """Function from a prompt's text and the sample number to the reply."""
+    finish_reason: FinishReason = "stop"
     logprob_diff: float = 0.0
     version: int = 0
     served_version: int = 0
     calls: list[str] = field(default_factory=list)
     trained: list[list[TrainingSample]] = field(default_factory=list)
     stepped: list[OptimParams | None] = field(default_factory=list)
+    num_empty_updates: int = 0
+    """Calls of `optim_step` that allow a step without trained tokens."""
     asked: list[bool | Sequence[int]] = field(default_factory=list)
     """`return_logprobs` of each call of `forward_backward`."""
     sampled: list[SamplingParams] = field(default_factory=list)
@@ -129,7 +133,10 @@ class FakePolicy:
         self.calls.append("generate")
         self.sampled.append(sampling)
         made = [
-            [completion(self.reply(text, i), self.served_version) for i in range(sampling.num_samples)]
+            [
+                completion(self.reply(text, i), self.served_version, finish_reason=self.finish_reason)
+                for i in range(sampling.num_samples)
+            ]
             for text in texts
         ]
         if begun is None:
@@ -185,10 +192,13 @@ class FakePolicy:
         if self.failing is not None and self.failing[:2] == (call, version):
             raise self.failing[2]
 
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
         self._fail("optim_step", self.version)
         assert self.num_pushing == 0, "the weights change while they are pushed"
         self.calls.append("optim_step")
+        self.num_empty_updates += allow_empty
         self.stepped.append(params)
         self.events.append((now_s(), "optim_step"))
         self.version += 1

@@ -1,0 +1,106 @@
+"""Fingerprint of a task's training problems and evaluation sets, by which a checkpoint knows them again.
+
+A run continues at a number in the order of its problems. With other problems at the numbers before, it would train on
+some again and never on others, without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from rl.tasks.data import ProblemsByNumber
+from rl.tasks.task import Task
+from rl.types import Problem, ProblemsFingerprint
+
+NUM_SAMPLED = 64
+"""Problems of an endless task whose digests are kept: its first ones."""
+MAX_DIGESTS = 256
+"""Most digests of a fingerprint; above it, each digest is of several problems."""
+
+
+def digest_of_problem(problem: Problem, *others: Any) -> str:
+    """Return 64 bits of a problem's texts, as hexadecimal digits, and of further JSON values."""
+    texts = [problem.id, problem.question, problem.answer, *problem.demonstrations, *others]
+    return _digest([json.dumps(texts, sort_keys=True, default=str)])
+
+
+def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
+    """Return the fingerprint of a run's problems; `block` is that of a fingerprint to compare with."""
+    problems = task.train_problems(seed=seed)
+    if isinstance(problems, ProblemsByNumber) and problems.listed is not None:
+        listed = problems.listed
+        num: int | None = listed.num
+        digests = [listed.digest_at(i) for i in range(listed.num)]
+        order = listed.order
+    else:
+        drawn = list(islice(problems, NUM_SAMPLED))
+        num = None if len(drawn) == NUM_SAMPLED else len(drawn)
+        digests = [digest_of_problem(problem) for problem in drawn]
+        order = f"seed {seed}"
+    block = block or max(1, -(-len(digests) // MAX_DIGESTS))
+    blocks = [digests[i : i + block] for i in range(0, len(digests), block)]
+    return ProblemsFingerprint(
+        num=num,
+        order=order,
+        block=block,
+        digests=tuple(map(_digest, blocks)),
+        eval_sets={name: _of_set(held_out) for name, held_out in task.eval_sets().items()},
+    )
+
+
+def describe_changes(saved: ProblemsFingerprint, task: Task, *, seed: int) -> tuple[list[str], list[str]]:
+    """Return what differs now: of the training problems, and of the evaluation sets."""
+    now = fingerprint_problems(task, seed=seed, block=saved.block)
+    changes = []
+    if now.num != saved.num:
+        changes.append(f"{_number(saved.num)} training problems, now {_number(now.num)}")
+    if now.order != saved.order:
+        changes.append(f"their order was {saved.order}, now {now.order}")
+    different = (
+        i for i, pair in enumerate(zip(saved.digests, now.digests, strict=False)) if len({*pair}) > 1
+    )
+    first = next(different, None)
+    if first is None and len(saved.digests) != len(now.digests):
+        first = min(len(saved.digests), len(now.digests))
+    if first is not None:
+        changes.append(f"the first difference is {_place(first * saved.block, saved.block, task, seed=seed)}")
+    sets = {**saved.eval_sets, **now.eval_sets}
+    of_sets = [
+        f"evaluation set {name!r}: {saved.eval_sets.get(name, 'none')}, now {now.eval_sets.get(name, 'none')}"
+        for name in sets
+        if saved.eval_sets.get(name) != now.eval_sets.get(name)
+    ]
+    return changes, of_sets
+
+
+def _of_set(problems: Sequence[Problem]) -> str:
+    return f"{len(problems)} problems {_digest(map(digest_of_problem, problems))}"
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _number(num: int | None) -> str:
+    return "endless" if num is None else str(num)
+
+
+def _place(number: int, block: int, task: Task, *, seed: int) -> str:
+    """Return the number of a problem, from 1, with the id of the problem that is there now."""
+    problems = task.train_problems(seed=seed)
+    at: Callable[[], Problem | None]
+    if isinstance(problems, ProblemsByNumber) and problems.listed is not None:
+        listed = problems.listed
+        at = lambda: listed.problem_at(number) if number < listed.num else None  # noqa: E731
+    else:
+        at = lambda: next(islice(problems, number, None), None)  # noqa: E731
+    problem = at()
+    where = f"problem {number + 1}" if block == 1 else f"in problems {number + 1} to {number + block}"
+    return where if problem is None else f"{where} ({problem.id})"
