@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -230,8 +231,12 @@ def fail_to_save(assets: str, folder: str) -> list[str]:
         engine.checkpointer.wait()
 
     errors = []
-    loads = [functools.partial(engine.load_checkpoint, f"{folder}/{name}") for name in ("odd", "step-1")]
-    for call in (*loads, save):
+    calls: list[Callable[[], object]] = [
+        functools.partial(engine.load_checkpoint, f"{folder}/odd"),
+        functools.partial(engine.load_checkpoint, str(step_folder(folder, 1))),
+        save,
+    ]
+    for call in calls:
         try:
             call()
         except (ValueError, CheckpointError) as error:
