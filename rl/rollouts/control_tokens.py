@@ -79,8 +79,9 @@ class ControlTokens:
         self.tokenizer = tokenizer
         self.ids = dict(ids)
         self.token_ids = frozenset(ids.values())
-        firsts = "".join(sorted({text[0] for text in ids}))
-        self._first = re.compile(f"[{re.escape(firsts)}]") if firsts else None
+        # Two characters tell nearly all places without a token, also in a text full of angle brackets.
+        beginnings = sorted({text[:2] for text in ids}, key=len, reverse=True)
+        self._beginning = re.compile(f"(?={'|'.join(map(re.escape, beginnings))})") if ids else None
         self._lengths = sorted({len(text) for text in ids}, reverse=True)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._normalizer = getattr(backend, "normalizer", None)
@@ -93,7 +94,7 @@ class ControlTokens:
     def find(self, text: str) -> Iterator[tuple[int, str]]:
         """Yield place and text of each token in a text, from left to right, the longest first."""
         end = 0
-        for candidate in () if self._first is None else self._first.finditer(text):
+        for candidate in () if self._beginning is None else self._beginning.finditer(text):
             start = candidate.start()
             if start < end:
                 continue

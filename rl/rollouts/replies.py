@@ -70,9 +70,8 @@ def answer_part(text: str) -> str:
     start = 0
     for number, part in enumerate(parts):
         if part.kind == "thought":
-            start = number + 1
-    is_closed = all(part.is_closed for part in parts)
-    return "".join(part.text for part in parts[start:]).strip() if is_closed else ""
+            start = number + 1  # nothing follows a thought that is open
+    return "".join(part.text for part in parts[start:]).strip()
 
 
 def has_open_thought(text: str) -> bool:

@@ -91,6 +91,7 @@ def test_damaged_call_is_an_error_and_not_a_missing_call():
     assert "not valid JSON" in bad.error
     assert good == write("y")
     (bad,) = parse_calls(f"<think>a</think>{CALL_OPEN}x</think>")
+    assert isinstance(bad, BadCall)
     assert "not valid JSON" in bad.error
 
 
