@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from actors.compat import SupervisionError
 from actors.deaths import death_watch
 from rl.observability.spans import span
 from rl.utils.errors import RunError
-from rl.utils.processes import ProcessId, is_alive
+from rl.utils.processes import ProcessId, is_alive, signal_name
 
 if TYPE_CHECKING:
     from actors.config import Timeouts
@@ -269,14 +268,6 @@ def may_hang(role: str, *, after: BaseException) -> bool:
     if isinstance(after, ActorTimeoutError) and after.role:
         return after.role == role
     return is_caused_by_timeout(after)
-
-
-def signal_name(number: int) -> str:
-    """Return a name such as SIGKILL, or the number of a signal without one."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def end_of_process(report: str) -> str | None:

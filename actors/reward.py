@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.observability.spans import span
-from rl.rollouts.rewards import RewardProcess
+from rl.rollouts.rewards import START_S, RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.types import Rollout, Score
 
@@ -32,15 +32,21 @@ class RewardActor(Actor, Configurable):
         max_concurrency: int = MAX_CONCURRENCY
         """Concurrent calls of each async reward function in each process, unless it has a `max_concurrency` of
         its own; the wait for one to finish is not part of the time limit."""
+        start_timeout_s: float = START_S
+        """Longest time in seconds for a process of the reward functions to start and to import their modules."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "time_limit_s", above=0, at_most=DAY_S)
             check_bounds(self, "num_procs", at_least=0)
             check_bounds(self, "max_concurrency", at_least=1)
+            check_bounds(self, "start_timeout_s", above=0, at_most=DAY_S)
 
     def __init__(self, *, config: Config, rubric: Rubric) -> None:
         self._process = RewardProcess(
-            rubric=rubric, time_limit_s=config.time_limit_s, max_concurrency=config.max_concurrency
+            rubric=rubric,
+            time_limit_s=config.time_limit_s,
+            max_concurrency=config.max_concurrency,
+            start_timeout_s=config.start_timeout_s,
         )
 
     @endpoint

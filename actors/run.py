@@ -386,7 +386,10 @@ async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) 
         yield RewardClient(cluster.reward, num_procs=reward.num_procs, longest_s=limit)
         return
     process = RewardProcess(
-        rubric=rubric, time_limit_s=reward.time_limit_s, max_concurrency=reward.max_concurrency
+        rubric=rubric,
+        time_limit_s=reward.time_limit_s,
+        max_concurrency=reward.max_concurrency,
+        start_timeout_s=reward.start_timeout_s,
     )
     await process.start()
     try:

@@ -34,14 +34,15 @@ from rl.types import Rollout, Score
 from rl.utils.descendants import run_guarded
 from rl.utils.errors import RunError
 from rl.utils.excerpts import shown
+from rl.utils.processes import signal_name
 from rl.utils.threads import WorkerThread, all_or_cancel
 
 GRACE_S = 1.0
 """Time after its limit in which a call may still answer before its process is killed."""
 RESTART_S = 5.0
 """Time that the end of a process and the imports of the next one usually take at most."""
-START_S = 120.0
-"""Time in which the process must have imported the rubric's module."""
+START_S = 300.0
+"""Time in which the process must have imported the rubric's module, unless it is given."""
 CLOSE_S = 10.0
 """Time in which the thread that waits for a killed process must end."""
 END_S = 8.0
@@ -70,12 +71,19 @@ class RewardProcess:
         time_limit_s: longest time for the sync functions of one rollout together, and for each async function
             of one. A function of a group has that time for each of its rollouts.
         max_concurrency: concurrent calls of each async function; waiting for a slot is not timed.
+        start_timeout_s: longest time for the process to start and to import the rubric's module.
     """
 
     def __init__(
-        self, *, rubric: Rubric, time_limit_s: float, max_concurrency: int = MAX_CONCURRENCY
+        self,
+        *,
+        rubric: Rubric,
+        time_limit_s: float,
+        max_concurrency: int = MAX_CONCURRENCY,
+        start_timeout_s: float = START_S,
     ) -> None:
         self.rubric = rubric
+        self._start_timeout_s = start_timeout_s
         self.time_limit_s = time_limit_s
         self.process: SpawnProcess | None = None
         """Guard of the worker; it ends with it."""
@@ -93,7 +101,7 @@ class RewardProcess:
         """Return a score for each rollout, in order; a call that takes too long gives a failed score.
 
         `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric or was closed,
-        TimeoutError if it did not start within `START_S`.
+        TimeoutError if it did not start within `start_timeout_s`.
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
@@ -137,12 +145,14 @@ class RewardProcess:
             theirs.close()
         self.process = process
         try:
-            refusal = self._receive(START_S)
+            refusal = self._receive(self._start_timeout_s)
         except ProcessEndedError as error:
-            if error.exit_code is None:
-                raise TimeoutError(f"the reward process did not start within {START_S:g} s") from None
+            if (code := error.exit_code) is None:
+                limit = f"{self._start_timeout_s:g} s (reward.start_timeout_s)"
+                raise TimeoutError(f"the reward process did not start within {limit}") from None
+            how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             raise RunError(
-                f"the reward process ended while loading the rubric (exit code {error.exit_code}): see stderr"
+                f"the reward process ended while loading the rubric ({how}): see stderr"
             ) from error
         if refusal is not None:
             self._end()

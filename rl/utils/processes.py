@@ -51,6 +51,14 @@ def kill(process: ProcessId) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
+def signal_name(number: int) -> str:
+    """Return a name such as SIGKILL, or the number of a signal without one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def kernel_state(process: ProcessId) -> str | None:
     """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is dead."""
     with suppress(psutil.Error):

@@ -57,6 +57,16 @@ def running(tmp_path_factory):
         meshes.run(running.cluster.close())
 
 
+def test_calls_without_a_seed_draw_other_numbers_on_every_replica(running):
+    router, sampling = running.router, SamplingParams(max_tokens=12)
+
+    async def draw():
+        calls = await asyncio.gather(*(router.generate(TOKENS[:1], sampling=sampling) for _ in range(8)))
+        return {tuple(completion.token_ids) for ((completion,),) in calls}
+
+    assert len(running.run(draw())) == 8
+
+
 def test_logprobs_of_two_ranks_equal_those_of_one_rank_and_of_the_generator(running):
     config = TrainingEngine.Config(training=CONFIG.trainer.training)
     alone = TrainingEngine(

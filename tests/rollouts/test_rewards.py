@@ -169,6 +169,26 @@ def test_function_that_hangs_or_stops_the_whole_process_fails_alone(mixed, guilt
     assert says in failure_of(groups[1][0])
 
 
+def test_start_that_takes_too_long_names_its_option():
+    driven = Driven(RUBRIC, start_timeout_s=0.01)
+    with pytest.raises(TimeoutError, match=r"did not start within 0\.01 s \(reward\.start_timeout_s\)"):
+        driven.start()
+    driven.close()
+
+
+@pytest.mark.medium
+def test_process_that_is_killed_while_it_loads_the_rubric_is_named_with_its_signal(tmp_path, monkeypatch):
+    source = f"import os\nif os.getpid() != {os.getpid()}: os.kill(os.getpid(), 9)\ndef half(rollout): return 0.5\n"
+    (tmp_path / "dies_in_the_child.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("dies_in_the_child")
+    driven = Driven(Rubric(criteria=(Criterion(name="half", function=module.half),), correct=never))
+    with pytest.raises(RunError, match=r"ended while loading the rubric \(killed by SIGKILL\)"):
+        driven.start()
+    driven.close()
+    del sys.modules[module.__name__]
+
+
 @pytest.mark.medium
 def test_rubric_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path, monkeypatch):
     source = f"import os\nassert os.getpid() == {os.getpid()}\ndef half(rollout): return 0.5\n"
