@@ -24,6 +24,8 @@ EndReason = Literal["done", "turns", "tokens", "time", "failed"]
 RUN = ""
 """Model id of a run, which has one model."""
 NO_METRICS: Mapping[str, float] = ReadOnlyDict()
+_ARRAYS = ("token_ids", "logprobs", "policy_versions")
+"""Fields of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,6 @@ class Message:
 
 def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
     """Return the messages of a list, a generator or any other iterable; raise ValueError if it is none."""
-    if type(messages) is tuple:
-        return messages
     hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
     if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(messages, Iterable):
         raise ValueError(f"{name}={shown(messages)} is a {type(messages).__name__}: {hint}")
@@ -112,7 +112,7 @@ class Prompt:
     """[T] int32."""
 
     def __post_init__(self) -> None:
-        freeze_arrays(self)
+        freeze_arrays(self, "token_ids")
 
     def __setstate__(self, state: list[Any]) -> None:
         restore_fields(self, state)
@@ -149,7 +149,7 @@ class Reply:
     completion: Completion
 
     def __post_init__(self) -> None:
-        freeze_arrays(self.completion)
+        freeze_arrays(self.completion, *_ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,14 +160,15 @@ class Observation:
     """The next messages to the model; none ends the episode. Any iterable of messages is kept as a tuple."""
     reward: float = 0.0
     """Reward of this reply alone, added to the rubric's."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
     """Numbers to report, such as calls of a tool; they are summed over the turns of a rollout. Kept read-only."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", as_messages(self.messages))
-        if not isinstance(self.metrics, Mapping):
-            raise ValueError(f"metrics={shown(self.metrics)} must be a mapping of names to numbers")
+        if type(self.messages) is not tuple:
+            object.__setattr__(self, "messages", as_messages(self.messages))
         if type(self.metrics) is not ReadOnlyDict:
+            if not isinstance(self.metrics, Mapping):
+                raise ValueError(f"metrics={shown(self.metrics)} must be a mapping of names to numbers")
             object.__setattr__(self, "metrics", ReadOnlyDict(self.metrics) if self.metrics else NO_METRICS)
 
 
@@ -188,9 +189,10 @@ class Turn:
     """The environment's answer to the reply."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", as_messages(self.messages))
-        freeze_arrays(self)
-        freeze_arrays(self.completion)
+        if type(self.messages) is not tuple:
+            object.__setattr__(self, "messages", as_messages(self.messages))
+        freeze_arrays(self, "prompt_ids")
+        freeze_arrays(self.completion, *_ARRAYS)
 
     def __setstate__(self, state: list[Any]) -> None:
         restore_fields(self, state)

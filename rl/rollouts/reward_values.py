@@ -13,6 +13,9 @@ MAX_REWARD = 1e15
 """Largest magnitude of a reward. Variances, gradients and squared gradient norms of such rewards stay finite in
 float32, which 1e39 does not fit and in which the gradient norm of 1e20 overflows."""
 
+_NUMBERS = (float, int, Real, Decimal)
+_TEXTS = (str, bytes, bytearray)
+
 
 def as_number(value: Any) -> float:
     """Return a number, or the only element of an array or tensor, as a float, which may be infinite or NaN.
@@ -22,12 +25,13 @@ def as_number(value: Any) -> float:
         ValueError: it is a text, even one that `float` could read, or it has several elements.
         OverflowError: it is an integer beyond the floats.
     """
-    item = getattr(value, "item", None)
-    if not isinstance(value, Real | Decimal) and callable(item):  # arrays and tensors of any library
-        value = item()
-    if isinstance(value, str | bytes | bytearray):
+    if not isinstance(value, _NUMBERS):
+        item = getattr(value, "item", None)
+        if callable(item):  # arrays and tensors of any library
+            value = item()
+    if isinstance(value, _TEXTS):
         raise ValueError(f"a {type(value).__name__} is not a number")
-    if not isinstance(value, Real | Decimal):
+    if not isinstance(value, _NUMBERS):
         raise TypeError(f"a {type(value).__name__} is not a number")
     return float(value)
 
@@ -53,9 +57,9 @@ def as_truth(value: Any) -> bool:
         ValueError: it is an array of several elements.
     """
     item = getattr(value, "item", None)
-    if not isinstance(value, Real | Decimal) and callable(item):
+    if not isinstance(value, _NUMBERS) and callable(item):
         value = item()
-    is_partial = isinstance(value, Real | Decimal) and float(value) not in (0.0, 1.0)
-    if is_partial or isinstance(value, complex | str | bytes | bytearray) or isawaitable(value):
+    is_partial = isinstance(value, _NUMBERS) and float(value) not in (0.0, 1.0)
+    if is_partial or isinstance(value, (complex, *_TEXTS)) or isawaitable(value):
         raise TypeError(f"a {type(value).__name__} says neither")
     return bool(value)

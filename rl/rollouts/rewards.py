@@ -250,8 +250,10 @@ def _run_guarded(link: Connection, rubric: bytes) -> None:
 
 def _serve(link: Connection, pickled: bytes) -> None:
     """Load the rubric, and make the calls that arrive; runs in the main thread."""
-    # Reward functions may start processes, which multiprocessing forbids to a daemon's children.
+    # Reward functions may start processes, as in any script: a daemon may not, and a spawned process would spawn its
+    # children, which import the module of the functions again.
     multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
     try:
         rubric: Rubric = pickle.loads(pickled)
     except Exception as error:  # noqa: BLE001  (imports the modules of the functions)

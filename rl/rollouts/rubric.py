@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl.rollouts.replies import answer_part as answer_part
@@ -350,9 +350,14 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """Return the rollouts with problems that a single call of a function may change."""
-    prompts = {id(r.prompt): r.prompt for r in rollouts}
-    copies = {key: Prompt(problem=p.problem.private(), token_ids=p.token_ids) for key, p in prompts.items()}
-    return tuple(replace(rollout, prompt=copies[id(rollout.prompt)]) for rollout in rollouts)
+    copies: dict[int, Prompt] = {}
+    mine = []
+    for r in rollouts:
+        if id(r.prompt) not in copies:
+            copies[id(r.prompt)] = Prompt(problem=r.prompt.problem.private(), token_ids=r.prompt.token_ids)
+        prompt = copies[id(r.prompt)]
+        mine.append(Rollout(prompt=prompt, sample=r.sample, turns=r.turns, end=r.end, failure=r.failure))
+    return tuple(mine)
 
 
 def _title(name: str) -> str:

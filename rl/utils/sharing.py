@@ -21,13 +21,13 @@ _WAITING = ("asyncio", "threading", "queue", "multiprocessing")
 """Modules whose objects coordinate their users, who therefore must have the same object."""
 
 
-def freeze_arrays(instance: Any) -> None:
-    """Replace the arrays among the fields of a frozen dataclass by views that cannot be written to."""
-    for name in instance.__dataclass_fields__:
+def freeze_arrays(instance: Any, *names: str) -> None:
+    """Replace these arrays of a frozen dataclass by views that cannot be written to."""
+    for name in names:
         value = getattr(instance, name)
         if isinstance(value, np.ndarray) and value.flags.writeable:
             view = value.view()
-            view.flags.writeable = False
+            view.setflags(write=False)
             object.__setattr__(instance, name, view)
 
 

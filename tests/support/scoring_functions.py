@@ -76,6 +76,7 @@ def start_process(rollout):
 
 
 def use_pool(rollout):
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
     with multiprocessing.Pool(1) as pool:
         return float(pool.apply(os.getpid) != os.getpid())
 
