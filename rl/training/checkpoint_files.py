@@ -119,7 +119,7 @@ def read_state(folder: str | Path) -> SavedState:
         if (tokenizer := values["tokenizer"]) is not None:
             values["tokenizer"] = TokenizerFingerprint(**{"complete": False} | tokenizer)
         return SavedState(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
