@@ -52,14 +52,14 @@ class Plan:
     resumed: LoadSource | None
     """Latest checkpoint of a resumed run, which replaces both."""
     task: Task
-    problems: ProblemsFingerprint
-    """Fingerprint of the task's problems, for checkpoints."""
-    differences: tuple[str, ...]
-    """Differences from the problems of the checkpoint that the run goes on from."""
     environments: Environments
     """Environments of the task, tried before the run; the run uses their thread."""
     renderer: Renderer
     parity: ParityText | None
+    problems: ProblemsFingerprint | None = None
+    """Fingerprint of the task's problems, for checkpoints."""
+    differences: tuple[str, ...] = ()
+    """Differences from the problems of the checkpoint that the run goes on from."""
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""

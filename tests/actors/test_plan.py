@@ -71,8 +71,8 @@ def stopped(tmp_path_factory):
 
 
 def try_resume(folder, *options):
-    options = ["--resume", str(folder / "run"), "--launch.dry_run", "true", *options]
-    run = parse_cli(options, default_module="gsm8k", default_config="tiny", prog="relay")
+    arguments = ["--resume", str(folder / "run"), "--launch.dry_run", "true", *options]
+    run = parse_cli(arguments, default_module="gsm8k", default_config="tiny", prog="relay")
     run.config.build(run=run).run()
 
 
