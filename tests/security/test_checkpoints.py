@@ -32,6 +32,7 @@ from rl.training.checkpoint_files import (
     write_description,
 )
 from rl.training.checkpoint_metadata import read_saved_tensors
+from rl.training.checkpoint_tensors import exclusions_of_own
 from rl.utils.processes import seed_everything
 from tests.training.parts import make_engine, step, weights, write_assets
 
@@ -158,9 +159,6 @@ def odd_metadata(good):
         yield replace(good, storage_data={index: odd})
         yield replace(good, storage_data={index: replace(place, relative_path=odd)})
         yield replace(good, storage_data={index: replace(place, offset=odd)})
-    for path in ("../x.distcp", "/etc/passwd", "state.json", "__0_0.distcp/../x", ""):
-        yield replace(good, storage_data={index: replace(place, relative_path=path)})
-    yield replace(good, storage_data={index: replace(place, transform_descriptors=["zstd"])})
 
 
 def test_odd_metadata_is_refused_by_the_error_for_users(tmp_path, trained):
@@ -173,6 +171,28 @@ def test_odd_metadata_is_refused_by_the_error_for_users(tmp_path, trained):
         except ValueError:  # any other error fails the test
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"relative_path": path} for path in ("../x.distcp", "/etc/passwd", "state.json", "__0_0.distcp/../x", "")),
+        {"transform_descriptors": ["zstd"]}, {"offset": -1}, {"length": "1"},
+    ],
+)  # fmt: skip
+def test_tensors_lie_in_files_of_the_checkpoint_as_they_are(tmp_path, trained, change):
+    good = pickle.loads((trained[1] / METADATA).read_bytes())
+    places = {index: replace(place, **change) for index, place in good.storage_data.items()}
+    (tmp_path / METADATA).write_bytes(pickle.dumps(replace(good, storage_data=places)))
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is corrupted: "):
+        read_saved_tensors(tmp_path)
+
+
+def test_own_checkpoint_may_be_continued_without_its_random_states():
+    patterns = ("random", "optimizer", "tokenizer")
+    assert exclusions_of_own(patterns, model_only=False) == ("tokenizer", "random")
+    assert exclusions_of_own(patterns, model_only=True) == ("tokenizer",)
+    assert exclusions_of_own(("model",), model_only=False) == ()
 
 
 @pytest.mark.parametrize(
