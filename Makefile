@@ -25,7 +25,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench golden hooks clean constraints docs size clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort real-model doctor report curves tinker-cookbook chaos attack mutants test test-fast test-slow test-long test-report gpu-rehearsal gpu-check lint format types check bench golden hooks clean constraints docs size clean-venv
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -95,6 +95,9 @@ chaos: setup ## kill each role in each phase of a short run; print a table of re
 
 attack: setup ## attack a Tinker server on loopback with 100,000 requests; print what became of them
 	$(TEST_PYTHON) -m tools.attack $(ARGS) $(NO_INPUT)
+
+mutants: setup ## plant 149 one-line faults in a copy of the tree and see which the tests catch: about 15 minutes
+	$(TEST_PYTHON) -m tools.mutants $(ARGS) $(NO_INPUT)
 
 lint: setup ## check rules and format with ruff
 	$(TEST_PYTHON) -m ruff check .

@@ -103,40 +103,30 @@ def test_busy_replica_is_avoided_unless_replicas_take_turns(strategy, expected):
     assert run_in_virtual_time(main())[0] == expected
 
 
+def busy_then(router: Router, calls: list[str | None]) -> str:
+    """Return the first letters of the replicas that these sessions' calls go to, while A is busy after the first."""
+
+    async def main() -> str:
+        chosen = ""
+        for session in calls:
+            chosen += replies(await ask(router, "1", session=session))[0][0][0]
+            router.num_running[0] = 10
+        return chosen
+
+    return run_in_virtual_time(main())[0]
+
+
 def test_calls_of_a_session_stay_on_its_first_replica():
-    async def main() -> list[str]:
-        router = router_of([named("A", 1), named("B", 1)], strategy="sticky")
-        names = []
-        for session in ("s", "t", "s", "t", "t"):
-            busy = asyncio.create_task(ask(router, "other", session=f"busy {session}"))
-            await asyncio.sleep(0.1)
-            names.append(replies(await ask(router, "1", session=session))[0][0][0])
-            await busy
-        return names
-
-    names = run_in_virtual_time(main())[0]
-    assert names[0] == names[2]
-    assert names[1] == names[3] == names[4]
+    for strategy, expected in (("sticky", "ABABB"), ("least_loaded", "ABBBB")):
+        router = router_of([named("A"), named("B")], strategy=strategy)
+        assert busy_then(router, ["s", "t", "s", "t", None]) == expected
 
 
-def test_calls_without_a_seed_get_one_that_no_other_call_has():
-    first = seeds_of_calls(20)
-    assert len(set(first)) == 20
-    assert seeds_of_calls(20) == first
-    assert not set(first) & set(seeds_of_calls(20, seed=1))
-    # A run that goes on from a checkpoint, at a later version.
-    assert not set(first) & set(seeds_of_calls(20, policy_version=lambda: 7))
-    assert seeds_of_calls(2, given=0) == [0, 0]
-
-
-def test_prompts_of_a_lost_replica_keep_the_seed_of_their_call():
-    seen: list[int | None] = []
-    replicas: Any = [SeedsOnly(seen, num_lost=1), SeedsOnly(seen)]
-    calling = router_of(replicas).generate([tokens("1")], sampling=replace(SAMPLING, seed=None))
-    run_in_virtual_time(calling)
-    assert len(seen) == 2
-    assert len(set(seen)) == 1
-    assert seen[0] is not None
+def test_least_recently_used_session_is_forgotten(monkeypatch):
+    monkeypatch.setattr("actors.router.MAX_SESSIONS", 2)
+    router = router_of([named("A"), named("B")], strategy="sticky")
+    # t, which was used before s, makes room for u; s makes room for v.
+    assert busy_then(router, ["s", "t", "s", "u", "s", "u", "v", "s"]) == "ABABABBB"
 
 
 def test_begun_completions_of_other_prompts_are_refused():

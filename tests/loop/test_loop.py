@@ -18,7 +18,7 @@ from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
 from rl.types import Rollout, ServeResult
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy
-from tests.support.loops import PROBLEM, half_right, make_loop
+from tests.support.loops import PROBLEM, half_right, make_loop, number_of, problems
 
 
 def run_loop(policy: FakePolicy, **settings: Any) -> list[dict]:
@@ -56,6 +56,25 @@ def test_one_sample_a_prompt_is_compared_with_the_batch():
     (record,) = run_loop(policy, groups_per_batch=4, group_size=1, advantage=advantage, problems=problems)
     assert [s.advantages[-1] for s in policy.trained[0]] == pytest.approx([0.866, -0.866] * 2, abs=1e-3)
     assert "reward/equal_groups" not in record
+
+
+def test_each_group_has_a_seed_and_a_session_of_its_own():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_steps=2, groups_per_batch=3)
+    assert [sampling.seed for sampling in policy.sampled] == [0, 1, 2, 3, 4, 5]  # the run's seed is 0
+    assert policy.sessions == [f"problem {number}" for number in range(6)]
+
+
+def test_group_with_a_long_sample_is_replaced_by_default():
+    def reply(prompt: str, sample: int) -> str:
+        return "[ANSWER] 10" + "0" * 20 * (number_of(prompt) == 1 and sample == 3)
+
+    policy = FakePolicy(reply=reply)
+    (record,) = run_loop(policy, problems=problems(), groups_per_batch=2, max_sample_tokens=30)
+    assert record["groups/dropped_oversize"] == 1
+    # The first and the third problem; the second has a sample of 42 tokens.
+    prompts = {bytes(s.token_ids[:9].tolist()) for s in policy.trained[0]}
+    assert prompts == {b"<10 1000>", b"<10 1002>"}
 
 
 def test_every_minibatch_is_one_optimizer_step():

@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 import threading
+import time
 
 import pytest
 
@@ -74,7 +75,7 @@ class FakeLogger(MetricsLogger):
 
     def write(self, step, values, *, row):
         if self.blocks is not None:
-            self.blocks.wait()
+            self.blocks.wait(60)
         if step in self.fails_at:
             self.fails_at.remove(step)
             raise RuntimeError("no connection")
@@ -133,6 +134,25 @@ def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
 
 
 # All sinks of a run
+
+
+def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
+    release = threading.Event()
+    config = SinksConfig(close_s=0.05)
+
+    async def run():
+        opened = open_sinks(config, folder=tmp_path, title="try-1", num_steps=9, stream=io.StringIO())
+        opened.threads = [LoggerThread(FakeLogger(blocks=release))]
+        async with opened as sinks:
+            with sinks.attempt():
+                started_s = time.monotonic()
+                for step in range(1, 10):
+                    sinks.write({"step": step, "reward/mean": 0.5})
+                took_s = time.monotonic() - started_s
+        return took_s
+
+    assert asyncio.run(run()) < 3.0  # a record that is written in the loop's thread waits for ever
+    release.set()
 
 
 class ClosedTerminal(io.StringIO):

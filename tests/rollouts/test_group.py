@@ -46,6 +46,25 @@ def group_of(
     return asyncio.run(worker.run(0, PROBLEM))
 
 
+def test_seed_and_session_of_a_group_are_those_of_its_number_in_every_turn():
+    generator = ScriptedGenerator(reply=lambda prompt, sampling, sample: "y")
+    worker = RolloutWorker(
+        episodes=Episodes(
+            generator=generator,
+            renderer=TwinRenderer(),
+            environments=Environments(make=lambda problem: Counting(problem=problem, turns=1)),
+            max_tokens=100,
+        ),
+        rewarder=RubricRewarder(rubric=RUBRIC),
+        sampling=SamplingParams(max_tokens=10),
+        seed=7,
+    )
+    for number in (3, 4):
+        asyncio.run(worker.run(number, PROBLEM))
+    assert [params.seed for _, params in generator.asked[::2]] == [7_000_024, 7_000_025]
+    assert generator.sessions == ["problem 3"] * 2 + ["problem 4"] * 2
+
+
 def test_overlong_punishment_does_not_make_rewards_unequal():
     group = group_of("y", "yy", "y", "yyyyyyy")
     # 8 tokens of 10, where the buffer begins after 6.

@@ -69,12 +69,15 @@ class ScriptedGenerator:
     seconds: Callable[[str], float] = lambda prompt: 0.0
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     """Token ids and params of each prompt."""
+    sessions: list[str | None] = field(default_factory=list)
+    """Session of each call."""
     made: list[Completion] = field(default_factory=list)
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
         self.asked += [(p.tolist(), sampling) for p in prompts]
+        self.sessions.append(session)
         version = len(self.asked)
         texts = [TwinTokenizer().decode(p.tolist()) for p in prompts]
         await asyncio.sleep(max(map(self.seconds, texts)))

@@ -99,6 +99,8 @@ class FakePolicy:
     asked: list[bool | Sequence[int]] = field(default_factory=list)
     """`return_logprobs` of each call of `forward_backward`."""
     sampled: list[SamplingParams] = field(default_factory=list)
+    sessions: list[str | None] = field(default_factory=list)
+    """Session of each call of `generate`."""
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
     generate_s: Callable[[str], float] = lambda prompt: 0.0
@@ -132,6 +134,7 @@ class FakePolicy:
             self.num_running -= 1
         self.calls.append("generate")
         self.sampled.append(sampling)
+        self.sessions.append(session)
         made = [
             [
                 completion(self.reply(text, i), self.served_version, finish_reason=self.finish_reason)

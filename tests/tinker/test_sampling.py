@@ -170,6 +170,10 @@ def test_call_is_translated_with_its_defaults():
     request = checked_request(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base, Limits())
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (5, 3, 0)
     assert (request.sampling.stop_token_ids, request.sampling.stop_texts) == ((), ("a", "b"))
+    request = checked_request(prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base, Limits())
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_samples) == (0.5, 0.9, 40, 3)
+    assert checked_request(prompt(1, top_k=-1), base, Limits()).sampling.top_k == 0
     assert checked_request(prompt(1, stop=[]), base, Limits()).sampling.stop_token_ids == ()
     full = checked_request(prompt(*range(100), prompt_logprobs=True), base, Limits())
     assert full.sampling.max_tokens == 0

@@ -9,6 +9,7 @@ from tinker import types as wire
 from rl.tinker.backend import lora_config
 from rl.tinker.datums import optim_params
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
+from rl.types import OptimParams
 from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 
 
@@ -125,4 +126,7 @@ def test_invalid_setting_of_a_step_is_named(field, value, bounds):
     with pytest.raises(InvalidRequestError, match=says):
         optim_params(wire.AdamParams(**{field: value}))
     assert optim_params(wire.AdamParams()).max_norm == float("inf")  # clipped on request only
-    assert optim_params(wire.AdamParams(grad_clip_norm=0.5)).max_norm == 0.5
+    given = {"learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6, "weight_decay": 0.1}
+    assert optim_params(wire.AdamParams(**given, grad_clip_norm=0.5)) == OptimParams(
+        lr=1e-3, betas=(0.8, 0.7), eps=1e-6, weight_decay=0.1, max_norm=0.5
+    )
