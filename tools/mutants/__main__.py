@@ -2,7 +2,7 @@
 
     python -m tools.mutants [-k TEXT] [--jobs 2] [--timeout 180] [--list]
 
-`table.py` lists the faults: file, original fragment, faulty fragment, and the test files that should catch it. The
+`table.tsv` lists the faults: file, original fragment, faulty fragment, and the test files that should catch it. The
 tree is copied without what git ignores, and only these files are run, until the first failure. The table that is
 printed has a row for each fault: CAUGHT with the test that failed, or ESCAPED. Status 1 if fewer than 95% are
 caught, 2 if a row no longer fits the tree.
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.jobs < 1 or args.timeout <= 0:
         parser.error("--jobs must be at least 1, --timeout above 0")
     if stale := find_stale(ROOT):
-        print("\n".join(["error: rows of tools/mutants/table.py do not fit the tree:", *stale]))
+        print("\n".join(["error: rows of tools/mutants/table.tsv do not fit the tree:", *stale]))
         return 2
     mutants = [mutant for mutant in MUTANTS if args.k in " ".join(mutant.texts)]
     if args.list or not mutants:
