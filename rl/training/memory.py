@@ -141,7 +141,7 @@ def _of_rank(
     of_step = num_adam * stored if optimizer.implementation == "foreach" else 0
     if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
         largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
-        of_step = min(PIECE_NUMBERS, largest) * PIECE_BYTES
+        of_step = min(PIECE_NUMBERS["cuda" if on_gpu else "cpu"], largest) * PIECE_BYTES
     num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
     gradients = kept_on_device * (num_trained + num_copied_head) * stored
     of_backward = gradients if optimizer.early_step_in_backward else 0

@@ -24,8 +24,8 @@ from rl.distributed.mesh import ranks_of_stage
 from rl.distributed.sharding import local_shard_of, local_tensor, num_shards, unwrapped
 from rl.types import RoundingResult
 
-PIECE_NUMBERS = 1 << 22
-"""Numbers of a parameter that are stepped at once in float32."""
+PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Numbers of a parameter that are stepped at once in float32, by device: on a CPU they stay in its cache."""
 PIECE_BYTES = 50
 """Bytes for each of these numbers, as measured: four tensors in float32, and what rounding makes of them."""
 _LOW_BITS = 0xFFFF
@@ -40,8 +40,7 @@ class Rounding:
         self.version = 0
         """Policy version before the step."""
         self._sums: dict[nn.Parameter, Tensor] = {}
-        """Weights with an update, those that stayed the same, the changes and the updates, [4] float64, of this rank's
-        part of each parameter."""
+        """Number and sum of the updates, then of the changes of stored numbers, [4] float64, by parameter."""
 
     def pieces(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their numbers, int32."""
@@ -53,7 +52,7 @@ class Rounding:
         # An odd factor, the golden ratio's, spreads the columns before they are mixed with the row.
         columns_C = columns_C * -1640531535
         keys_R = _mix(rows_R ^ int.from_bytes(digest, "little", signed=True))
-        num_rows = max(1, PIECE_NUMBERS // local.size(1))
+        num_rows = max(1, PIECE_NUMBERS[local.device.type] // local.size(1))
         for start in range(0, local.size(0), num_rows):
             rows = slice(start, start + num_rows)
             yield rows, _mix(keys_R[rows, None] + columns_C)
@@ -63,12 +62,11 @@ class Rounding:
         stored_rC = rows_of(parameter)[rows]
         before_rC = stored_rC.float()
         round_into(stored_rC, wide_rC, bits_rC & _LOW_BITS)
-        changes_rC = stored_rC.float() - before_rC
-        updates_rC = wide_rC - before_rC
-        is_updated_rC = updates_rC != 0
-        is_lost_rC = is_updated_rC & (changes_rC == 0)
-        sums = (is_updated_rC, is_lost_rC, changes_rC * updates_rC.sign(), updates_rC.abs())
-        total = torch.stack([x.sum(dtype=torch.float64) for x in sums])
+        # A weight moves towards its new value or beyond, never the other way, and only if it has an update.
+        sums = []
+        for differences_rC in (wide_rC - before_rC, stored_rC.float() - before_rC):
+            sums += [torch.count_nonzero(differences_rC), torch.linalg.vector_norm(differences_rC, ord=1)]
+        total = torch.stack([x.double() for x in sums])
         self._sums[parameter] = total + self._sums.get(parameter, 0.0)
 
     def result(self, *, mesh: DeviceMesh | None) -> RoundingResult:
@@ -79,9 +77,10 @@ class Rounding:
         self.forget()
         if mesh is not None:
             total = total.to(mesh.device_type)
-        updated, lost, changes, updates = sums_over_world(total, mesh=mesh)
+        num_updates, updates, num_changes, changes = sums_over_world(total, mesh=mesh)
         return RoundingResult(
-            rounded_away=lost / updated if updated else 0.0, applied=changes / updates if updates else 1.0
+            rounded_away=1.0 - num_changes / num_updates if num_updates else 0.0,
+            applied=changes / updates if updates else 1.0,
         )
 
     def forget(self) -> None:
@@ -97,7 +96,8 @@ def rows_of(tensor: Tensor) -> Tensor:
 def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
     """Write float32 numbers into a bfloat16 tensor: away from zero if their low bits and `noise`, 16 bits, overflow."""
     bits = (wide.view(torch.int32) + noise) & ~_LOW_BITS
-    target.copy_(torch.where(wide.isfinite(), bits.view(torch.float32), wide))
+    # The bits of a NaN may overflow; those of infinity stay.
+    target.copy_(torch.where(wide == wide, bits.view(torch.float32), wide))
 
 
 def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:

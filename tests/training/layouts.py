@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,6 +127,8 @@ def make(
 
 def join(layout: str) -> None:
     """Create the process group that the engines of several layouts share."""
+    # A loss that changed such an output in place would lose FSDP's hooks.
+    warnings.filterwarnings("error", message=".*returned a view tensor")
     if num_ranks(layout) > 1:
         use_one_gloo_worker()
         dist.init_process_group("gloo")
