@@ -6,8 +6,8 @@
         trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
         ...
 
-`supervised` stops every role that is left, whether the code returned, raised, or was ended by Ctrl-C or SIGTERM.
-If the controller itself is killed, the kernel kills the actor processes (Monarch sets their parent-death
+`supervised` stops every role that is left, whether the code returned, raised, or was ended by Ctrl-C, SIGTERM or
+SIGHUP. If the controller itself is killed, the kernel kills the actor processes (Monarch sets their parent-death
 signal).
 """
 
@@ -20,10 +20,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import MeshFailure, default_bootstrap_cmd, this_host
@@ -65,6 +63,8 @@ from actors.processes import (
 from actors.secrets import secret_names
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.utils.processes import ProcessId, identify, is_alive, kill
+from rl.utils.signals import handling_end_signals
+from rl.utils.threads import until_event
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,8 @@ START_REPORT_GRACE_S = 6.0
 """Time for Monarch to report the signal that ended a process while its role started."""
 LOST_STOP_TIMEOUT_S = 5.0
 """Time for Monarch to notice the end of a role whose processes were killed."""
-SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-WAKE_UP = signal.SIGRTMIN + 6
-"""Signal that nobody sends."""
+HURRIED_HOSTS_S = 5.0
+"""Time to give hosts back for a run that has to end at once; the guard does it otherwise."""
 MAX_SIGNALS = 3
 """Signals after which the event loop is taken for blocked, and interrupted where it is."""
 
@@ -101,8 +100,13 @@ class Launcher:
         self.hosts: Hosts | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
+        self._hurry = asyncio.Event()
         self._ends: dict[str, str] = {}
         """How the last process of a role ended, by role, as far as Monarch has reported it."""
+
+    def hurry(self) -> None:
+        """End without asking actors: `stop_all` kills all processes at once from now on."""
+        self._hurry.set()
 
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
@@ -241,7 +245,8 @@ class Launcher:
                 role.remove_state_files()
             # A role that never came up raises here whatever its start raised, even BaseExceptions: `gather`
             # makes that a value, and the rest of the role is killed.
-            (answer,) = await asyncio.gather(_ask_to_stop(role, timeout_s), return_exceptions=True)
+            asking = until_event(self._hurry, _ask_to_stop(role, timeout_s))
+            (answer,) = await asyncio.gather(asking, return_exceptions=True)
             if isinstance(answer, BaseException):
                 level = logging.DEBUG if is_lost else logging.WARNING
                 logger.log(level, "role %s did not stop when asked: %s", role.name, answer)
@@ -259,22 +264,24 @@ class Launcher:
         """Stop every role that is left at once, then the hosts and every stray process of this run.
 
         Strays are children of a process that died earlier, or of a role that never came up. Background tasks
-        end first, as they would restart roles.
+        end first, as they would restart roles. After `hurry` nothing is waited for but the kernel.
         """
         try:
-            await self.end_background(timeout_s=STOP_TIMEOUT_S)
+            await until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
             results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
             if self.hosts is not None:
-                await self.hosts.end()
+                await until_event(self._hurry, self.hosts.end(), grace_s=HURRIED_HOSTS_S)
         finally:
             Launcher.current = None
-        strays = carrying_environment(RUN_VARIABLE, RUN)
-        for process in strays:
-            kill(process)
+            strays = carrying_environment(RUN_VARIABLE, RUN)
+            shm_files = mapped_shared_memory(process.pid for process in strays)
+            for process in strays:
+                kill(process)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         await wait_until_gone(strays, role="any role", grace_s=KILL_GRACE_S)
+        remove_unmapped(shm_files)
 
     def in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
@@ -331,56 +338,51 @@ async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = STA
 
 @asynccontextmanager
 async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
-    """Stop everything that the launcher has started at the end of the block; SIGTERM and Ctrl-C cancel the block.
+    """Stop everything that the launcher has started at the end of the block; `END_SIGNALS` cancel the block.
 
-    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels.
+    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels. After a signal that
+    cancels, all processes are killed at once, as there is nothing left to save.
 
     Raises:
         KeyboardInterrupt: the loop stopped after Ctrl-C.
-        SystemExit: 143 after SIGTERM.
+        SystemExit: 143 after SIGTERM, 129 after SIGHUP.
     """
     launcher = Launcher()
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     received: list[int] = []
+    is_ending = False
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def end_at_once() -> None:
+        launcher.hurry()
+        if not is_ending:
+            task.cancel()
+
+    def on_signal(number: int) -> None:
         received.append(number)
         if stop is not None and stop.ask():
             return
         if len(received) > MAX_SIGNALS:
             raise KeyboardInterrupt
-        loop.call_soon_threadsafe(task.cancel)
+        loop.call_soon_threadsafe(end_at_once)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if before[signal.SIGINT] is signal.SIG_IGN:  # in a shell's background job
-        del before[signal.SIGINT]
-    if threading.current_thread() is not threading.main_thread():
-        before.clear()
-    for number in before:
-        signal.signal(number, on_signal)
-    if before:
-        # With any handler of its own the loop wakes up for every signal, also for one that the kernel gave to
-        # another thread of this process.
-        loop.add_signal_handler(WAKE_UP, lambda: None)
-    try:
+    with handling_end_signals(on_signal, loop=loop):
         try:
-            yield launcher
-        except Exception as error:
-            await add_hang_report(error, [role for role in launcher.roles if role.logs])
+            try:
+                yield launcher
+            except Exception as error:
+                await add_hang_report(error, [role for role in launcher.roles if role.logs])
+                raise
+            finally:
+                is_ending = True
+                await launcher.stop_all()
+        except (asyncio.CancelledError, StopRequestedError) as error:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if number in received:
+                    raise SystemExit(128 + number) from None
+            if received or isinstance(error, StopRequestedError):
+                raise KeyboardInterrupt from None
             raise
-        finally:
-            await launcher.stop_all()
-    except (asyncio.CancelledError, StopRequestedError) as error:
-        if signal.SIGTERM in received:
-            raise SystemExit(SIGTERM_EXIT_CODE) from None
-        if received or isinstance(error, StopRequestedError):
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        loop.remove_signal_handler(WAKE_UP)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run(main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest | None = None) -> T:

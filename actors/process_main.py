@@ -6,19 +6,15 @@ Started by `actors.launch` as `python -m actors.process_main`.
 from __future__ import annotations
 
 import logging
-import signal
 
 from rl.observability.stacks import catch_signal
 from rl.utils.compat import exit_process
+from rl.utils.processes import leave_signals_to_controller
 from rl.utils.proxies import exempt_loopback
 
 
 def main() -> None:
-    # A terminal sends Ctrl-C to the whole process group, and job schedulers do so with SIGTERM. Only
-    # the controller acts on them: it stops its meshes in order, which could not be done for actors
-    # that died first. SIGTERM gets a handler, as children would inherit that it is ignored.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    leave_signals_to_controller()
     catch_signal()
     # Importing torchao, as vllm does, warns twice that PyTorch has changed.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import os
 import secrets
-import signal
 import socket
 import stat
 import threading
@@ -33,6 +33,7 @@ from rl.utils.files import locked_folder
 from rl.utils.malloc import give_back_freed_memory
 from rl.utils.printing import say_error
 from rl.utils.proxies import LOOPBACK_NAMES, is_loopback
+from rl.utils.signals import handling_end_signals
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
@@ -51,7 +52,7 @@ END_TIMEOUT_S = 40.0
 
 
 class TinkerServer(Configurable):
-    """Server process that runs until SIGTERM or Ctrl-C and then exits with status 0."""
+    """Server process that runs until Ctrl-C, SIGTERM or SIGHUP and then exits with status 0."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -110,14 +111,15 @@ class TinkerServer(Configurable):
             print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
 
         memory = asyncio.create_task(give_back_memory(service))
-        await serve(
-            service,
-            listener,
-            keys=self._keys,
-            hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
-            stop=_stop_signal(),
-            ready=print_ready,
-        )
+        with _stopping_on_signals() as stop:
+            await serve(
+                service,
+                listener,
+                keys=self._keys,
+                hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
+                stop=stop,
+                ready=print_ready,
+            )
         memory.cancel()
 
 
@@ -261,17 +263,25 @@ async def give_back_memory(service: Service) -> None:
             await asyncio.to_thread(give_back_freed_memory)
 
 
-def _stop_signal() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; a process that does not end in time prints its stacks and exits."""
-    stop = asyncio.Event()
+@contextlib.contextmanager
+def _stopping_on_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that the first of `END_SIGNALS` sets.
 
-    def handle() -> None:
-        stop.set()
+    A process that does not end in time prints its stacks and exits; a second signal ends it at once, as `kill -9` does.
+    """
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    is_asked = False
+
+    def handle(number: int) -> None:
+        nonlocal is_asked
+        if is_asked:
+            os._exit(128 + number)
+        is_asked = True
+        loop.call_soon_threadsafe(stop.set)
         faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, handle)
-    return stop
+    with handling_end_signals(handle, loop=loop):
+        yield stop
 
 
 @contextlib.contextmanager

@@ -154,3 +154,17 @@ class BackgroundWriter:
             elif not writing.cancelled() and (error := writing.exception()):
                 logger.warning("%s: %r", self._name, error, exc_info=error)
         return not self._hangs
+
+
+async def until_event(event: asyncio.Event, work: Coroutine[Any, Any, None], *, grace_s: float = 0.0) -> None:
+    """Wait for a coroutine, after the event only for `grace_s` more, and cancel it then."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await asyncio.wait({working}, timeout=grace_s)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        waiting.cancel()

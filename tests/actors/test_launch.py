@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,7 @@ def wait_for(controller, line):
         ("break", {}, "", 1),
         ("stuck", {"": signal.SIGINT}, "", -signal.SIGINT),
         ("hear and save", {"training\n": signal.SIGINT}, "saves\nsaved\n", -signal.SIGINT),
+        ("hear and save", {"training\n": signal.SIGHUP}, "saves\nsaved\n", 128 + signal.SIGHUP),
         ("hear", {"training\n": signal.SIGINT, "saves\n": signal.SIGTERM}, "", 128 + signal.SIGTERM),
     ],
 )
@@ -176,3 +178,29 @@ def test_first_signal_lets_a_listening_loop_save_and_no_end_leaves_anything_behi
     assert [file for file in run["files"] if Path(file).exists()] == []
     assert ("RuntimeError: as asked" in errors) == (how == "break")
     assert "Monarch internal logs" not in errors
+
+
+SLOW_START = """
+import os, pathlib, signal, time
+if os.environ.get("RELAY_ROLE") == "slow":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(os.environ["SLOW_START"], str(os.getpid())).touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_ctrl_c_while_actors_start_ends_everything_at_once(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    controller = start_controller("launch_controller", "start", SLOW_START=str(tmp_path))
+    wait_for(controller, "starting\n")
+    while len(pids := [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
+        assert controller.poll() is None
+        time.sleep(0.05)
+    os.killpg(controller.pid, signal.SIGINT)
+    started = time.monotonic()
+    _, errors = controller.communicate(timeout=60)
+    assert time.monotonic() - started < 10, errors
+    assert controller.returncode == -signal.SIGINT, errors
+    assert wait_until_gone(pids) == []

@@ -3,7 +3,7 @@
 It starts roles, prints one JSON line with the pids and shared-memory files of the run, and does HOW. On this machine:
 `hear` a first signal and save for ever, `hear and save` (the same, and be done with it), `stuck` (waiting, with an
 actor that blocks), or `break`: an actor process is killed, so that its child has no parent, a third role does not
-come up, and the run raises an error.
+come up, and the run raises an error. With `start` it only prints "starting" and starts a role that never comes up.
 
 On HOSTS, `process` or `slurm`, a role has two hosts and another a third, and the line also says what the actors know
 of their place. HOW is `wait` for a signal, or `die`: a trainer process on the second host exits, and the error goes
@@ -63,6 +63,11 @@ class Holder(Actor):
 
 
 async def here(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
+    if how == "start":
+        print("starting", flush=True)
+        # Python runs this module first of all.
+        env = {"PYTHONPATH": f"{os.environ['SLOW_START']}:{os.environ['PYTHONPATH']}"}
+        await launcher.spawn_role(Placement(role="slow", num_procs=2), env=env)
     roles = await asyncio.gather(
         *(launcher.spawn_role(Placement(role=name, num_procs=1)) for name in ("first", "second"))
     )

@@ -38,8 +38,9 @@ class FinishedRun:
 
 
 def restore_ctrl_c() -> None:
-    """Restore SIGINT in a new process: background jobs of a shell inherit it as ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Restore SIGINT and SIGHUP in a new process: background jobs of a shell and of nohup inherit them as ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def start_controller(module: str, *arguments: str, **env: str) -> subprocess.Popen[str]:

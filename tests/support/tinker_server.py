@@ -14,6 +14,8 @@ from pathlib import Path
 
 import tinker
 
+from tests.support.runs import restore_ctrl_c
+
 ROOT = Path(__file__).parents[2]
 END_TIMEOUT_S = 30.0
 RESULT_TIMEOUT_S = 60.0
@@ -72,6 +74,7 @@ def server_process(storage: Path, *options: str) -> Iterator[ServerProcess]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            preexec_fn=restore_ctrl_c,
         )
     try:
         server = ServerProcess(process, url=_url(process, log), log=log)

@@ -89,7 +89,7 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
             server.client("tml-unknown-key-of-nobody").create_lora_training_client("tiny")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_a_server_with_work_and_polls_in_progress(tmp_path, number):
     with (
         server_process(tmp_path / "storage", *keys_file(tmp_path)) as server,
