@@ -275,8 +275,8 @@ def test_no_control_characters_of_a_folder_reach_the_terminal(watched, capsys):
     opened = [{"name": evil, "num": 1, "version": None, "since_s": 1.0}]
     watched.record("trainer", host=evil, open=opened, failed={"name": evil, "error": evil, "at_s": 1.0})
     Events(watched.run.events).add("stopped", reason=evil)
-    watched.write_metrics({"step": 1, "loss/mean": evil})
     doctor.main([str(watched.run.path)])
+    watched.write_metrics({"step": 1, "loss/mean": evil})
     report.main([str(watched.run.path)])
     shown = "".join(capsys.readouterr())
     assert not [c for c in shown if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf")]
