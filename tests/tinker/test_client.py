@@ -1,6 +1,7 @@
 """The official client on a server that it starts in this process."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -46,14 +47,18 @@ def test_client_trains_samples_and_ends_with_its_server_inside_a_running_loop(tm
 
 
 @pytest.mark.medium
-def test_interpreter_that_forgets_to_close_still_ends_cleanly(tmp_path):
+def test_interpreter_that_forgets_to_close_still_ends_cleanly_behind_a_dead_proxy(tmp_path):
+    dead = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9"}
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"} | dead
     script = (
         "from rl.tinker import ServiceClient\n"
         f"service = ServiceClient(backend='tiny', storage_folder={str(tmp_path)!r})\n"
         "service.create_lora_training_client('tiny', rank=4).result()\n"
         "print('ready')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
     assert "Traceback" not in done.stderr
 
