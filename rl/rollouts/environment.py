@@ -225,6 +225,7 @@ class Environments:
             for problem in problems:
                 groups.append([])
                 groups[-1] += (self._made(problem) for _ in range(num))
+                _check_distinct(groups[-1])
             for group in groups:
                 openings = [calls.open() for calls in group]
                 if any(opening != openings[0] for opening in openings):
@@ -249,6 +250,21 @@ class Environments:
         return EnvironmentCalls(
             environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s
         )
+
+
+def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
+    """Raise ValueError if episodes share an environment that keeps a state; one of a single turn has none."""
+    environments = {id(calls.environment): calls.environment for calls in group}
+    if len(environments) == len(group) or all(_has_no_state(e) for e in environments.values()):
+        return
+    raise ValueError(
+        f"two episodes of problem {shown(group[0].problem.id)} got the same environment, a "
+        f"{type(group[0].environment).__name__}: `environment` must return a new one each time"
+    )
+
+
+def _has_no_state(environment: Environment) -> bool:
+    return isinstance(environment, SingleTurn) and environment.runs_inline
 
 
 def _check_observation(observation: Any) -> Observation:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -259,6 +260,22 @@ class Quiz:
 
     async def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("kind", [SingleTurn.of, Quiz])
+def test_environment_with_a_state_is_not_shared_by_episodes(kind):
+    one = kind(PROBLEM)
+
+    async def open_two() -> None:
+        async with Environments(make=lambda problem: one).opened([PROBLEM], num=2):
+            pass
+
+    with (
+        nullcontext()
+        if kind == SingleTurn.of
+        else pytest.raises(ValueError, match="got the same environment")
+    ):
+        asyncio.run(open_two())
 
 
 def test_episodes_of_a_problem_each_get_its_data_as_the_task_made_it():

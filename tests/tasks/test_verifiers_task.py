@@ -148,6 +148,12 @@ def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
     )
 
 
+def test_episodes_of_a_task_each_get_its_data(sums):
+    problem = first(sums)
+    rewards = [played(sums, problem, problem.answer)[0].metrics["verifiers/reward"] for _ in range(3)]
+    assert rewards == [1.0] * 3
+
+
 def test_episodes_that_run_at_once_get_their_own_replies(sums):
     problems = list(islice(sums.train_problems(seed=0), 12))
 

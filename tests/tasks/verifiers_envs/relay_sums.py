@@ -3,16 +3,20 @@
 import asyncio
 
 import verifiers.v1 as vf
+from pydantic import Field
 
 
 class SumData(vf.TaskData):
     answer: str
+    hints: list[str] = Field(default_factory=lambda: ["add"])
+    """Used up by each episode."""
 
 
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=0.8)
     async def right(self, trace: vf.Trace) -> float:
         await asyncio.sleep(0)
+        self.data.hints.pop()
         return float(trace.messages[-1].content == self.data.answer)
 
     @vf.reward(weight=0.2)
