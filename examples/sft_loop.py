@@ -33,6 +33,7 @@ from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, demonstrated_completion, supervised_sample
+from rl.tasks.rows import filled_lines
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Message, OptimParams, Role, TrainingSample
@@ -41,7 +42,7 @@ from rl.types import Message, OptimParams, Role, TrainingSample
 def read_conversations(path: Path) -> list[tuple[Message, ...]]:
     """Raises ValueError, which names the line and what is wrong with it."""
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in filled_lines(path):
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)

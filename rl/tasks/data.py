@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.config.tree import check_bounds
-from rl.tasks.rows import WrittenRows, read_written_rows
+from rl.tasks.rows import WrittenRows, filled_lines, read_written_rows
 from rl.types import Problem
 from rl.utils.files import atomic_write
 
@@ -269,17 +269,23 @@ def read_pass_rates(path: str) -> dict[str, float]:
     if not file.is_file():
         raise ValueError(f"difficulty.file={path!r} is not a local file")
     rates: dict[str, float] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                entry = json.loads(line)
-                key, rate = str(entry["id"]), _checked(entry["pass_rate"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}") from error
-            if key in rates:
-                raise ValueError(f"{path}, line {number}: problem {key!r} is rated twice")
-            rates[key] = rate
+    for number, line in _named_lines(file, path):
+        try:
+            entry = json.loads(line)
+            key, rate = str(entry["id"]), _checked(entry["pass_rate"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}") from error
+        if key in rates:
+            raise ValueError(f"{path}, line {number}: problem {key!r} is rated twice")
+        rates[key] = rate
     return rates
+
+
+def _named_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
+    try:
+        yield from filled_lines(file)
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from error
 
 
 def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:

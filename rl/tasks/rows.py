@@ -50,14 +50,19 @@ class WrittenRow:
     text: str
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
 class WrittenRows:
-    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s."""
+    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s. A pickle holds the path of the copy."""
 
-    table: Any
-    """Arrow table of lines and texts."""
-    columns: Sequence[str]
-    """Needed columns; a row without one has None there."""
+    def __init__(self, copy: Path, columns: Sequence[str]) -> None:
+        """Open a copy; `columns` are the needed ones, and a row without one has None there."""
+        pa: Any = importlib.import_module("pyarrow")
+        self.copy = copy
+        self.columns = columns
+        self.table = pa.ipc.open_stream(pa.memory_map(str(copy))).read_all()
+        """Arrow table of lines and texts."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WrittenRows, (self.copy, self.columns)
 
     def column_names(self, needed: Iterable[str] = ()) -> list[str]:
         """Return the columns of the first row, or of all rows if the first lacks a needed one."""
@@ -97,7 +102,6 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
     Raises:
         ValueError: names the line that cannot be read, or the copy that cannot be written.
     """
-    pa: Any = importlib.import_module("pyarrow")
     file, is_csv = path.resolve(), path.suffix == ".csv"
     stat = file.stat()
     about = [FORMAT, str(file), path.suffix, stat.st_size, stat.st_mtime_ns, stat.st_ino]
@@ -112,7 +116,7 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
                 _write(temporary, rows)
         except OSError as error:
             raise ValueError(f"its copy {copy} cannot be written (task.cache_folder): {error}") from error
-    return WrittenRows(table=pa.ipc.open_stream(pa.memory_map(str(copy))).read_all(), columns=columns)
+    return WrittenRows(copy, columns)
 
 
 def read_object(text: str) -> dict[str, Any]:
@@ -177,6 +181,14 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                 raise ValueError(f"line {number} is not UTF-8 text: {error}") from error
 
 
+def filled_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Return the lines of a text file that are not blank, with their numbers; ValueError as `read_written_rows`.
+
+    Only a line feed ends a line: JSON may have other separators of lines in its texts.
+    """
+    return ((number, line) for number, line in _lines(file) if line.strip(WHITE))
+
+
 @contextmanager
 def _naming(line: int) -> Iterator[None]:
     try:
@@ -193,19 +205,15 @@ def _json_rows(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
     if _is_document(file, may_be_object=may_be_object):
         yield from _document_rows(file)
         return
-    for number, line in _filled_lines(file):
+    for number, line in filled_lines(file):
         with _naming(number):
             read_object(line)
         yield WrittenRow(line=number, text=line.strip(WHITE))
 
 
-def _filled_lines(file: Path) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in _lines(file) if line.strip(WHITE))
-
-
 def _is_document(file: Path, *, may_be_object: bool) -> bool:
     """Return True for a file that is one JSON text, rather than one on each line."""
-    lines = _filled_lines(file)
+    lines = filled_lines(file)
     _, first = next(lines, (0, ""))
     if first.lstrip(WHITE).startswith("["):
         return True

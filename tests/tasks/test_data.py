@@ -125,7 +125,7 @@ def test_rates_within_the_bounds_are_kept(rate, kept):
 
 
 def test_rates_that_are_written_are_read_again(tmp_path):
-    rates = {"train.jsonl:1": 0.125, 'ü "quoted"': 1.0}
+    rates = {"train.jsonl:1": 0.125, 'ü "quoted"': 1.0, "a\u2028line": 0.5}
     write_pass_rates(tmp_path / "rates.jsonl", rates)
     assert read_pass_rates(str(tmp_path / "rates.jsonl")) == rates
     assert [path.name for path in tmp_path.iterdir()] == ["rates.jsonl"]

@@ -1,12 +1,13 @@
 """Files as strangers write them: numbers as written, no types inferred, every fault with its place."""
 
 import json
+import pickle
 from itertools import islice
 
 import datasets
 import pytest
 
-from rl.tasks.data import DifficultyFilter
+from rl.tasks.data import DifficultyFilter, read_rows
 from rl.tasks.dataset import Columns, DatasetTask, is_correct
 from tests.support.scored import reply
 
@@ -180,3 +181,12 @@ def test_copy_that_cannot_be_written_names_the_setting(problems, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ValueError, match=r"rows\.jsonl cannot be read: its copy .* \(task\.cache_folder\)"):
         problems(line())
+
+
+def test_pickled_rows_are_a_path(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(line(question=f"q{i}", answer="x" * 100) + "\n" for i in range(1000)))
+    rows = read_rows(str(file), columns={"columns.question": "question"}, cache_folder=str(tmp_path))
+    pickled = pickle.dumps(rows)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[999] == rows[999] == {"question": "q999"}
