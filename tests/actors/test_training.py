@@ -16,9 +16,10 @@ from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
+from rl.tasks.fingerprint import fingerprint_problems
 from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import LoadSource, own_checkpoint
-from rl.training.checkpoint_files import DamagedCheckpointError, saved_steps
+from rl.training.checkpoint_files import DamagedCheckpointError, read_state, saved_steps
 from rl.utils.errors import RunError
 from tests.support.checkpoints import save
 from tests.support.event_files import points
@@ -121,6 +122,10 @@ def test_run_that_loses_its_trainer_goes_back_and_ends_like_an_undisturbed_one(t
     records, trainers = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
     assert [trainer.loaded for trainer in trainers] == [[], ["step-2"], ["step-2"], ["step-4"]]
     assert records == whole
+    # Every checkpoint knows the problems.
+    position = read_state(tmp_path / "lost" / "checkpoints" / "step-4").position
+    assert position is not None
+    assert position.problems == fingerprint_problems(config.task.build(), seed=config.seed)
     # TensorBoard has each point once.
     shown = points(tmp_path / "lost" / "tensorboard")
     for name in ("reward/mean", "eval/correct", "policy_version"):
