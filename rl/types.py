@@ -62,6 +62,8 @@ class Message:
 
 def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
     """Return the messages of a list, a generator or any other iterable; raise ValueError if it is none."""
+    if type(messages) is tuple:
+        return messages
     hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
     if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(messages, Iterable):
         raise ValueError(f"{name}={shown(messages)} is a {type(messages).__name__}: {hint}")

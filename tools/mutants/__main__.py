@@ -30,11 +30,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 from tools.mutants.table import MUTANTS, Mutant, find_stale
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST_SHARE = 0.95
 """Share of the faults that have to be caught."""
+NOT_RUN = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 PRELOADED = (
     "torch",
     "torch.distributed.tensor",
@@ -96,9 +99,10 @@ def run_tests(tree: Path, mutant: Mutant, *, timeout_s: float) -> str:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if failed is None and re.search(r"^\d+ passed", text, re.MULTILINE):
         return ""  # what other processes of the machine leave behind is not this fault's
-    if failed is None:
+    code = os.waitstatus_to_exitcode(status)
+    if failed is None and code in NOT_RUN:
         raise RuntimeError(f"{mutant.file}, {mutant.original!r}: the tests did not run:\n{text[-4000:]}")
-    return failed[1]
+    return f"the tests ended with status {code}" if failed is None else failed[1]
 
 
 def _run_in_fork(tree: Path, mutant: Mutant, output: Path) -> None:
@@ -115,8 +119,6 @@ def _run_in_fork(tree: Path, mutant: Mutant, output: Path) -> None:
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests", "rl")]:
             del sys.modules[name]
-        import pytest
-
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
         status = int(pytest.main([*options, "-m", mutant.marker, *mutant.tests]))
     finally:
