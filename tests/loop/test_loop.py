@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.loop.loop import LogprobMismatchError
+from rl.loop.loop import LogprobMismatchError, Loop
 from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.environment import Environments, SingleTurn
@@ -75,6 +75,26 @@ def test_group_with_a_long_sample_is_replaced_by_default():
     # The first and the third problem; the second has a sample of 42 tokens.
     prompts = {bytes(s.token_ids[:9].tolist()) for s in policy.trained[0]}
     assert prompts == {b"<10 1000>", b"<10 1002>"}
+
+
+def test_only_groups_dropped_in_a_row_stop_a_run():
+    def reply(prompt: str, sample: int) -> str:
+        return "no" if number_of(prompt) % 2 == 0 else ["no", f"[ANSWER] {number_of(prompt) + 2}"][sample % 2]
+
+    records = run_loop(
+        FakePolicy(reply=reply),
+        problems=problems(),
+        num_steps=4,
+        groups_per_batch=1,
+        drop_zero_advantage_groups=True,
+        max_empty_steps=1,
+    )
+    assert [record["groups/dropped_equal"] for record in records] == [1, 1, 1, 1]
+
+
+def test_weights_are_published_when_they_are_due_and_for_evaluations():
+    config = Loop.Config(num_steps=7, publish_every=2, eval_every=3, max_off_policy_steps=1)
+    assert [step for step in range(1, 8) if config.publishes(step)] == [2, 3, 4, 6, 7]
 
 
 def test_every_minibatch_is_one_optimizer_step():
