@@ -1,7 +1,9 @@
 """Batch-invariant mode in a real generation engine with little room, beside a real training engine. Prompts
 are read in parts of 64 tokens, requests wait for each other, and repeated prompts come from the prefix cache.
+Products are in bfloat16, those of the output head in float32.
 """
 
+import copy
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +25,7 @@ SWITCHES = {"window": 37, "global_layers": (1,), "scaling": LinearScaling(factor
 SPEC = replace(
     small_spec(family="gemma3_text", switches=SWITCHES, qkv_bias=True, o_bias=True, ffn_bias=True),
     batch_invariant=True,
+    float32_head=True,
 )
 MODEL = random_model(SPEC, seed=0)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
@@ -30,14 +33,15 @@ PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
-    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64) as served:
+    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16") as served:
         served.load(MODEL)
         yield partial(served.generate, max_tokens=20, seed=1)
 
 
 @pytest.fixture(scope="module")
 def trainer():
-    config = TrainingEngine.Config(training=TrainingConfig(max_tokens_per_microbatch=512))
+    training = TrainingConfig(max_tokens_per_microbatch=512, param_dtype="bfloat16")
+    config = TrainingEngine.Config(training=training)
     engine = TrainingEngine(config=config, model_spec=SPEC, hf_assets_path=None, world=World(), device="cpu")
     engine.policy.model.load_state_dict(MODEL.state_dict())
     return engine
@@ -100,5 +104,8 @@ def test_trainer_and_generator_logprobs_have_equal_bits_however_packed(generate,
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.0}], ids=str)
 def test_plain_sampler_gives_the_tokens_and_bits_of_the_engine(generate, trainer, settings):
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1, **settings)
-    ours = generate_plainly(trainer.policy.model, PROMPTS, sampling=sampling)
+    model = copy.deepcopy(trainer.policy.model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    ours = generate_plainly(model, PROMPTS, sampling=sampling)
     assert same(generate(PROMPTS, num_samples=2, **settings), ours)
