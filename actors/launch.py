@@ -111,10 +111,9 @@ class Launcher:
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
     ) -> str:
-        """Isolate the actors and start the hosts of a run (`Hosts.start`), before `spawn_role`.
+        """Isolate the actors, start the hosts of a run (`Hosts.start`) and return the line of `isolate`.
 
-        Returns:
-            The line of `isolate` about the actors' network.
+        Call it before `spawn_role`.
         """
         network = isolate(config, needs_network=needs_network)
         logger.info(network)

@@ -53,7 +53,7 @@ class RunHealth:
     """Lines for the user, without stacks."""
     states: dict[ProcessState, str]
     """Each process with its liveness: alive, STOPPED, dead, ended (with its run), or elsewhere (on another
-    machine)."""
+    machine, or in another container)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +145,7 @@ def _liveness(state: ProcessState) -> str:
 
 
 def _describe(state: ProcessState, how: str) -> str:
-    host = "" if state.is_here else f" on {state.host}"
+    host = "" if state.is_here else f" on {state.place}"
     version = "" if state.policy_version is None else f", version {state.policy_version}"
     return f"  {state.name:<16} {how:<9} pid {state.process.pid}{host}{version}: {state.describe()}"
 

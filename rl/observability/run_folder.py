@@ -184,7 +184,8 @@ class RunFolder:
 
     def _remove_if_new(self) -> None:
         if self._is_new and self._lock is not None:  # else another run may have locked it first
-            shutil.rmtree(self.path)
+            # NFS keeps the name of a file that is open, here the lock, so its folder is not empty until `close`.
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
@@ -209,9 +210,9 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{path} holds {_describe_run(path, status)} or --overwrite to replace it")
-    if path.is_symlink():
+    if path.is_symlink() and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve():
         raise ValueError(
-            f"{path} is a link to the folder of a run, {path.resolve()}, which --overwrite would replace; "
+            f"{path} is a link to the folder of another run, {path.resolve()}, which --overwrite would replace; "
             "give the name of that folder, or choose another name"
         )
 

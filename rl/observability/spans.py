@@ -36,7 +36,7 @@ from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
 from rl.utils.files import BoundedFile, parse_json, read_regular
 from rl.utils.printing import visible
-from rl.utils.processes import ProcessId, identify
+from rl.utils.processes import ProcessId, identify, pid_namespace
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -122,6 +122,7 @@ class SpanRecorder:
                 "host": socket.gethostname(),
                 "pid": process.pid,
                 "start_ticks": process.start_ticks,
+                "pid_namespace": pid_namespace(),
                 "clock_offset_s": self._offset_s,
             }
             self._process = json.dumps(identity)[1:-1]
@@ -300,6 +301,8 @@ class ProcessState:
     changed_s: float
     """Time at which a span last began or ended."""
     failed: FailedSpan | None
+    pid_namespace: int | None = None
+    """Namespace of the pid; None if unknown."""
 
     @property
     def name(self) -> str:
@@ -307,8 +310,14 @@ class ProcessState:
 
     @property
     def is_here(self) -> bool:
-        """True for a process of this machine."""
-        return self.host == socket.gethostname()
+        """True for a process of this machine, of which this process sees the pid."""
+        return self.host == socket.gethostname() and self.pid_namespace in (None, pid_namespace())
+
+    @property
+    def place(self) -> str:
+        """Machine of the process; a container with the network of its machine may have the machine's name."""
+        is_apart = self.host == socket.gethostname() and not self.is_here
+        return f"{self.host}, in another container" if is_apart else self.host
 
     def age_s(self, at_s: float) -> float:
         """Return the seconds since one of this state's times."""
@@ -364,10 +373,11 @@ def _state(record: dict[str, Any], *, name: str) -> ProcessState:
             _integer(record["pid"], at_least=1, at_most=_MAX_PID), _integer(record["start_ticks"])
         ),
         clock_offset_s=_number(record["clock_offset_s"]),
-        policy_version=_version(record["policy_version"]),
+        policy_version=_optional_integer(record["policy_version"]),
         open=tuple(_open_span(span) for span in record["open"]),
         changed_s=_number(record["changed_s"]),
         failed=None if failed is None else _failed_span(failed),
+        pid_namespace=_optional_integer(record.get("pid_namespace")),
     )
 
 
@@ -375,7 +385,7 @@ def _open_span(span: dict[str, Any]) -> OpenSpan:
     return OpenSpan(
         name=_text(span["name"]),
         num=_integer(span["num"]),
-        version=_version(span["version"]),
+        version=_optional_integer(span["version"]),
         since_s=_number(span["since_s"]),
     )
 
@@ -396,7 +406,7 @@ def _integer(value: object, *, at_least: int = 0, at_most: int = 2**63 - 1) -> i
     return value
 
 
-def _version(value: object) -> int | None:
+def _optional_integer(value: object) -> int | None:
     return None if value is None else _integer(value)
 
 

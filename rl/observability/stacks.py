@@ -82,7 +82,7 @@ def stop_writing_stacks() -> None:
 async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = REQUEST_S) -> str:
     """Return the stacks of a process of this machine, or one line that says why there are none."""
     if not state.is_here:
-        return f"no stacks: it runs on {state.host}"
+        return f"no stacks: it runs on {state.place}"
     activity = kernel_state(state.process)
     if activity is None or not is_alive(state.process):
         return "no stacks: the process is dead"

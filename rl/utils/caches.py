@@ -52,7 +52,8 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
     """Set the folders of compiled code where the environment names none, for this process and its children.
 
     Returns:
-        A sentence for each folder that the user has set and that is somebody else's.
+        A sentence for each folder that the user has set and that is somebody else's, and one if compiled code goes
+        with this process.
     """
     warnings = [
         f"{name}={environment[name]}: others can write there ({fault}), and their code would run as you"
@@ -61,9 +62,14 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
     ]
     if all(environment.get(name) for name in IN_TMP):
         return warnings
-    folder, names = _private_folder(environment), IN_TMP
-    if folder is None:
+    try:
+        folder, names = _private_folder(environment), IN_TMP
+    except (OSError, RuntimeError, ValueError) as error:
         folder, names = _temporary_folder(), IN_TMP | IN_HOME
+        warnings.append(
+            f"each run compiles its code again, as the user's caches cannot keep it ({error}): "
+            "set XDG_CACHE_HOME to a folder that only you can write"
+        )
     for name, inside in names.items():
         if not environment.get(name):
             environment[name] = str(folder / inside)
@@ -75,8 +81,12 @@ def find_fault(folder: Path) -> str | None:
 
     A folder that does not exist is judged by those above it, where it will be made.
     """
-    absolute = folder.expanduser().absolute()
-    for path in (*_links_to(absolute), absolute.resolve()):
+    try:
+        absolute = folder.expanduser().absolute()
+        paths = (*_links_to(absolute), absolute.resolve())
+    except (OSError, RuntimeError) as error:  # closed to this user, an unknown ~user, a circle of links
+        return str(error)
+    for path in paths:
         for part in (path, *path.parents):
             try:
                 status = part.lstat()
@@ -106,22 +116,23 @@ def _trusted_users() -> set[int]:
     return users
 
 
-def _private_folder(environment: Mapping[str, str]) -> Path | None:
-    """Make the folder under the user's caches; return None if it cannot be private there."""
-    given, home = environment.get("XDG_CACHE_HOME", ""), Path("~").expanduser()
-    caches = Path(given) if given.startswith("/") else home / ".cache"
-    if not caches.is_absolute():  # a user without a home
-        return None
+def _private_folder(environment: Mapping[str, str]) -> Path:
+    """Make the folder under the user's caches; raise OSError, RuntimeError or ValueError if it cannot be used."""
+    given = environment.get("XDG_CACHE_HOME", "")
+    caches = Path(given) if given.startswith("/") else Path("~").expanduser() / ".cache"
+    if not caches.is_absolute():
+        raise ValueError(f"HOME={os.environ.get('HOME')!r} is not a folder")
     folder = caches / "relay" / COMPILED
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.is_symlink() or folder.lstat().st_uid != os.getuid() or not folder.is_dir():
-            return None
-        folder.chmod(0o700)
-        if find_fault(folder) is not None or not os.access(folder, os.W_OK | os.X_OK):
-            return None
-    except (OSError, RuntimeError):
-        return None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+        raise ValueError(f"{folder} is a link or belongs to another user")
+    folder.chmod(0o700)
+    if (fault := find_fault(folder)) is not None:
+        raise ValueError(fault)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written")
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # compiled code is loaded from there
+        raise ValueError(f"{folder} is mounted noexec")
     return folder
 
 

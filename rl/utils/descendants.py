@@ -15,10 +15,12 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from typing import NoReturn
 
@@ -30,15 +32,13 @@ _POLL_S = 0.005
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class _StopRequestedError(BaseException):
-    """Raised in the guard by SIGTERM."""
-
-
 def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
-    """Run `work` in a forked child until it ends, the parent ends or SIGTERM comes; then end all descendants.
+    """Run `work` in a forked child until it ends, the parent ends or sends SIGTERM; then end all descendants.
 
     Called in the main thread of a process that multiprocessing has spawned for this, which ends with the child's
     exit code. `release` frees in the guard what only the child needs, such as its end of a pipe.
+
+    SIGTERM of anybody but the parent has no effect on both: a scheduler sends it to every process of a run.
     """
     _Guard().run(work, release=release)
 
@@ -55,11 +55,11 @@ class _Guard:
 
     def run(self, work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `_hear` takes it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             # A terminal sends these to all of its processes. The parent decides what they mean.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, _stop)
             signal.signal(signal.SIGCHLD, self._reap)
             _set_option(_PR_SET_CHILD_SUBREAPER, 1)
             guard = os.getpid()
@@ -68,22 +68,27 @@ class _Guard:
                 _work(work, guard=guard)
             release()
             self._wait()
-        except _StopRequestedError:
-            pass
         except BaseException:  # noqa: BLE001  (reported here: nobody is above)
             traceback.print_exc()
             self._statuses[self._worker] = 1 << 8
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             _end_descendants()
             _end_like(self._statuses.get(self._worker, 0))
 
     def _wait(self) -> None:
-        """Wait until the worker or the parent has ended."""
+        """Wait until the worker or the parent has ended, or the parent asks for the end."""
+        asked, ask = os.pipe()
+        threading.Thread(target=self._hear, args=(ask,), daemon=True).start()
         with suppress(ProcessLookupError):  # one of them has ended already
-            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent)]
+            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent), asked]
             if os.getppid() == self._parent:  # and the pid is not yet another process's
                 wait(ends)
+
+    def _hear(self, ask: int) -> None:
+        """Close the pipe at a SIGTERM of the parent; handlers are not told who has sent a signal."""
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != self._parent:
+            pass
+        os.close(ask)
 
     def _reap(self, *_: object) -> None:
         """Forget children that have ended, which are zombies until then."""
@@ -93,15 +98,14 @@ class _Guard:
                     self._statuses[ended[0]] = ended[1]
 
 
-def _stop(*_: object) -> NoReturn:
-    raise _StopRequestedError
-
-
 def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
     """Run `work` in the worker, which dies with the guard."""
     code = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        # What the worker starts ends by SIGTERM as usual: a pool ends its processes so, and a command gets no handlers.
+        os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:  # The guard may have died before the option was set.

@@ -41,6 +41,13 @@ def identify(pid: int) -> ProcessId | None:
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
 
+def pid_namespace() -> int | None:
+    """Return the number of the namespace in which pids count for this process: a container has its own."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return None
+
+
 def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 

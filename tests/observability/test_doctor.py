@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import unicodedata
@@ -188,6 +189,15 @@ def test_run_that_was_stopped_and_resumed_is_judged_anew(watched):
     assert health.problems == ("the controller is dead, and the run has not finished",)
 
 
+def test_process_of_another_container_with_the_name_of_this_machine_is_not_taken_for_dead(watched, capsys):
+    """Its pid is nobody's here, or that of somebody else."""
+    watched.record("controller", pid_namespace=1, pid=2**22, start_ticks=1)
+    assert doctor.main([str(watched.run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"pid {2**22} on {socket.gethostname()}, in another container: idle" in shown
+    assert f"no stacks: it runs on {socket.gethostname()}, in another container" in shown
+
+
 # Folders from elsewhere
 
 
@@ -257,6 +267,7 @@ ODD: tuple[object, ...] = (True, -1, 0, 2**40, "1", None, 1.5, [], {})
         ("clock_offset_s", (None, "1", float("nan"), float("inf"), True)),
         ("changed_s", (None, float("nan"))),
         ("policy_version", (True, "1", -1)),
+        ("pid_namespace", (True, "1", -1)),
         ("open", (None, [1], [{"name": 1, "num": 1, "version": None, "since_s": 1.0}], [{"name": "x"}])),
         ("failed", (1, {}, {"name": "x", "error": None, "at_s": 1.0})),
     ],

@@ -1,4 +1,5 @@
 import datetime
+import errno
 import json
 import os
 import subprocess
@@ -148,11 +149,11 @@ def test_start_that_was_killed_at_once_blocks_no_later_one(tmp_path):
     RunFolder.create(tmp_path, "run", overwrite=True).close()
 
 
-def test_run_is_never_replaced_through_a_link_to_its_folder(tmp_path):
+def test_run_is_never_replaced_through_a_link_of_another_run(tmp_path):
     with RunFolder.create(tmp_path, "try-3") as folder:
         folder.metrics.write_text("{}\n")
     (tmp_path / "latest").symlink_to(folder.path)
-    says = f"latest is a link to the folder of a run, {folder.path}, which --overwrite would replace"
+    says = f"latest is a link to the folder of another run, {folder.path}, which --overwrite would replace"
     with pytest.raises(ValueError, match=says):
         RunFolder.create(tmp_path, "latest", overwrite=True)
     assert folder.metrics.read_text() == "{}\n"
@@ -160,6 +161,29 @@ def test_run_is_never_replaced_through_a_link_to_its_folder(tmp_path):
     (tmp_path / "new").symlink_to(tmp_path / "big-disk")
     with RunFolder.create(tmp_path, "new"):
         assert read_status(tmp_path / "big-disk") == "running"
+
+
+def test_run_whose_own_folder_is_a_link_to_a_bigger_disk_is_replaced_there(tmp_path):
+    for link in (tmp_path / "outputs", tmp_path / "outputs" / "run"):
+        (disk := tmp_path / f"disk-{link.name}" / "any").mkdir(parents=True)
+        link.symlink_to(disk)
+    for is_again in (False, True):
+        with RunFolder.create(tmp_path / "outputs", "run", overwrite=is_again) as folder:
+            assert list(disk.glob("metrics.jsonl")) == []
+            folder.metrics.write_text("{}\n")
+    assert folder.path.is_symlink()
+
+
+def test_refusal_is_told_on_a_file_system_that_keeps_the_names_of_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "rmdir", fail_to_remove)
+    inside = {"policy.hf_path": tmp_path / "run" / "model"}
+    with pytest.raises(ValueError, match="lies in the folder"):
+        RunFolder.create(tmp_path, "run", inputs=inside)
+    RunFolder.create(tmp_path, "run").close()
+
+
+def fail_to_remove(path, **_):
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
 
 def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):

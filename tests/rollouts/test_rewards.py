@@ -145,6 +145,19 @@ def test_killed_parent_leaves_nothing_running(tmp_path):
     assert are_gone(pids)
 
 
+def test_sigterm_for_all_processes_of_a_run_leaves_this_one_to_its_parent(driven):
+    """The controller finishes its step then, for which it needs rewards."""
+    process = driven.start()
+    guard = psutil.Process(process.pid)
+    below = guard.children()
+    assert len(below) == 1
+    subprocess.run(["kill", "-TERM", *(str(p.pid) for p in (guard, *below))], check=True)
+    (scores,) = driven.score([replied("1"), replied("use_pool"), replied("1")])
+    assert not any(failed(scores))
+    assert driven.start().pid == process.pid
+    assert guard.children() == below
+
+
 def test_async_functions_of_several_calls_overlap(mixed):
     groups = mixed.score_each(*([replied("1", question="meet 4")] for _ in range(4)))
     assert [s.reward for (s,) in groups] == [111.0] * 4

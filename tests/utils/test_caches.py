@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,8 +51,20 @@ def test_folders_that_the_user_has_set_stay(home, tmp_path):
     assert made["TRITON_CACHE_DIR"].is_relative_to(home)
 
 
-@pytest.mark.parametrize("what", ["open", "open parent", "file", "link", "of somebody else", "no home"])
-def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("open", "everybody can write into {home}"),
+        ("open parent", "everybody can write into {kept.parent}"),
+        ("file", "[Errno 17] File exists: '{kept}'"),
+        ("link", "{kept} is a link or belongs to another user"),
+        ("of somebody else", "{kept} is a link or belongs to another user"),
+        ("noexec", "{kept} is mounted noexec"),
+        ("relative home", "HOME='relative' is not a folder"),
+        ("no home", "Could not determine home directory."),
+    ],
+)
+def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, monkeypatch, what, fault):
     kept = home / ".cache" / "relay" / "compiled"
     kept.parent.mkdir(parents=True)
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -66,10 +79,21 @@ def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, m
         os.chown(kept, NOBODY, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 1)
     elif what == "open":
         home.chmod(0o777)
-    else:
+    elif what == "noexec":
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    elif what == "relative home":
         monkeypatch.setenv("HOME", "relative")
+    else:  # a container's user without an entry in /etc/passwd
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.setattr("atexit.register", lambda function: None)
-    made = folders()
+    environment: dict[str, str] = {}
+    (warning,) = use_private_caches(environment)
+    assert warning.startswith("each run compiles its code again, as the user's caches cannot keep it (")
+    assert warning.endswith(
+        f"{fault.format(home=home, kept=kept)}): set XDG_CACHE_HOME to a folder that only you can write"
+    )
+    made = {name: Path(value) for name, value in environment.items()}
     assert set(made) == {*IN_TMP, *IN_HOME}
     (fresh,) = {path.parent for path in made.values()}
     assert not fresh.is_relative_to(home)
@@ -92,6 +116,18 @@ def test_folder_of_the_user_where_others_write_is_named(home, tmp_path):
     (given / "inductor").mkdir()
     assert find_fault(given / "inductor") is None
     assert find_fault(given) is not None
+
+
+def test_folder_that_cannot_be_examined_is_a_fault(tmp_path, monkeypatch):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert "circle" in str(find_fault(tmp_path / "circle" / "inside"))
+    assert find_fault(Path("~nobody-of-this-name/triton")) == "Could not determine home directory."
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+    assert "Permission denied" in str(find_fault(tmp_path / "closed" / "inside"))
+
+
+def refuse(path):
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_link_on_the_way_that_somebody_else_can_change_is_a_fault(tmp_path):
