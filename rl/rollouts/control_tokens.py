@@ -23,6 +23,12 @@ TRIMMED: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lst
 """Changes that chat templates make to a message without changing its words."""
 _MARKUP = re.compile(r"[<\[{◁].*[>\]}▷]", re.DOTALL)
 """Form of a token that is no word and no white space, for tokens that are not marked as special."""
+_CLOSING_TAG = re.compile(r"</[\w-]+>|\[/[\w-]+\]")
+"""Form of a token that closes a part of a reply, such as `</answer>` and `</tool_call>`."""
+
+
+class RefusedMessageError(ValueError):
+    """A message contains the text of a special token, and cannot be encoded without that token."""
 
 
 class Fragment(NamedTuple):
@@ -60,11 +66,17 @@ def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
 
 
 def end_tokens(tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]) -> dict[str, int]:
-    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end replies, by text."""
+    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end replies, by text.
+
+    A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the part has no end.
+    """
     added = added_tokens(tokenizer)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     chosen = {end_token_id, *(getattr(tokenizer, name, None) for name in names)}
-    chosen |= {token_id for token_id in stop_token_ids if token_id in added and added[token_id][1]}
+    for token_id in stop_token_ids:
+        text, special = added.get(token_id, ("", False))
+        if special and not _CLOSING_TAG.fullmatch(text):
+            chosen.add(token_id)
     return {added[token_id][0]: token_id for token_id in chosen if token_id in added}
 
 
@@ -116,7 +128,7 @@ class ControlTokens:
         """Return the tokens of a text in which only the template's own fragments may contain these tokens.
 
         Raises:
-            ValueError: the tokenizer has no other way to write a token's text.
+            RefusedMessageError: the tokenizer has no other way to write a token's text.
         """
         text = "".join(
             fragment.text if fragment.is_content else self._with_stand_ins(fragment.text)
@@ -129,7 +141,7 @@ class ControlTokens:
         forbidden = self.token_ids - {getattr(self.tokenizer, "unk_token_id", None)}
         if brought_in := forbidden.intersection(encoded):
             names = sorted(token for token, token_id in self.ids.items() if token_id in brought_in)
-            raise ValueError(
+            raise RefusedMessageError(
                 f"the text of the special token {names[0]!r} stands in a message, and the tokenizer of "
                 f"{self.tokenizer.name_or_path} has no other tokens for it: remove the text"
             )
@@ -173,13 +185,19 @@ class ControlTokens:
 
             backend = getattr(self.tokenizer, "backend_tokenizer", None)
             if backend is None:
-                raise ValueError(
+                raise RefusedMessageError(
                     f"the text of a special token stands in a message, and the tokenizer of "
                     f"{self.tokenizer.name_or_path} cannot read it as ordinary characters: remove it"
                 )
             settings = json.loads(backend.to_str())
             for token in settings["added_tokens"]:
                 token["special"] = token["content"] in self.ids
+            if settings["model"]["type"] == "Unigram":
+                # Such a vocabulary has these texts as words, too; ids are places in it.
+                vocabulary = settings["model"]["vocab"]
+                for token_id in self.token_ids - {settings["model"].get("unk_id")}:
+                    if token_id < len(vocabulary):
+                        vocabulary[token_id][0] = f"<{self._nonce}-{token_id}>"
             self._copy = Tokenizer.from_str(json.dumps(settings))
             self._copy.no_truncation()
             self._copy.no_padding()
@@ -190,10 +208,10 @@ class ControlTokens:
 def split_rendering(
     messages: Sequence[Message], *, render: Callable[[Sequence[Message]], str], control: ControlTokens
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation, those messages apart that contain a token's text.
+    """Return the fragments of a rendered conversation, with everything apart that could bring in a token.
 
     Raises:
-        ValueError: the template changes such a message, so that it cannot be found again.
+        RefusedMessageError: the template changes such a message, so that it cannot be found again.
     """
     unsafe = {number for number, m in enumerate(messages) if control.first_in(m.content) is not None}
     # Otherwise two messages in a row make a token together.
@@ -210,12 +228,51 @@ def split_rendering(
         content = _find_content(text, messages[int(number)].content, after=after, position=position)
         fragments += [Fragment(content, True), Fragment(after, False)]
         position += len(content) + len(after)
-    if "".join(fragment.text for fragment in fragments) != text:
-        token = next(filter(None, (control.first_in(m.content) for m in messages)), "")
-        raise ValueError(
-            f"the template changes a message that contains the text of the special token {token!r}, so that the "
-            "message cannot be read apart from it: remove the text, or choose another renderer.kind"
-        )
+    if _join(fragments) == text:
+        return fragments
+
+    framing = [before, *rest[1::2]]
+    # The template changes a message, such as quotes for JSON. The text of the token itself may be found again.
+    fragments = _split_at_tokens(messages, render=render, control=control)
+    own = [fragment.text for fragment in fragments if not fragment.is_content]
+    if _join(fragments) == text and _tokens_of(own, control) == _tokens_of(framing, control):
+        return fragments
+    # The template may also take out the text of the token, such as that of thoughts in earlier replies.
+    if _tokens_of([text], control) == _tokens_of(framing, control):
+        return [Fragment(text, False)]
+    token = next(filter(None, (control.first_in(m.content) for m in messages)), "")
+    raise RefusedMessageError(
+        f"the template changes a message that contains the text of the special token {token!r}, so that the "
+        "message cannot be read apart from it: remove the text, or choose another renderer.kind"
+    )
+
+
+def _join(fragments: Sequence[Fragment]) -> str:
+    return "".join(fragment.text for fragment in fragments)
+
+
+def _tokens_of(texts: Iterable[str], control: ControlTokens) -> list[str]:
+    return [token for text in texts for _, token in control.find(text)]
+
+
+def _split_at_tokens(
+    messages: Sequence[Message], *, render: Callable[[Sequence[Message]], str], control: ControlTokens
+) -> list[Fragment]:
+    """Return the fragments of a rendered conversation in which the text of each token in a message is one."""
+    nonce = secrets.token_hex(8)
+    tokens: list[str] = []
+    marked = []
+    for m in messages:
+        parts, end = [], 0
+        for start, token in control.find(m.content):
+            parts += [m.content[end:start], f"{nonce}-{len(tokens)}-"]
+            tokens.append(token)
+            end = start + len(token)
+        marked.append(replace(m, content="".join([*parts, m.content[end:]])))
+    before, *rest = re.split(rf"{nonce}-(\d+)-", render(marked))
+    fragments = [Fragment(before, False)]
+    for number, after in zip(rest[::2], rest[1::2], strict=True):
+        fragments += [Fragment(tokens[int(number)], True), Fragment(after, False)]
     return fragments
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rl.protocols import Rewarder
 from rl.rollouts.advantage import OverlongPunishment
+from rl.rollouts.control_tokens import RefusedMessageError
 from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import PromptTooLongError
 from rl.rollouts.rubric import OVERLONG
@@ -41,11 +42,13 @@ class Group:
     number: int
     """Number of the problem in the task's order."""
     rollouts: list[Rollout]
-    """[G]; empty if the prompt was too long."""
+    """[G]; empty if the prompt was too long, or refused."""
     scores: list[Score]
     """[G]."""
     generated_at: float = 0.0
     """Time on the event loop's clock at which the last token arrived."""
+    is_refused: bool = False
+    """True if the renderer refused a text in the prompt."""
     scored: list[ScoredRollout] = field(init=False)
     """[<=G], without failed rollouts and scores."""
 
@@ -111,11 +114,14 @@ class RolloutWorker:
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
             (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
-        except PromptTooLongError as error:
-            if not self.drop_long_prompts:
+        except (PromptTooLongError, RefusedMessageError) as error:
+            is_refused = isinstance(
+                error, RefusedMessageError
+            )  # by one text among many, which must not end a run
+            if not (is_refused or self.drop_long_prompts):
                 raise
             logger.warning("%s; it is left out", error)
-            return Group(number=number, rollouts=[], scores=[], generated_at=now_s())
+            return Group(number=number, rollouts=[], scores=[], generated_at=now_s(), is_refused=is_refused)
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.rewarder.score([rollouts])

@@ -66,7 +66,7 @@ class NumberedProblems:
 def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | None) -> DropReason | None:
     """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
     if not group.rollouts:
-        return "long_prompt"
+        return "failed" if group.is_refused else "long_prompt"
     if not group.scored:
         return "failed"
     if max_sample_tokens is not None:

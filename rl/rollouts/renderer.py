@@ -21,6 +21,7 @@ from rl.models.tokenizer import IM_END, IM_START, tokens_before_text
 from rl.rollouts.control_tokens import (
     ControlTokens,
     Fragment,
+    RefusedMessageError,
     end_tokens,
     special_tokens,
     split_rendering,
@@ -99,8 +100,11 @@ class Renderer:
         """Tokens that begin and end turns, which are no part of a reply."""
         self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
+        # A mark that a turn's token follows is only mentioned, such as by an instruction after the question.
+        mentions = self._turns.first_in(template.opens_thought) is not None
+        self._prefilled = "" if mentions else template.opens_thought
         self._opened: tuple[np.ndarray | None, str] = (None, "")
-        """Prompt that was asked for last, and the mark of the thought that it opened."""
+        """Prompt that was asked for last, and the thought that it opened."""
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
         """Return [N] int32: the messages, with a system message, up to the beginning of the reply."""
@@ -146,7 +150,7 @@ class Renderer:
         """Decode a completion, without the tokens of turns at its beginning and end.
 
         Everything else that the model wrote stays, other special tokens too. If its prompt ended in an opened thought,
-        the text begins with that mark, so that readers can tell the thought from the answer.
+        the text begins with that thought, so that readers can tell it from the answer.
         """
         of_turns = self._turns.token_ids
         start, end = 0, len(token_ids)
@@ -172,12 +176,14 @@ class Renderer:
         return np.asarray(self._control.encode(fragments), dtype=np.int32)
 
     def _opened_thought(self, prompt_ids: np.ndarray | None) -> str:
-        """Return the mark of the thought in which a prompt ends, with the white space after it; or nothing."""
+        """Return the thought in which a prompt ends, from its mark on; or nothing."""
         if prompt_ids is None:
             return ""
         known_ids, opened = self._opened
         if prompt_ids is not known_ids:  # the samples of a group share one prompt
-            opened = opened_thought(self._decode(prompt_ids[-MAX_MARK_TOKENS:]))
+            end = self._decode(prompt_ids[-MAX_MARK_TOKENS - len(self._prefilled) :])
+            opened = self._prefilled if end.endswith(self._prefilled) else ""
+            opened = opened or opened_thought(end)
             self._opened = (prompt_ids, opened)
         return opened
 
@@ -229,11 +235,17 @@ class PromptTooLongError(ValueError):
 def render_prompt(
     problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
 ) -> Prompt:
-    """Render the opening messages of a problem; raise PromptTooLongError if they leave no room for a reply."""
+    """Render the opening messages of a problem.
+
+    Raises:
+        PromptTooLongError: they leave no room for a reply.
+        RefusedMessageError: one contains the text of a special token, and cannot be encoded without that token.
+    """
     try:
         token_ids = renderer.opening(messages)
     except ValueError as error:
-        raise ValueError(f"the prompt of problem {problem.id!r}: {error}") from error
+        kind = RefusedMessageError if isinstance(error, RefusedMessageError) else ValueError
+        raise kind(f"the prompt of problem {problem.id!r}: {error}") from error
     if len(token_ids) > max_tokens:
         raise PromptTooLongError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "

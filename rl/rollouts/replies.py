@@ -85,14 +85,24 @@ def opened_thought(prompt: str) -> str:
     return "" if opened is None else opened.group()
 
 
+def thought_left_open(text: str) -> str:
+    """Return the end of a text from the mark of its open thought on; empty if no thought is open."""
+    for part in split_reply(text)[-1:]:
+        if not part.is_closed:
+            start = len(text) - len(part.text)
+            mark = next(mark for mark in THOUGHT_MARKS if text.endswith(mark, 0, start))
+            return text[start - len(mark) :]
+    return ""
+
+
 def continue_thought(reply: str, opened: str) -> str:
     """Return what a model writes after a prompt that ends in `opened`, so that both together are the reply.
 
-    A reply without any thought first closes the one that the prompt opened.
+    `opened` begins with the mark of a thought. A reply without any thought first closes the one that the prompt opened.
     """
     if not opened:
         return reply
-    mark = opened.rstrip()
+    mark = next(mark for mark in THOUGHT_MARKS if opened.startswith(mark))
     repeated = reply.lstrip()
     if repeated.startswith(mark):
         return repeated.removeprefix(opened).removeprefix(mark)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from jinja2 import TemplateError
 
 from rl.models.tokenizer import IM_END, IM_START
+from rl.rollouts.replies import thought_left_open
 from rl.types import Message
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
@@ -39,6 +40,7 @@ class RawText:
     separator: str = "\n"
     """Text between messages, and between a reply and the next message."""
     tool_framing: ClassVar[str] = ""
+    opens_thought: ClassVar[str] = ""
 
     @property
     def framing(self) -> str:
@@ -66,6 +68,7 @@ class ChatML:
     end_of_turn: ClassVar[str] = IM_END
     framing: ClassVar[str] = f"{IM_START}{IM_END}"
     tool_framing: ClassVar[str] = "<tool_response></tool_response>"
+    opens_thought: ClassVar[str] = ""
 
     reply_begins: str = ""
     """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
@@ -120,10 +123,12 @@ class TokenizerTemplate:
                 f"renderer.thinking=False: {self.name} does not read enable_thinking; choose renderer.kind=qwen3"
             )
         self.options = {"enable_thinking": thinking} if reads_thinking else {}
-        if ASKED.content not in self.opening([SYSTEM, ASKED] if system else [ASKED]):
+        opening = self.opening([SYSTEM, ASKED] if system else [ASKED])
+        if ASKED.content not in opening:
             raise ValueError(
                 f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
             )
+        self.opens_thought = thought_left_open(opening.rpartition(ASKED.content)[2])
         self.framing = self._find_framing([SYSTEM, ASKED, REPLIED, ASKED_AGAIN]) or self._find_framing(
             [ASKED, REPLIED, ASKED_AGAIN]
         )
@@ -235,4 +240,5 @@ class TokenizerTemplate:
 Template = RawText | ChatML | TokenizerTemplate
 """Turns messages into text that only grows: `opening` renders messages up to the beginning of the reply, `continuation`
 what follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token. `framing` and
-`tool_framing` are texts with the tokens that it writes around the messages of people and model, and of tools."""
+`tool_framing` are texts with the tokens that it writes around the messages of people and model, and of tools.
+Every reply begins with `opens_thought`: the mark of a thought and perhaps its first words, or nothing."""

@@ -184,6 +184,16 @@ def test_a_prompt_that_is_too_long_stops_the_run_or_is_replaced():
     assert [len(samples) for samples in policy.trained] == [8]
 
 
+def test_a_prompt_with_a_text_that_is_refused_is_replaced(caplog):
+    refused = replace(PROBLEM, id="nul", question="1\0" + "2")
+    problems = iter([refused, PROBLEM, PROBLEM])
+    (record,) = run_loop(FakePolicy(reply=half_right), problems=problems)
+    assert record["groups/dropped_failed"] == 1
+    assert record["groups/dropped_long_prompt"] == 0
+    (message,) = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert message.startswith("the prompt of problem 'nul': ")
+
+
 def test_a_task_without_enough_problems_stops_the_run():
     run_loop(FakePolicy(reply=half_right), num_steps=2, problems=repeat(PROBLEM, 4))  # just enough
     says = r"^step 2: the task's training problems are used up: 1 are left, but a step takes "
