@@ -1,6 +1,6 @@
 """Checks of a folder that somebody gives as a model's: what it is, and whether its files lie in it.
 
-A folder from elsewhere may hold links to any file of this machine, which would become the prompt and the export.
+A folder from elsewhere may hold links to any file of this machine, whose text would become the prompt and the export.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates, in a model's folder."""
-_READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.safetensors", "*.gguf", "*.tiktoken")
+_TEXTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.model.v*", "*.gguf", "*.tiktoken")
+_WEIGHTS = "*.safetensors"
 """Files that relay, transformers or vLLM read."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
@@ -43,7 +44,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a pipeline of diffusers, which makes images: give the folder of a language model",
     ),
     (
-        ("config_sentence_transformers.json", "sentence_bert_config.json"),
+        ("[0-9]_Pooling", "sentence_bert_config.json"),
         "a model of sentence-transformers, which has no output head and writes no text: give the folder of a language "
         "model",
     ),
@@ -80,7 +81,8 @@ _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 def check_links(folder: Path) -> None:
     """Raise ValueError for a link that leaves the folder, and for a pipe or device in place of a file.
 
-    The folder itself may be a link. In the hub's cache, links lead to the `blobs` of the same model.
+    The folder itself may be a link, and so may safetensors, from which nothing but tensors is read. In the hub's cache,
+    links lead to the `blobs` of the same model.
     """
     real = Path(os.path.realpath(folder))
     roots = [
@@ -89,17 +91,21 @@ def check_links(folder: Path) -> None:
     ]
     templates = folder / CHAT_TEMPLATES
     try:
-        files = [file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in _READ)]
+        files = [
+            file
+            for file in folder.iterdir()
+            if any(fnmatch(file.name, pattern) for pattern in (*_TEXTS, _WEIGHTS))
+        ]
         if templates.is_dir() or templates.is_symlink():
             files += [templates, *templates.glob("*")]
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
     for file in files:
         target = Path(os.path.realpath(file))
-        if not any(target.is_relative_to(root) for root in roots):
+        if not (fnmatch(file.name, _WEIGHTS) or any(target.is_relative_to(root) for root in roots)):
             raise ValueError(
-                f"{file} is a link that leaves its folder, to {target}: a folder's files must lie in it: copy the "
-                "folder with `cp -rL` if the link is meant"
+                f"{file} is a link that leaves its folder, to {target}: only safetensors may lie elsewhere: if the "
+                "link is meant, put a copy of the file in its place"
             )
         if not target.exists():
             raise ValueError(
@@ -172,10 +178,10 @@ def check_model_folder(folder: Path) -> None:
 
 def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
     """Raise ValueError for a folder that other programs take for something else."""
-    if ADAPTER_CONFIG in names:
+    if adapters := [name for name in names if name.startswith("adapter_model.")]:
         raise ValueError(
-            f"{folder} holds a model ({SINGLE_FILE}) and an adapter ({ADAPTER_CONFIG}), which transformers would put "
-            "on another model: move one of them into a folder of its own"
+            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), which programs read otherwise: "
+            "move one of them into a folder of its own"
         )
     if kind := _kind(names, _NO_LANGUAGE_MODELS):
         raise ValueError(f"{folder} is {kind}")

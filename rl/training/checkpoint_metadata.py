@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -44,6 +46,10 @@ _RECORDS = frozenset(
     }
 )
 """Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and dtypes."""
+_LOAD: Any = pickle._Unpickler.dispatch
+"""Methods by code of a pickle."""
+_UNUSED_CODES = pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
+"""Codes of a pickle, not used by checkpoints, that hash content or take memory before there is any."""
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -57,6 +63,7 @@ _MALFORMED = (
     RecursionError,
     TypeError,
     ValueError,
+    struct.error,
 )
 """What an unpickler raises for content that is no pickle, or one of other objects."""
 
@@ -117,8 +124,15 @@ class _Record:
         self.fields = fields
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that makes records of known classes, and refuses all others."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickler that makes records of known classes, and refuses all others.
+
+    The one in Python: only there keys can be checked before they are hashed, which takes for ever for tuples that hold
+    one tuple twice, which holds another twice, and so on.
+    """
+
+    dispatch: ClassVar[Any] = {code: load for code, load in _LOAD.items() if code not in _UNUSED_CODES}
+    stack: list[Any]
 
     def __init__(self, content: bytes, *, file: Path) -> None:
         super().__init__(BytesIO(content))
@@ -137,26 +151,42 @@ class _Unpickler(pickle.Unpickler):
             "which is not run: it was damaged, or made to attack you; load no file of its folder"
         )
 
+    def _set_item(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        _LOAD[pickle.SETITEM[0]](self)
+
+    def _set_items(self) -> None:
+        _check_keys(self.stack[::2])
+        _LOAD[pickle.SETITEMS[0]](self)
+
+    dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
+
     def persistent_load(self, _: Any) -> NoReturn:
         raise pickle.UnpicklingError("it refers to an object outside of the file")
+
+
+def _check_keys(keys: Sequence[Any]) -> None:
+    if odd := [type(key).__name__ for key in keys if not isinstance(key, str | _Record)]:
+        raise TypeError(f"a key is a {odd[0]}")
 
 
 def _translate(content: Any) -> SavedTensors:
     """Return what the records describe; raise one of `_MALFORMED` for anything else."""
     fields = _fields(content, "Metadata")
     tensors: dict[str, STORAGE_TYPES] = {}
-    pickled: list[str] = []
+    pickled: dict[str, None] = {}
     for name, entry in _dict(fields["state_dict_metadata"]).items():
         if type(entry).__name__ == "BytesStorageMetadata" and _text(name).startswith(f"{RANDOM}."):
-            pickled.append(name)
+            pickled[name] = None
         else:
             tensors[_text(name)] = _tensor(entry)
     places: dict[MetadataIndex, _StorageInfo] = {}
     for index, place in _dict(fields["storage_data"]).items():
         of_index = _fields(index, "MetadataIndex")
-        if of_index["fqn"] not in pickled:
+        name = _text(of_index["fqn"])
+        if name not in pickled:
             offset = of_index.get("offset")
-            of_tensor = MetadataIndex(_text(of_index["fqn"]), None if offset is None else _size(offset))
+            of_tensor = MetadataIndex(name, None if offset is None else _size(offset))
             places[of_tensor] = _place(place)
     return SavedTensors(
         metadata=Metadata(state_dict_metadata=tensors, storage_data=places), pickled=tuple(pickled)
@@ -169,7 +199,7 @@ def _tensor(entry: Any) -> TensorStorageMetadata:
     _check_kind(properties, "TensorProperties")
     dtype, *_ = properties.fields
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is {dtype!r}")
+        raise TypeError(f"{type(dtype).__name__} in place of a dtype")
     chunks = []
     for chunk in fields["chunks"]:
         of_chunk = _fields(chunk, "ChunkStorageMetadata")

@@ -138,6 +138,34 @@ def test_metadata_cannot_change_the_classes_that_read_it(tmp_path, trained, fiel
     assert read_saved_tensors(trained[1]).shapes
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"}" + b")" + b"2\x86" * 60 + b"Ns.",
+        b"}(" + b")" + b"2\x86" * 60 + b"Nu.",
+        b"(" + b")" + b"2\x86" * 60 + b"Nd.",
+        b"\x8f(" + b")" + b"2\x86" * 60 + b"\x90.",
+        b"(" + b")" + b"2\x86" * 60 + b"\x91.",
+    ],
+)
+def test_metadata_cannot_make_the_reader_hash_for_ever(tmp_path, content):
+    (tmp_path / METADATA).write_bytes(b"\x80\x04" + content)
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is corrupted: "):
+        read_saved_tensors(tmp_path)
+
+
+def test_metadata_cannot_make_its_error_endless(tmp_path, trained):
+    good = pickle.loads((trained[1] / METADATA).read_bytes())
+    name, entry = next(iter(good.state_dict_metadata.items()))
+    endless: Any = ()
+    for _ in range(60):
+        endless = (endless, endless)
+    odd = replace(entry, properties=replace(entry.properties, dtype=endless))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(replace(good, state_dict_metadata={name: odd})))
+    with pytest.raises(DamagedCheckpointError, match="corrupted: TypeError: tuple in place of a dtype"):
+        read_saved_tensors(tmp_path)
+
+
 ODD: list[Any] = [None, "x", [], (), {}, 1, -1, (1, "x"), (-1,), torch.float32, {"a": 1}, 2**70]
 
 

@@ -75,7 +75,7 @@ def refusal(path):
         (["config.json", "zero_to_fp32.py", "global_step5/x.pt"], "a sharded checkpoint of another trainer"),
         (["config.json", "openvino_model.bin", "openvino_model.xml"], "a compiled model"),
         (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
-        (["modules.json", "config_sentence_transformers.json", "config.json"], "a model of sentence-transformers"),
+        (["modules.json", "1_Pooling/config.json", "config.json"], "a model of sentence-transformers"),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in the format of its maker"),
         (["consolidated.safetensors", "params.json", "tekken.json"], "in the format of its maker"),
         (["step-10/state.json", "hf/config.json"], "is a checkpoint of a run, or a folder of them: .*hf/ beside"),
@@ -147,8 +147,27 @@ def test_quantized_tensors_are_recognized_without_a_setting(folder):
 
 
 def test_models_that_write_no_text_are_refused(folder):
-    (folder / "config_sentence_transformers.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
     assert "a model of sentence-transformers" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["README.md", ".git/HEAD", ".gitattributes", ".cache/huggingface/x.metadata", "USE_POLICY.txt"],
+        ["original/consolidated.00.pth", "original/params.json", "consolidated.safetensors", "params.json"],
+        ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx"],
+        ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", "global_step5/x.pt"],
+        ["adapter_config.json"], ["config_sentence_transformers.json", "modules.json", "1_LogitScore/config.json"],
+        ["model-q4.gguf"], ["checkpoint-5/config.json", "step-5/x", "state.json", "manifest.json"],
+    ],
+)  # fmt: skip
+def test_other_files_beside_a_model_do_no_harm(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "train_log.txt").symlink_to("/nowhere/log")  # nothing reads it
+    assert given_folder(resolve_assets(f"{folder}/", cache=folder / "cache"), spec=None)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +253,7 @@ def test_model_and_adapter_in_one_folder_are_refused_naming_both(folder):
     )
     for file in (folder / "a").iterdir():
         shutil.copy(file, folder)
-    assert "holds a model (model.safetensors) and an adapter (adapter_config.json)" in refusal(folder)
+    assert "holds the weights of a model and of an adapter (adapter_model.safetensors)" in refusal(folder)
 
 
 # Links
@@ -244,7 +263,7 @@ def test_model_and_adapter_in_one_folder_are_refused_naming_both(folder):
     "name",
     [
         "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json",
-        "config.json", WEIGHTS, "additional_chat_templates/tool_use.jinja", "processor_config.json",
+        "config.json", INDEX, "additional_chat_templates/tool_use.jinja", "processor_config.json",
         "additional_chat_templates",
     ],
 )  # fmt: skip
@@ -266,6 +285,23 @@ def test_link_that_leaves_the_folder_is_refused(folder, tmp_path, name):
             tmp_path / "out", [], spec.adapter(spec.model), dtype=torch.float32, tokenizer_from=folder
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_may_lie_elsewhere_and_nothing_but_tensors_is_read_from_there(folder, tmp_path):
+    shards(folder, 2, index=True)
+    (folder / WEIGHTS).unlink()
+    (tmp_path / "scratch").mkdir()
+    for file in folder.glob("model-*"):
+        shutil.move(file, tmp_path / "scratch")
+        file.symlink_to(tmp_path / "scratch" / file.name)
+    assert given_folder(folder, spec=None)
+    (tmp_path / "scratch" / "model-00001-of-00002.safetensors").write_text("secret")
+    message = refusal(folder)
+    assert "model-00001-of-00002.safetensors is truncated or not a safetensors file" in message
+    assert "secret" not in message
+    (tmp_path / "scratch" / "model-00001-of-00002.safetensors").unlink()
+    os.mkfifo(tmp_path / "scratch" / "model-00001-of-00002.safetensors")
+    assert "model-00001-of-00002.safetensors is a pipe or a device" in refusal(folder)
 
 
 def test_links_of_the_hubs_cache_and_within_a_folder_are_followed(folder, tmp_path):
@@ -314,9 +350,9 @@ def test_links_of_an_adapter_and_of_gguf_files_are_refused(tmp_path):
     write_peft_folder(
         adapter, [("w.weight", torch.ones(2, 8), torch.ones(4, 2))], rank=2, alpha=4.0, base_model=None
     )
-    shutil.move(adapter / "adapter_model.safetensors", tmp_path / "w")
-    (adapter / "adapter_model.safetensors").symlink_to("../w")
-    with pytest.raises(ValueError, match=r"adapter_model.safetensors is a link that leaves its folder"):
+    shutil.move(adapter / "adapter_config.json", tmp_path / "c")
+    (adapter / "adapter_config.json").symlink_to("../c")
+    with pytest.raises(ValueError, match=r"adapter_config.json is a link that leaves its folder"):
         read_peft_folder(adapter, rank=2, alpha=4.0, widths={"w.weight": (8, 4)})
     write_gguf(tmp_path / "model.gguf", random_tensors())
     (tmp_path / "g").mkdir()
