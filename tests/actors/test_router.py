@@ -12,7 +12,7 @@ from actors.calls import ActorLostError
 from actors.router import CallSeeds, Router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
-from tests.support.fakes import SimulatedPolicy
+from tests.support.fakes import SimulatedPolicy, completion
 from tests.support.virtual_time import run_in_virtual_time
 
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=1)
@@ -127,6 +127,15 @@ def test_least_recently_used_session_is_forgotten(monkeypatch):
     router = router_of([named("A"), named("B")], strategy="sticky")
     # t, which was used before s, makes room for u; s makes room for v.
     assert busy_then(router, ["s", "t", "s", "u", "s", "u", "v", "s"]) == "ABABABBB"
+
+
+def test_each_replica_continues_the_completions_of_its_own_prompts():
+    begun = [[completion(f"{prompt}{sample}") for sample in range(2)] for prompt in "123"]
+    asking = router_of([named("A"), named("B")]).generate(
+        [tokens(text) for text in "123"], sampling=SAMPLING, begun=begun
+    )
+    groups, _ = run_in_virtual_time(asking)
+    assert replies(groups) == [["10", "11"], ["20", "21"], ["30", "31"]]
 
 
 def test_begun_completions_of_other_prompts_are_refused():

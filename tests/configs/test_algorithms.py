@@ -10,6 +10,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import DrGRPOLoss, ReinforcePlusPlusLoss
 from rl.config.cli import parse_cli
 from rl.config.registry import registry_functions
+from rl.rollouts.advantage import Advantage
 from rl.types import OptimParams
 from tests.training.parts import engine_config, make_sample, small_spec, write_assets
 
@@ -23,10 +24,12 @@ def test_every_algorithm_has_a_tiny_config():
     assert sorted(registry_functions(algorithms)) == sorted(f"tiny_{name}" for name in NAMES)
 
 
-def test_dr_grpo_divides_by_max_tokens():
+def test_dr_grpo_divides_by_max_tokens_and_not_by_the_standard_deviation():
     config = sum_digits.tiny()
     config.loop.sampling.max_tokens = 17
-    assert algorithms.dr_grpo(config).trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
+    changed = algorithms.dr_grpo(config)
+    assert changed.trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
+    assert changed.loop.advantage == Advantage(baseline="group_mean", scale="none")
 
 
 def test_dapo_buffer_follows_max_tokens():

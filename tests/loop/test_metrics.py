@@ -12,6 +12,7 @@ from rl.loop.metrics import (
     training_metrics,
 )
 from rl.observability.metrics import reduced
+from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout
 from rl.rollouts.producer import Batch
 from rl.tasks.sum_digits import make_problem
@@ -142,6 +143,16 @@ def test_metrics_of_minibatches_are_merged_by_their_reduction():
     }
 
 
+def test_environments_reward_is_averaged_over_the_rollouts_without_one_too():
+    scores = [
+        Score(reward=1.5, correct=True, parts={"answer": 1.0, "environment": 0.5}),
+        Score(reward=0.0, correct=False, parts={"answer": 0.0}),
+        Score(reward=0.0, correct=False, failure="raised"),
+    ]
+    found = values(score_metrics(scores))
+    assert (found["reward/answer"], found["reward/environment"]) == (0.5, 0.25)
+
+
 def test_effective_share_is_taken_over_all_minibatches():
     # Weights 2, 2, 2 and then 1: (7 / 4)^2 / (13 / 4).
     merged = training_metrics(
@@ -169,7 +180,8 @@ def test_times_and_speeds_of_a_step():
         clock = StepClock(worker)
         clock.start()
         group = await worker.run(0, make_problem([12, 34]))  # 2 + 4 tokens in 2 s, scored in 0.5 s
-        clock.rollouts_arrived(Batch(groups=[group], dropped=[]))
+        early = replace(group, generated_at=1.0)
+        clock.rollouts_arrived(Batch(groups=[early, group], dropped=[]))
         await asyncio.sleep(0.5)
         clock.lap("train")
         await asyncio.sleep(1.0)
