@@ -24,17 +24,17 @@ from rl.rollouts.replies import answer_part, has_open_thought, split_reply
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Rollout
 from rl.utils.excerpts import shortened
-from rl.utils.numbers import MAGNITUDE, last_number
+from rl.utils.numbers import MAGNITUDE, find_numbers, with_ascii_digits
 from rl.utils.proxies import leads_here, used_proxy
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
-_BESIDE = r"(?:(?!\.[0-9])[^\w\n\u2013\u2212-]|[\u2013\u2212-][ \t])*"
+_BESIDE = r"(?:(?!\.[0-9])[^\w\n-]|-[ \t])*"
 """Characters before a number that are not part of it, as a sign or the point of .5 is."""
 # Words begin with a letter: if a blank could be part of them or of what is before them, the time to reject a line
 # would grow with the square of its length.
 NUMBER = (
     rf"(?im)^{_BESIDE}(?:(?:[a-z][a-z ]*)?(?:score|grade|rating){_BESIDE})?"
-    rf"([\u2013\u2212-]?{MAGNITUDE})(?:\s*/\s*({MAGNITUDE}))?[^\w\n]*$"
+    rf"(-?{MAGNITUDE})(?:\s*/\s*({MAGNITUDE}))?[^\w\n]*$"
 )
 """A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
 LABEL = r"(?im)^[^\w\n]*(?:(?:[a-z][a-z ]*)?(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
@@ -82,7 +82,7 @@ class NumberGrade:
         re.compile(self.pattern)
 
     def read(self, text: str) -> float | None:
-        found = list(re.finditer(self.pattern, text))
+        found = list(re.finditer(self.pattern, with_ascii_digits(text)))
         try:
             number, out_of = _number(found[-1][1]), _number([*found[-1].groups(), None][1] or self.highest)
         except (IndexError, OverflowError, TypeError, ValueError, ZeroDivisionError):
@@ -93,8 +93,12 @@ class NumberGrade:
 
 
 def _number(written: str | float) -> float:
-    """Return the number, whatever its sign and separators are (`rl.utils.numbers`)."""
-    return float(Fraction(last_number(written) or written)) if isinstance(written, str) else written
+    """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for another text."""
+    if not isinstance(written, str):
+        return written
+    if not re.fullmatch(rf"[-+]?{MAGNITUDE}", written.strip()):
+        raise ValueError(f"{written!r} is not a number alone")
+    return float(Fraction(find_numbers(written)[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

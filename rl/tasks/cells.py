@@ -26,7 +26,7 @@ def as_text(value: Any, column: str) -> str:
 
 def as_system(value: Any, column: str) -> str:
     """Return a text; the empty one for an empty cell."""
-    if value is None:
+    if _is_missing(value):
         return ""
     if not isinstance(value, str) or isinstance(value, WrittenNumber):
         raise ValueError(f"column {column!r}, the system message, is {_shown(value)}, not text")
@@ -35,7 +35,7 @@ def as_system(value: Any, column: str) -> str:
 
 def as_id(value: Any, column: str) -> str:
     """Return a text, or a whole number as one."""
-    if value is None or value == "":
+    if _is_missing(value) or value == "":
         raise ValueError(f"column {column!r}, the id, is empty")
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, WrittenNumber):
@@ -47,7 +47,7 @@ def as_id(value: Any, column: str) -> str:
 
 def as_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
     """Return a reply, or one for each turn; the empty text for an empty cell."""
-    if value is None or value == "" or value == []:
+    if _is_missing(value) or value == "" or value == []:
         return ""
     if not isinstance(value, list):
         return as_text(value, column)
@@ -57,14 +57,19 @@ def as_demonstration(value: Any, column: str) -> str | tuple[str, ...]:
 
 
 def as_rate(value: Any) -> Any:
-    """Return a number that a CSV file has as a text; None for an empty cell."""
+    """Return a number, also one that a CSV file has as a text; None for an empty cell."""
     value = plain_value(value)
     if not isinstance(value, str):
-        return value
+        return None if _is_missing(value) else value
     try:
         return float(value) if value else None
     except ValueError:
         return value
+
+
+def _is_missing(value: Any) -> bool:
+    """Return True for null, and for the NaN that pandas has in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _shown(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -25,7 +26,12 @@ MAX_DIGESTS = 256
 def digest_of_problem(problem: Problem, *others: Any) -> str:
     """Return 64 bits of a problem's texts, as hexadecimal digits, and of further JSON values."""
     texts = [problem.id, problem.question, problem.answer, *problem.demonstrations, *others]
-    return _digest([json.dumps(texts, sort_keys=True, default=str)])
+    return _digest([json.dumps(texts, sort_keys=True, default=_describe)])
+
+
+def _describe(value: Any) -> str:
+    """Return an image or another object as text, without its address, which is another in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:

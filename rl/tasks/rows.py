@@ -14,8 +14,9 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ BATCH_BYTES = 1 << 22
 """Size of the parts in which a copy is written."""
 WHITE = " \t\r\n"
 _WHITE = re.compile(f"[{WHITE}]*")
+_LINE_OF_CSV = re.compile(r"[^\r]*\r\n?|[^\r]+")
+"""Lines end at a carriage return too; a cell in quotes may have some."""
 
 
 class WrittenNumber(str):
@@ -228,20 +231,29 @@ def _is_document(file: Path, *, may_be_object: bool) -> bool:
 
 def _document_rows(file: Path) -> Iterator[WrittenRow]:
     text = "".join(line for _, line in _lines(file))
-    number, counted = 1, 0
-    for begin, end in _elements(text, _begin_of_array(text)):
+    outer = _after_white(text, 0)
+    array = outer if text[outer] == "[" else _begin_of_array(text, outer)
+    number, counted, end = 1, 0, array + 1
+    for begin, end in _elements(text, array):
         number += text.count("\n", counted, begin)
         counted = begin
         with _naming(number):
             read_object(text[begin:end])
         yield WrittenRow(line=number, text=text[begin:end])
+    if array == outer:
+        _check_end(text, _after_white(text, end) + 1)
 
 
-def _begin_of_array(text: str) -> int:
-    """Return where the array of rows begins: the text itself, or the only array of objects in an object."""
-    begin = _after_white(text, 0)
-    if text[begin] == "[":
-        return begin
+def _check_end(text: str, place: int) -> None:
+    rest = _after_white(text, place)
+    if rest < len(text):
+        raise json.JSONDecodeError("Extra data", text, rest)
+
+
+def _begin_of_array(text: str, begin: int) -> int:
+    """Return where the only array of objects begins in the object that begins here, and is all of the text."""
+    _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
+    _check_end(text, end)
     arrays = [(name, place) for name, place, value in _members(text, begin) if _is_array_of_objects(value)]
     if len(arrays) != 1:
         names = ", ".join(repr(name) for name, _ in arrays) or "none"
@@ -255,7 +267,6 @@ def _is_array_of_objects(value: Any) -> bool:
 
 def _members(text: str, begin: int) -> Iterator[tuple[str, int, Any]]:
     """Yield name, place and value of each member of the object that begins here."""
-    _DECODER.raw_decode(text, begin)  # what follows may rely on an object that is whole
     place = _after_white(text, begin + 1)
     while text[place] != "}":
         name, place = _DECODER.raw_decode(text, place)
@@ -274,9 +285,10 @@ def _elements(text: str, begin: int) -> Iterator[tuple[int, int]]:
         _, end = _DECODER.raw_decode(text, place)
         yield place, end
         place = _after_white(text, end)
-        if text[place : place + 1] == ",":
+        is_next = text[place : place + 1] == ","
+        if is_next:
             place = _after_white(text, place + 1)
-        elif text[place : place + 1] != "]":
+        if is_next == (text[place : place + 1] == "]"):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
 
 
@@ -291,28 +303,30 @@ def _after_white(text: str, place: int) -> int:
 
 def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
     """Return the rows of a CSV file whose first line names the columns; every cell is a text."""
-    header, delimiter = _header(file, columns)
-    for number, cells in _cells(file, delimiter):
-        if cells == header and number == 1:
-            continue
-        if len(cells) != len(header):
+    delimiter = _delimiter(file, columns)
+    rows = _cells(file, delimiter)
+    first, header = next(rows, (1, []))
+    for name in columns:
+        if header.count(name) > 1:
+            raise ValueError(f"line {first}: there are {header.count(name)} columns {name!r}")
+    for number, cells in rows:
+        # Spreadsheets leave out empty cells at the end of some rows, and add some to others.
+        if any(cells[len(header) :]):
             raise ValueError(
                 f"line {number}: the row has {len(cells)} cells, but the first line names {len(header)} columns"
             )
-        yield WrittenRow(
-            line=number, text=json.dumps(dict(zip(header, cells, strict=True)), ensure_ascii=False)
-        )
+        named = dict(zip_longest(header, cells[: len(header)], fillvalue=""))
+        yield WrittenRow(line=number, text=json.dumps(named, ensure_ascii=False))
 
 
-def _header(file: Path, columns: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names of the columns, and the delimiter under which they have the needed ones, else a comma."""
-    headers = {mark: next((cells for _, cells in _cells(file, mark)), []) for mark in DELIMITERS}
-    mark = next((mark for mark in DELIMITERS if {*columns} <= {*headers[mark]}), DELIMITERS[0])
-    header = headers[mark]
-    for name in columns:
-        if header.count(name) > 1:
-            raise ValueError(f"line 1: there are {header.count(name)} columns {name!r}")
-    return header, mark
+def _delimiter(file: Path, columns: Sequence[str]) -> str:
+    """Return the delimiter under which the first line has the needed columns, else a comma."""
+    for mark in DELIMITERS:
+        with suppress(ValueError):  # names in quotes cannot be read with another delimiter than theirs
+            _, header = next(_cells(file, mark), (1, []))
+            if {*columns} <= {*header}:
+                return mark
+    return DELIMITERS[0]
 
 
 def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -321,7 +335,7 @@ def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
     def lines() -> Iterator[str]:
         for _, line in _lines(file):
-            yield line
+            yield from _LINE_OF_CSV.findall(line)
 
     limit = csv.field_size_limit(sys.maxsize)  # a cell may be a long solution
     try:
@@ -333,8 +347,13 @@ def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise ValueError(f"line {number}: {error}") from error
-            if cells:
+                says = (
+                    f"{error} (a quote inside a quoted cell is written twice)"
+                    if "after" in str(error)
+                    else error
+                )
+                raise ValueError(f"line {number}: {says}") from error
+            if any(cells):
                 yield number, cells
     finally:
         csv.field_size_limit(limit)

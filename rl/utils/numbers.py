@@ -1,11 +1,13 @@
 r"""Numbers in texts: one pattern for all places that look for one, and one way of writing them.
 
     1,000.50   1 000.50 with a no-break space   1'000.50   1_000.50   1{,}000.50   1.000,50    ->   1000.50
+    1 000 with a plain space, if a group begins with 0; 100 200 is two numbers
     -5 with any dash for the minus sign         +5                    -$5                      ->   -5   5   -5
     .5                                          3,14                  6.5E-3                   ->   0.5   3.14   6.5e-3
 
 A hyphen after a letter, a digit or a closing bracket is no sign: 3-5, 2024-05-01, GPT-4. Commas between digits group
-thousands where they can (1,000 and 1,00,000); a single comma that cannot is a decimal comma, and several are a list.
+thousands where they can (1,000 and 1,00,000); a single comma that cannot is a decimal comma, except in (3,4), and
+several are a list.
 Digits of other scripts count as ASCII digits.
 """
 
@@ -26,10 +28,13 @@ _CHARACTERS = str.maketrans(
     | {"\uff0b": "+", "\ufe62": "+", "\u066b": ".", "\uff0e": ".", "\u066c": ",", "\u2044": "/"}
 )
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
-_FRACTION = re.compile(r"([0-9]?)\\[dt]?frac *\{([0-9.]{1,50})\} *\{([0-9.]{1,50})\}")
+_FRACTION = re.compile(
+    r"([0-9]?)\\[cdt]?frac *(?:\{ *(-?[0-9.]{1,50}) *\}|([0-9])) *(?:\{ *([0-9.]{1,50}) *\}|([0-9]))"
+)
+"""LaTeX's fraction of two numbers, of which one of a single digit needs no braces."""
 
 _NOT_MORE = r"(?![0-9]|[,.][0-9])"
-_MARK = r"(?:\{,\}|\\,|['\u2019_\u00a0\u2009\u202f])"
+_MARK = r"(?:\{,\}|\\[,:; ]|,?\\!|~|['\u2019_\u00a0\u2007\u2009\u202f])"
 """Mark between groups of three digits that means nothing else, unlike a comma or a period."""
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
 MAGNITUDE = (
@@ -38,9 +43,11 @@ MAGNITUDE = (
     r"[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20}(?:\.[0-9]+)?(?![0-9]|,[0-9])"
     r"|[1-9][0-9]?(?:,[0-9]{2}){1,20},[0-9]{3}(?:\.[0-9]+)?(?![0-9]|,[0-9])"  # lakh and crore
     rf"|[1-9][0-9]{{0,2}}(?:{_MARK}[0-9]{{3}}){{1,20}}(?:[.,][0-9]+)?{_NOT_MORE}"
+    # A space groups thousands if a group begins with 0, which no number of a list does.
+    r"|[1-9][0-9]{0,2}(?: [0-9]{3}){0,9} 0[0-9]{2}(?: [0-9]{3}){0,9}(?:[.,][0-9]+)?(?! ?[0-9]|[,.][0-9])"
     rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{1,20}},[0-9]+{_NOT_MORE}"
     rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{2,20}}{_NOT_MORE}"
-    rf"|(?<![0-9],)[0-9]++,[0-9]++{_NOT_MORE}"
+    rf"|(?<![0-9],)(?!(?<=[(\[])[0-9]+,[0-9]+[)\]])[0-9]++,[0-9]++{_NOT_MORE}"  # (3,4) is a list
     r"|[0-9]++(?:\.[0-9]++)?"
     r"|(?<![\w.)\]}])\.[0-9]++"
     f"){_EXPONENT}"
@@ -50,12 +57,14 @@ _SIGN = (
     r"(?:(?<![-+\w)\]}%\u00b0])[-+]"
     r"|(?<=[=\u2248:(])[ \t]*[-+][ \t]+)"  # a dash at the beginning of a line is a bullet
 )
-_CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9] ?)?"
+_CURRENCY = r"(?:[A-Z]{0,3}\\?[$\u00a2-\u00a5\u0e3f\u20a0-\u20c0\uff04\uffe1\uffe5\uffe6] ?)?"
 _DIVISOR = r"(?:/(?P<divisor>[0-9]++)(?![/.,]?[0-9]))?"
 # No part of a date, 5/1/2024, is a fraction: its divisor may not have one of its own, nor be one.
 _NUMBER = re.compile(
     rf"(?:(?P<sign>{_SIGN}){_CURRENCY})?(?P<divides>(?<=[0-9]/))?(?P<magnitude>{MAGNITUDE})(?(divides)|{_DIVISOR})"
 )
+_ALONE = re.compile(rf"^{_CURRENCY}")
+"""Currency before a number without a sign."""
 _UNFINISHED = re.compile(r"[\s.,'\u2019_\\{}/+-]*[eE]?")
 """Characters after a number at the end of a cut text, with which the number could go on."""
 
@@ -83,7 +92,9 @@ def number_value(text: str) -> Fraction | None:
 
     None too for a code (007), and for digits on both sides of a comma that may be a list (3,14).
     """
-    match = _NUMBER.fullmatch(_plain(text.strip().removesuffix("."))) if len(text) <= MAX_CHARS else None
+    if len(text) > MAX_CHARS:
+        return None
+    match = _NUMBER.fullmatch(_ALONE.sub("", _plain(text.strip().removesuffix("."))))
     if match is None or re.match("0[0-9]", match["magnitude"]) or _has_decimal_comma(match["magnitude"]):
         return None
     try:
@@ -107,14 +118,17 @@ def _matches(text: str) -> Iterator[re.Match[str]]:
 
 def _plain(text: str) -> str:
     """Return the text with ASCII digits and simple LaTeX fractions as 1/2; a mixed number stays two numbers."""
-    separate = lambda part: f"{part[1]}{' ' * bool(part[1])}{part[2]}/{part[3]}"  # noqa: E731
+
+    def separate(part: re.Match[str]) -> str:
+        return f"{part[1]}{' ' * bool(part[1])}{part[2] or part[3]}/{part[4] or part[5]}"
+
     return _FRACTION.sub(separate, with_ascii_digits(text))
 
 
 def _written(match: re.Match[str]) -> str:
     sign = "-" if "-" in (match["sign"] or "") else ""
     digits, mark, exponent = match["magnitude"].lower().partition("e")
-    digits = re.sub(_MARK, "", digits)
+    digits = re.sub(f"{_MARK}| ", "", digits)
     if _has_decimal_comma(digits):
         digits = digits.replace(".", "").replace(",", ".")
     elif digits.count(".") > 1:
@@ -126,7 +140,7 @@ def _written(match: re.Match[str]) -> str:
 
 def _has_decimal_comma(magnitude: str) -> bool:
     """Return True if there is a single comma, and it is no thousands separator."""
-    before, comma, after = re.sub(_MARK, "", magnitude).partition(",")
+    before, comma, after = re.sub(f"{_MARK}| ", "", magnitude).partition(",")
     if not comma or "," in after or "." in after:
         return False
     return "." in before or len(after) != 3 or len(before) > 3 or before.startswith("0")

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from rl.tasks.dataset import Columns, DatasetTask
-from rl.tasks.fingerprint import describe_changes, fingerprint_problems
+from rl.tasks.fingerprint import describe_changes, digest_of_problem, fingerprint_problems
 from rl.tasks.sum_digits import SumDigits
+from rl.types import Problem
 
 ROWS = [{"question": f"question {i}", "answer": str(i), "level": i} for i in range(100)]
 
@@ -90,3 +91,14 @@ def test_endless_tasks_are_compared_by_their_first_problems():
     changes, sets = describe_changes(saved, task, seed=1)
     assert changes[0] == "their order was seed 0, now seed 1"
     assert sets == []
+
+
+def test_objects_without_text_of_their_own_are_the_same_in_each_process():
+    class Picture:
+        """Its repr has its address."""
+
+    first, second = Picture(), Picture()
+    assert repr(first) != repr(second)
+    problem = Problem(id="1", question="q", answer="a")
+    assert digest_of_problem(problem, [first]) == digest_of_problem(problem, [second])
+    assert digest_of_problem(problem, [first]) != digest_of_problem(problem, [None])

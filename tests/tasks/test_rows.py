@@ -85,6 +85,35 @@ def test_cells_of_csv_are_texts(problems, mark, end):
     assert found["q4"].info == {"level": "3.0"}
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('"question","answer"\n"a;b","1"\n', {"a;b": "1"}),
+        ('"question";"answer"\n"a,b";"1,5"\n', {"a,b": "1,5"}),
+        ('"question"\t"answer"\na\t1\n', {"a": "1"}),
+        ("\n\nquestion,answer\na,1\n", {"a": "1"}),
+        ("question,answer\ra,1\r\"b\rc\",2\r", {"a": "1", "b\rc": "2"}),
+        ("question,answer,,\na,1,,\nb,2\nc,3,,,,\n,,,\n,\n", {"a": "1", "b": "2", "c": "3"}),
+    ],
+)  # fmt: skip
+def test_csv_of_spreadsheets_and_databases_is_read(problems, content, expected):
+    assert answers(problems(content, name="rows.csv")) == expected
+
+
+def test_cells_that_a_row_lacks_are_empty(problems):
+    columns = {"system": "role", "info": ("level",)}
+    found = problems("question,answer,role,level\nq1,1\nq2,2,be brief\n", name="rows.csv", columns=columns)
+    assert dict(found["q1"].info) == {"level": ""}
+    assert dict(found["q2"].info) == {"level": "", "system": "be brief"}
+
+
+def test_nan_of_an_optional_column_is_none(problems):
+    rows = '{"question": "q1", "answer": 1, "role": NaN, "steps": NaN, "rate": NaN}'
+    columns = {"system": "role", "demonstration": "steps"}
+    found = problems(rows, columns=columns, difficulty=DifficultyFilter(column="rate", max=0.9))
+    assert (dict(found["q1"].info), found["q1"].demonstrations) == ({}, ())
+
+
 def test_a_cell_may_be_as_long_as_a_solution(problems):
     assert answers(problems(f"question,answer\nq,{'x' * 200_000}\n", name="rows.csv")) == {"q": "x" * 200_000}
 
@@ -154,7 +183,11 @@ def test_value_of_a_wrong_type_is_named_with_file_row_and_column(problems, row, 
         ("[]", "rows.json", "has no rows"),
         ("", "rows.jsonl", "has no rows"),
         ("question,answer\nq,1\nq,1,2\n", "rows.csv", "line 3: the row has 3 cells, but the first line names 2"),
-        ("question,answer\nq\n", "rows.csv", "line 2: the row has 1 cells, but the first line names 2"),
+        ("question,answer\nq\n", "rows.csv", "row 1 (line 2): column 'answer' is '', not text"),
+        ('question,answer\n"say \\"hi\\" now",1\n', "rows.csv", "line 2: ',' expected after '\"' (a quote"),
+        (f"[{line()}]\n[{line()}]", "rows.json", "Extra data: line 2 column 1"),
+        (f"[{line()},]", "rows.json", "Expecting ',' or ']'"),
+        (f'{{"data": [{line()}],\n"n": 1}} []', "rows.json", "Extra data: line 2 column 9"),
         ("question,answer,answer\nq,1,2\n", "rows.csv", "line 1: there are 2 columns 'answer'"),
         ('question,answer\nq,1\n"q,2\nq,3\n', "rows.csv", "line 3: unexpected end of data"),
         ("question;answr\nq;1\n", "rows.csv", "has no column 'question' (columns.question); its columns are 'qu"),
