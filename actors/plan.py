@@ -95,6 +95,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         renderer=renderer,
         warms_up=start.warmed_up is not None,
         rewards_in_actors=config.reward.num_procs > 0,
+        start_timeout_s=config.reward.start_timeout_s,
     )
     return Plan(
         start=start,

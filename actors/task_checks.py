@@ -13,7 +13,7 @@ import numpy as np
 from rl.loop.config import LoopConfig
 from rl.rollouts.environment import EnvironmentFailedError, Environments
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
-from rl.rollouts.rewards import RewardProcess, check_sendable
+from rl.rollouts.rewards import START_S, RewardProcess, check_sendable
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
 from rl.tasks.fingerprint import describe_changes
@@ -62,6 +62,7 @@ def check_task(
     renderer: Renderer,
     warms_up: bool = False,
     rewards_in_actors: bool = False,
+    start_timeout_s: float = START_S,
 ) -> Prompt:
     """Try a few problems: prompts must fit, environments must work, and the rubric must give finite numbers.
 
@@ -95,6 +96,7 @@ def check_task(
         loop=loop,
         time_limit_s=time_limit_s,
         in_actors=rewards_in_actors,
+        start_timeout_s=start_timeout_s,
     )
     _check_sample_limit(openings[len(held_out) :], loop, renderer=renderer, max_model_len=max_model_len)
     if warms_up:
@@ -167,6 +169,7 @@ def _check_rubric(
     loop: LoopConfig,
     time_limit_s: float,
     in_actors: bool,
+    start_timeout_s: float,
 ) -> None:
     """Score a group of the example, ended as it is, without words and with other words.
 
@@ -188,7 +191,7 @@ def _check_rubric(
         groups.append([replace(attempt, sample=sample) for sample in range(size)])
     try:
         check_sendable(rubric, to_actors=in_actors)
-        scores = run_now(_scores(rubric, groups, time_limit_s=time_limit_s))
+        scores = run_now(_scores(rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s))
     except (RunError, TimeoutError) as error:
         raise ValueError(f"the task's rubric cannot be used: {error}") from error
     for score in chain.from_iterable(scores):
@@ -201,10 +204,10 @@ def _check_rubric(
 
 
 async def _scores(
-    rubric: Rubric, groups: Sequence[Sequence[Rollout]], *, time_limit_s: float
+    rubric: Rubric, groups: Sequence[Sequence[Rollout]], *, time_limit_s: float, start_timeout_s: float
 ) -> list[list[Score]]:
     """Score groups as a run does, in a reward process that ends afterwards."""
-    process = RewardProcess(rubric=rubric, time_limit_s=time_limit_s)
+    process = RewardProcess(rubric=rubric, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s)
     try:
         await process.start()
         return await process.score(groups)

@@ -278,7 +278,8 @@ class Rubric:
             else:
                 numbers = [as_number(given)] * num
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a value is of any type)
-            why = f" ({shown(error)})"
+            hint = "" if is_unparsed else _hint(given)
+            why = f" ({hint or shown(error)})"
         if len(numbers) != num or not all(map(math.isfinite, numbers)):
             return CallResult(failure=f"{title} gave {shown(given)}{why}, but must give {wanted}")
         weight = 0.0 if criterion is None else float(criterion.weight)
@@ -358,6 +359,16 @@ def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         prompt = copies[id(r.prompt)]
         mine.append(Rollout(prompt=prompt, sample=r.sample, turns=r.turns, end=r.end, failure=r.failure))
     return tuple(mine)
+
+
+def _hint(given: Any) -> str:
+    """Return the usual reason why a function gave no number, or nothing."""
+    if given is None:
+        return "it returned nothing: does a path through it lack `return`?"
+    if inspect.iscoroutine(given):
+        given.close()  # or Python warns that nobody awaited it
+        return "a coroutine: define the function itself with `async def`"
+    return ""
 
 
 def _title(name: str) -> str:

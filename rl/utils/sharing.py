@@ -8,7 +8,13 @@ copied for each user, because popping from a list of questions is a natural way 
 from __future__ import annotations
 
 import copy
+import copyreg
 from dataclasses import fields
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -16,7 +22,10 @@ import numpy as np
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
-_IMMUTABLE = frozenset({str, bytes, int, float, complex, bool, type(None), frozenset, range, type})
+_IMMUTABLE = frozenset(
+    {str, bytes, int, float, complex, bool, type(None), frozenset, range, type}
+    | {Decimal, Fraction, date, datetime, timedelta}
+)
 _WAITING = ("asyncio", "threading", "queue", "multiprocessing")
 """Modules whose objects coordinate their users, who therefore must have the same object."""
 
@@ -88,9 +97,9 @@ class Shareable:
 def copy_data(value: Any) -> Any:
     """Return a deep copy of plain data that shares what is immutable or belongs to no single user.
 
-    Shared are texts and numbers, objects that cannot be copied (a generator, a module's function), objects that
-    stand for a resource (with a method `close`, `aclose`, `__enter__` or `__aenter__`: clients, files, locks) and
-    those with which users wait for each other.
+    Shared are texts, numbers and read-only arrays, objects that cannot be copied (a generator, a lambda), objects
+    that stand for a resource (with a method `close`, `aclose`, `__enter__` or `__aenter__`: clients, files, locks)
+    and those with which users wait for each other. An object that holds such an object is copied around it.
     """
     return _copy(value, {})
 
@@ -113,6 +122,8 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         made = value if all(a is b for a, b in zip(items, value, strict=True)) else items
     elif kind is set:
         made = memo.setdefault(id(value), set(value))
+    elif kind is MappingProxyType:
+        made = MappingProxyType(_copy(dict(value), memo))
     else:
         made = _copy_object(value, memo)
     return made
@@ -120,18 +131,54 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 
 def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an object of any other class, or the object itself if that fails."""
-    trial = dict(memo)  # a copy that fails half-way leaves parts behind
+    num_before = len(memo)
     try:
-        made = copy.deepcopy(value, trial)
+        return copy.deepcopy(value, memo) if hasattr(value, "__deepcopy__") else _rebuild(value, memo)
     except Exception:  # noqa: BLE001  (code of a user's class)
+        while len(memo) > num_before:
+            memo.popitem()  # The latest entries are parts of a copy that nobody gets.
         return value
-    memo.update(trial)
+
+
+def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
+    """Return an object made of copies of what the object is pickled as; raises if it cannot be pickled."""
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    if isinstance(reduced, str):  # a name of its module
+        return value
+    memo.setdefault(id(memo), []).append(
+        reduced
+    )  # `memo` knows objects by id, so temporary ones have to live on.
+    function, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    made = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
+    if state is not None:
+        _set_state(made, _copy(state, memo))
+    for item in items or ():
+        made.append(_copy(item, memo))
+    for key, item in pairs or ():
+        made[key] = _copy(item, memo)
     return made
+
+
+def _set_state(made: Any, state: Any) -> None:
+    """Set the state of an object as pickle does."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    if attributes:
+        vars(made).update(attributes)
+    for name, item in (slots or {}).items():
+        setattr(made, name, item)
 
 
 def _is_shared(value: Any) -> bool:
     kind = type(value)
     if kind in (dict, list, tuple, set):
         return False
+    if isinstance(value, np.ndarray):
+        return not (value.flags.writeable or value.dtype.hasobject)
+    if isinstance(value, (type, Enum, np.number, np.bool_)):
+        return True
     is_resource = any(hasattr(kind, name) for name in ("close", "aclose", "__enter__", "__aenter__"))
     return is_resource or kind.__module__.partition(".")[0] in _WAITING

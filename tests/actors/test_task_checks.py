@@ -37,7 +37,7 @@ def scored_here(monkeypatch):
 
 
 class LocalRewards(RubricRewarder):
-    def __init__(self, *, rubric: Rubric, time_limit_s: float) -> None:
+    def __init__(self, *, rubric: Rubric, time_limit_s: float, start_timeout_s: float) -> None:
         super().__init__(rubric=rubric)
 
     async def start(self) -> None:
@@ -69,6 +69,7 @@ def check(
     room: int = 9,
     warms_up: bool = False,
     in_actors: bool = False,
+    start_timeout_s: float = 60.0,
     **edits: Any,
 ) -> list[int]:
     """Check a task of two turns with `room` tokens for prompts; return how often each environment was closed.
@@ -93,6 +94,7 @@ def check(
         renderer=renderer or TwinRenderer(),
         warms_up=warms_up,
         rewards_in_actors=in_actors,
+        start_timeout_s=start_timeout_s,
     )
     return environments.closed
 
@@ -103,6 +105,12 @@ def test_prompts_of_every_evaluation_set_and_of_training_must_fit(problems):
     with pytest.raises(ValueError, match=r"problem 'ask/long' has 18 tokens; the context .* room for 9"):
         check(**problems)
     assert set(check(**problems, room=18)) == {1}
+
+
+def test_trial_of_the_rubric_has_the_time_to_start_that_the_run_has(scored_here):
+    scored_here.undo()
+    with pytest.raises(ValueError, match=r"cannot be used: .* within 0\.01 s \(reward\.start_timeout_s\)"):
+        check(rubric=rubric_of(start_process), start_timeout_s=0.01)
 
 
 class Unrenderable(TwinRenderer):

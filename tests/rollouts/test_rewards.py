@@ -75,6 +75,7 @@ def test_alarm_that_a_function_leaves_behind_hits_no_other(driven):
 
 
 @pytest.mark.parametrize("text", ["start_process", "use_pool"])
+@pytest.mark.medium
 def test_function_may_start_processes(driven, text, monkeypatch):
     monkeypatch.setattr(driven.rewards, "time_limit_s", 30.0)
     (scores,) = driven.score([replied(text)])

@@ -188,7 +188,11 @@ def raising(error):
         (raising(ValueError("bad reply")), "raised ValueError('bad reply')"),
         (raising(SystemExit(3)), "raised SystemExit(3)"),
         (lambda r: math.nan, "gave nan, but must give a finite number"),
-        (lambda r: None, "gave None (TypeError("),
+        (lambda r: None, "gave None (it returned nothing: does a path through it lack `return`?), but must"),
+        (
+            lambda r: later(number)(r),
+            "(a coroutine: define the function itself with `async def`), but must give a",
+        ),
         (lambda r: "high", "gave 'high' (ValueError("),
         (lambda r: ValueError("given"), "gave ValueError('given') (TypeError("),
         (lambda r: 10**400, "(OverflowError('int too large to convert to float')), but must give a finite"),

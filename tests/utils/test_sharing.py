@@ -4,9 +4,12 @@ import asyncio
 import copy
 import json
 import pickle
+import random
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +109,70 @@ def test_what_belongs_to_no_single_user_is_shared_and_all_else_is_copied():
     loop.append(loop)
     again = copy_data(loop)
     assert again[1] is again
+
+
+@dataclass(slots=True)
+class Page:
+    number: int
+    words: list[str]
+    marks: dict[str, list[int]]
+
+
+def test_objects_in_a_list_are_all_copied_and_equal():
+    pages = [Page(number=i, words=[str(i)], marks={"seen": [i]}) for i in range(100)]
+    randoms = [random.Random(i) for i in range(5)]
+    info: dict[str, Any] = {
+        "pages": pages,
+        "last": pages[-1],
+        "randoms": randoms,
+        "moved": [deque([i]) for i in range(5)],
+    }
+    mine = copy_data(info)
+    assert mine["pages"] == pages
+    assert mine["last"] is mine["pages"][-1]
+    assert [r.random() for r in mine["randoms"]] == [random.Random(i).random() for i in range(5)]
+    for name in ("pages", "randoms", "moved"):
+        assert all(a is not b for a, b in zip(mine[name], info[name], strict=True))
+    for page in mine["pages"]:
+        page.words.pop()
+        page.marks["seen"].clear()
+    assert all(page.words and page.marks["seen"] for page in pages)
+
+
+class Session:
+    """State of an episode that holds what cannot be copied."""
+
+    def __init__(self):
+        self.questions = ["a", "b"]
+        self.lock, self.limit, self.client, self.grade = (
+            threading.Lock(),
+            asyncio.Semaphore(2),
+            Clock(),
+            lambda r: 1,
+        )
+        self.me = self
+
+
+def test_object_is_copied_around_what_it_shares():
+    session = Session()
+    mine = copy_data({"session": session, "frozen": MappingProxyType({"questions": ["a"]})})
+    mine["session"].questions.pop()
+    mine["frozen"]["questions"].pop()
+    again = copy_data({"session": session})["session"]
+    assert (session.questions, again.questions) == (["a", "b"], ["a", "b"])
+    assert again.me is again
+    for name in ("lock", "limit", "client", "grade"):
+        assert getattr(again, name) is getattr(session, name)
+
+
+def test_read_only_arrays_are_shared_because_nobody_can_change_them():
+    array = np.arange(3)
+    array.setflags(write=False)
+    objects = np.array([[1], None], dtype=object)
+    objects.setflags(write=False)
+    mine = copy_data([array, objects])
+    assert mine[0] is array
+    assert mine[1][0] is not objects[0]
 
 
 def test_large_data_is_copied_only_for_users_who_read_it():
