@@ -76,6 +76,8 @@ KILL_GRACE_S = 60.0
 """Time for the kernel to end a killed process; it first frees the process's memory."""
 START_REPORT_GRACE_S = 6.0
 """Time for Monarch to report the signal that ended a process while its role started."""
+MONARCH_EXTRA_S = 30.0
+"""Time by which Monarch's limits of a start exceed relay's."""
 LOST_STOP_TIMEOUT_S = 5.0
 """Time for Monarch to notice the end of a role whose processes were killed."""
 HURRIED_HOSTS_S = 5.0
@@ -191,12 +193,12 @@ class Launcher:
             while grace_s > 0:
                 if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
                     return waiting.result()
-                if all(map(is_alive, seen)):
+                if not all(map(is_alive, seen)):
+                    grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
+                elif len(seen) < at.num_procs:  # a search reads all processes of this machine
                     seen |= set(
                         await asyncio.to_thread(processes_of_role, at.role, parents=self._parents(at))
                     )
-                else:
-                    grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
         finally:
             waiting.cancel()
         raise self.with_signal(ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True))
@@ -395,6 +397,9 @@ def run(main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest
 
 
 def allow_start(timeout_s: float) -> None:
-    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start from a cold disk."""
-    limit = f"{math.ceil(timeout_s)}s"
+    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start from a cold disk.
+
+    Monarch waits longer, as its clock starts earlier and what it raises looks like the loss of a process.
+    """
+    limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
     configure(host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit)

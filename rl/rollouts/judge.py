@@ -200,13 +200,7 @@ class Judge:
 
     async def _ask(self, prompt: str) -> str:
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
-        client = _client(
-            asyncio.get_running_loop(),
-            base_url=self.base_url,
-            api_key=_key(self.api_key_env) or "none",  # the client refuses an empty key
-            timeout=self.timeout_s,
-            max_retries=self.max_retries,
-        )
+        client = self._open_client()
         try:
             answer = await client.chat.completions.with_raw_response.create(
                 model=self.model,
@@ -220,10 +214,26 @@ class Judge:
         except openai.APITimeoutError:
             raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
         except openai.APIConnectionError as error:
-            proxy = used_proxy(self.base_url)
-            through = "" if proxy is None or leads_here(self.base_url) else f" through the proxy of {proxy}"
+            proxy = self._proxy()
+            through = "" if proxy is None else f" through the proxy of {proxy}"
             raise self._error(f"no connection{through}: {self._clean(repr(error.__cause__))}") from None
         return self._text(answer.text)
+
+    def _open_client(self) -> openai.AsyncOpenAI:
+        key = _key(self.api_key_env) or "none"  # the client refuses an empty key
+        settings: dict[str, Any] = {"timeout": self.timeout_s, "max_retries": self.max_retries}
+        try:
+            return _client(asyncio.get_running_loop(), base_url=self.base_url, api_key=key, **settings)
+        except Exception as error:
+            proxy = self._proxy()
+            if proxy is None:
+                raise
+            # Errors of an address may quote its password; an ImportError names the package that SOCKS needs.
+            reason = str(error) if isinstance(error, ImportError) else "its address is not valid"
+            raise self._error(f"the proxy of {proxy} cannot be used: {reason}") from None
+
+    def _proxy(self) -> str | None:
+        return None if leads_here(self.base_url) else used_proxy(self.base_url)
 
     def _text(self, body: str) -> str:
         """Return the judge's text from the body of the server's answer."""
@@ -250,9 +260,12 @@ class Judge:
 
 @functools.lru_cache(maxsize=16)
 def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
-    """Return the client of an event loop, to which its connections belong; it reaches this machine without a proxy."""
-    direct = openai.DefaultAsyncHttpxClient(trust_env=False) if leads_here(settings["base_url"]) else None
-    return openai.AsyncOpenAI(http_client=direct, **settings)
+    """Return the client of an event loop, to which its connections belong; it reaches this machine without a proxy.
+
+    openai's own HTTP client would fail later, when it is deleted, if the proxy's address is not valid.
+    """
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=not leads_here(settings["base_url"]))
+    return openai.AsyncOpenAI(http_client=http_client, **settings)
 
 
 def _key(api_key_env: str | None) -> str | None:

@@ -29,9 +29,9 @@ MAX_LENGTH = 4096
 KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner. They take no body."""
-COMPATIBLE_PATHS = ("/oai/", "/anthropic/")
-"""Starts of the official service's paths for clients of other APIs, which this server does not have. Those clients
-send the key as `Authorization: Bearer`."""
+COMPATIBLE_PATHS = ("/oai/", "/anthropic/", "/v1/")
+"""Starts of the paths of other APIs, at the official service and as their clients have them everywhere, which this
+server does not have. Those clients send the key as `Authorization: Bearer`."""
 TENSORS_PATH, SAMPLE_PATH = "/api/v1/forward_backward", "/api/v1/asample"
 """Paths with larger bodies, the first of which is no JSON."""
 

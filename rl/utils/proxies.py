@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import urllib.request
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -29,9 +30,9 @@ def is_loopback(host: str) -> bool:
 
 
 def leads_here(url: str) -> bool:
-    """Return whether a URL's host is this machine, by an address that no other machine has."""
+    """Return whether a URL's host is this machine, by its own name or an address that no other machine has."""
     host = urlsplit(url).hostname or ""
-    return host == ANY_ADDRESS or is_loopback(host)
+    return host in (ANY_ADDRESS, socket.gethostname().lower()) or is_loopback(host)
 
 
 def loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
@@ -64,6 +65,6 @@ def used_proxy(url: str) -> str | None:
     kind = parts.scheme if parts.scheme in proxies else "all"
     if kind not in proxies or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    address = proxies[kind]
-    shown = urlsplit(address if "://" in address else f"http://{address}")
-    return f"{kind}_proxy={shown.scheme}://{shown.netloc.rpartition('@')[2]}"
+    address = proxies[kind] if "://" in proxies[kind] else f"http://{proxies[kind]}"
+    scheme, _, place = address.partition("://")  # it may be no valid URL
+    return f"{kind}_proxy={scheme}://{place.rpartition('@')[2]}"

@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors import launch
 from actors.calls import ActorLostError, ActorTimeoutError, deadline, end_of_process
 from actors.cluster import Cluster
 from actors.config import RecoveryConfig
 from actors.members import LogSettings
+from actors.placement import Placement
 from actors.processes import import_path
 from actors.recovery import RestartsUsedUpError
+from rl.utils.processes import identify
 from rl.weights.store import WeightStore
 from tests.support import reward_functions
 from tests.support.clusters import CONFIG, SPEC
@@ -142,6 +146,34 @@ def test_deadline_of_a_start_names_its_option():
 )
 def test_end_of_a_process_is_read_from_the_report(report, end):
     assert end_of_process(report) == end
+
+
+@pytest.mark.parametrize(("timeout_s", "limit"), [(0.001, "31s"), (600.0, "630s")])
+def test_limit_of_a_start_strikes_before_those_of_monarch(monkeypatch, timeout_s, limit):
+    given = {}
+    monkeypatch.setattr(launch, "configure", lambda **limits: given.update(limits))
+    launch.allow_start(timeout_s)
+    assert set(given.values()) == {limit}
+
+
+def test_processes_of_a_role_are_searched_until_all_are_found(monkeypatch):
+    searches = []
+
+    def search(role, *, parents):
+        searches.append(role)
+        return [process] if len(searches) == 2 else []
+
+    async def wait():
+        launcher: Any = SimpleNamespace(_parents=lambda at: [1], with_signal=lambda error: error)
+        answer = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.05, answer.set_result, "all there")
+        return await launch.Launcher._unless_dead(launcher, Placement(role="r", num_procs=1), answer, "start")
+
+    process = identify(os.getpid())
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(launch, "processes_of_role", search)
+    assert asyncio.run(wait()) == "all there"
+    assert searches == ["r", "r"]
 
 
 @pytest.mark.medium

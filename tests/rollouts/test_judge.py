@@ -1,6 +1,7 @@
 """The judge against a local server of OpenAI's chat completions with scripted answers."""
 
 import asyncio
+import os
 
 import pytest
 
@@ -148,3 +149,44 @@ def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         Judge(**defaults | settings)
     assert KEY not in str(caught.value)
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+
+def test_judge_on_this_machine_needs_no_proxy_and_the_error_of_another_names_it(server, dead_proxy):
+    server.answers = ["7"]
+    assert graded(judge_of(server)) == pytest.approx(0.7)
+    with pytest.raises(
+        JudgeError, match=r"no connection through the proxy of http_proxy=http://127.0.0.1:9: "
+    ):
+        graded(judge_of(server, base_url="http://judge.example/v1", max_retries=0))
+
+
+@pytest.mark.parametrize(
+    ("proxy", "says"),
+    [
+        (
+            "socks5://127.0.0.1:9",
+            r"proxy of http_proxy=socks5://127.0.0.1:9 cannot be used: .*httpx\[socks\]",
+        ),
+        (
+            "http://user:se/cret@p:1",
+            r"proxy of http_proxy=http://p:1 cannot be used: its address is not valid",
+        ),
+        ("http://[::1", r"proxy of http_proxy=http://\[::1 cannot be used: its address is not valid"),
+    ],
+)
+def test_proxy_that_cannot_be_used_is_named_by_the_judge_that_needs_it(
+    server, dead_proxy, monkeypatch, proxy, says
+):
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(JudgeError, match=says) as raised:
+        graded(judge_of(server, base_url="http://judge.example/v1"))
+    assert "cret" not in str(raised.value)
+    server.answers = ["7"]
+    assert graded(judge_of(server)) == pytest.approx(0.7)
