@@ -13,8 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchstore.transport import TensorSlice
 
-from rl.weights.boxes import PIECE_BYTES, Copier, Copy, batches, lay_out, parts_of, plan_reads, whole_rows
+from rl.weights.boxes import (
+    PIECE_BYTES,
+    Copier,
+    Copy,
+    batches,
+    lay_out,
+    parts_of,
+    plan_reads,
+    whole_rows,
+    within_box,
+)
 from rl.weights.checksum import checksum
 from rl.weights.store import WeightStore, write_file
 from rl.weights.types import WeightStoreError
@@ -65,6 +76,13 @@ def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
     for part, value in zip(packed, state_dict.values(), strict=True):
         assert part.view(flat).dtype == value.dtype
         torch.testing.assert_close(part.view(flat), value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_view_of_a_stored_box_is_the_inner_box_alone():
+    whole = torch.arange(24).reshape(4, 6)
+    stored = TensorSlice((1, 2), (), (4, 6), (3, 4), ())
+    inner = TensorSlice((1, 3), (), (4, 6), (2, 2), ())
+    assert within_box(whole[1:4, 2:6], stored, inner).tolist() == whole[1:3, 3:5].tolist()
 
 
 def test_batches_stay_below_the_limit_except_for_one_large_part():

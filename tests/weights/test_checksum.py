@@ -58,6 +58,13 @@ def test_every_bit_changes_the_sum(dtype):
         flat[i] ^= 1 << bit
 
 
+def test_swapped_rows_of_different_slabs_change_the_sum():
+    tensor = random((2, 2, 3), torch.float32)
+    swapped = tensor.clone()
+    swapped[0, 1], swapped[1, 0] = tensor[1, 0], tensor[0, 1]
+    assert whole(tensor) != whole(swapped)
+
+
 def test_swapped_rows_and_columns_change_the_sum():
     tensor = random((40, 30), torch.bfloat16)
     orders = [[1, 0, *range(2, 40)], [*range(38), 39, 38]]
