@@ -103,7 +103,7 @@ def are_gone(pids, *, within_s=10.0):
     ("text", "says"),
     [
         ("leave_children", None),
-        ("leave_children_and_hang", "took longer than time_limit_s"),
+        pytest.param("leave_children_and_hang", "took longer than time_limit_s", marks=pytest.mark.medium),
         ("leave_children_and_end", "ended the reward process (exit code -11)"),
     ],
 )
