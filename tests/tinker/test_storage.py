@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from rl.tinker.service import Ttl
-from rl.tinker.storage import _in_thread
+from rl.tinker.storage import _in_thread, parse_path
 from rl.tinker.types import InvalidRequestError, NotFoundError, UnsavedError
 from tests.support.fake_tinker import YOU, running_service, service_test, settled
 
@@ -21,6 +21,23 @@ pytestmark = pytest.mark.anyio
 
 def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+MODEL = "0123abcd-0000-0000-0000-000000000000:train:1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://../weights/step-1",
+        "tinker://..:train:1/weights/step-1",
+        f"tinker://{MODEL}/weights/..",
+        f"tinker://{MODEL}/sampler_weights/.hidden",
+    ],
+)
+def test_path_that_leaves_its_folder_names_no_checkpoint(path):
+    with pytest.raises(NotFoundError, match="there is no checkpoint"):
+        parse_path(path)
 
 
 async def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
