@@ -328,7 +328,9 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
     parallelism = trainer.parallelism
     has_names = parallelism.module_fqns_per_model_part is not None
     ratios_are_1 = config.batch_invariant and not on_gpu and on_policy and loop.num_minibatches == 1
+    all_float32 = trainer.training.param_dtype == config.generator.dtype == "float32"
     rules = {
+        "float32_head": all_float32,
         "generator.on_update": on_policy,  # nothing is generated while weights change
         "generator.cpu_kv_cache_gib": on_gpu,
         "generator.gpu_memory_utilization": not on_gpu,

@@ -53,9 +53,8 @@ def token_logprobs(
     """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the entropy.
 
     Logits are computed in the inputs' dtype, as in the generator (`Decoder.float32_head`), everything after them in
-    float32. Under tensor
-    parallelism hidden is a DTensor, replicated or sharded by token, and the weight is sharded by vocabulary; every
-    rank returns the same plain tensors.
+    float32. Under tensor parallelism hidden is a DTensor, replicated or sharded by token, and the weight is sharded by
+    vocabulary; every rank returns the same plain tensors.
 
     Args:
         targets_T: int64; or [T, K] for several targets of each distribution.

@@ -5,6 +5,7 @@ Shape legend: R rank, I input width and O output rows of one Hugging Face weight
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -141,6 +142,7 @@ def read_peft_folder(
     if not is_peft_folder(folder) and has_weights(folder):
         raise ValueError(f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}")
     config = read_json_object(folder / CONFIG_FILE)
+    config = _with_plain_scale(config, alpha=alpha, file=folder / CONFIG_FILE)
     _check_settings(config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
@@ -172,6 +174,24 @@ def read_peft_folder(
             raise ValueError(f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}")
         check_finite(name, tensor, file=file)
     return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}
+
+
+def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
+    """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r), if alpha / r is the same scale.
+
+    Raises ValueError if it is another one.
+    """
+    rank: Any = config.get("r")
+    theirs: Any = config.get("lora_alpha")
+    if config.get("use_rslora") is not True or not all(type(x) in (int, float) for x in (rank, theirs)):
+        return config
+    if rank <= 0 or not math.isclose(alpha, theirs * math.sqrt(rank), rel_tol=1e-6):
+        needed = f"{theirs * math.sqrt(max(rank, 0)):.9g}"
+        raise ValueError(
+            f"{file}: use_rslora=True with r={rank} and lora_alpha={theirs} is the scale of alpha={needed} without it: "
+            f"must be alpha={alpha!r} of the config"
+        )
+    return {**config, "use_rslora": False, "lora_alpha": alpha}
 
 
 def _check_settings(config: Mapping[str, Any], ours: Mapping[str, tuple[str, float]], *, file: Path) -> None:

@@ -90,7 +90,7 @@ class Rounding:
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a view [R, C] of this rank's part."""
     local = local_tensor(unwrapped(tensor.detach()))
-    return local.view(-1, local.size(-1)) if local.numel() else local.new_empty(0, 1)
+    return local.view(-1, local.size(-1) if local.ndim else 1) if local.numel() else local.new_empty(0, 1)
 
 
 def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
@@ -109,6 +109,9 @@ def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
 def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     """Return the numbers of this rank's rows [R] and columns [C] in the whole tensor, int32."""
     shape, device = parameter.shape, local_tensor(parameter.detach()).device
+    if not shape:  # one number
+        place = torch.zeros(1, dtype=torch.int32, device=device)
+        return place, place
     indices = []
     for dim, size in enumerate(shape):
         along = torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)

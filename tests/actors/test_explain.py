@@ -129,12 +129,14 @@ def test_options_without_effect_are_told_apart():
     idle = {
         "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "generator.rank_timeout_s",
         "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s", "generator.seed",
-        "trainer.training.seed",
+        "trainer.training.seed", "float32_head",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
     config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
     assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
     assert "sinks.close_s" not in idle_options(config)
+    in_bfloat16 = changed(generator__dtype="bfloat16")
+    assert "float32_head" not in idle_beside_others(in_bfloat16, spec=config.model, on_gpu=False)
     for drawing in (changed(trainer__loss=DeadlyLoss(rank=0)), changed(trainer__training__dtype="bfloat16")):
         assert "trainer.training.seed" not in idle_beside_others(drawing, spec=config.model, on_gpu=False)
 

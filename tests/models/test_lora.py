@@ -217,6 +217,20 @@ def test_adapter_settings_that_leave_the_product_alone_are_accepted(folder):
     assert torch.equal(read(folder)[NAME][0], A)
 
 
+def test_rank_stabilised_scale_is_read_as_a_larger_alpha(folder):
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    stabilised = config | {"use_rslora": True, "lora_alpha": 3}
+    (folder / CONFIG_FILE).write_text(json.dumps(stabilised))
+    tensors = read_peft_folder(folder, rank=2, alpha=3 * 2**0.5, widths={NAME: (3, 4)})
+    assert torch.equal(tensors[NAME][0], A)
+    message = r"use_rslora=True with r=2 and lora_alpha=3 is the scale of alpha=4\.24264069 without it: must be alpha=4"
+    with pytest.raises(ValueError, match=message):
+        read(folder)
+    (folder / CONFIG_FILE).write_text(json.dumps(stabilised | {"r": 4}))
+    with pytest.raises(ValueError, match="r=4 is not supported: must be rank=2"):
+        read_peft_folder(folder, rank=2, alpha=6.0, widths={NAME: (3, 4)})
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -1,5 +1,6 @@
 """Steps of bfloat16 weights: right on average at small learning rates, alike in every layout, repeatable."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from losses.policy import GRPOLoss
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.sharding import local_tensor, whole_tensor
 from rl.loop.metrics import TrainedMinibatch, training_metrics
@@ -89,6 +91,14 @@ def test_small_steps_add_up_as_in_float32(name, implementation):
     assert result.applied == pytest.approx(1.0, abs=0.05)
 
 
+def test_single_number_is_stepped_too():
+    parameter = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    optimizer = Optimizer.Config().build(parameters={"temperature": parameter})
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(optimizer.settings(lr=0.5))
+    assert parameter.item() == pytest.approx(0.5, rel=2**-7)
+
+
 def test_running_means_do_not_stand_still_where_a_step_is_below_their_precision():
     parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     optimizer = Optimizer.Config(betas=(0.999, 0.999)).build(parameters={"norm.weight": parameter})
@@ -148,10 +158,23 @@ def test_shards_are_rounded_like_the_whole_tensor():
                 np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def bfloat16_engine(**optimizer):
-    config = engine_config(dtype="bfloat16")
-    config.optimizer = replace(config.optimizer, lr=1e-5, **optimizer)
+def bfloat16_engine(*, early_step_in_backward=False):
+    early = {"max_norm": math.inf, "loss": GRPOLoss(normalization="none")} if early_step_in_backward else {}
+    config = engine_config(dtype="bfloat16", seed=7, **early)
+    config.optimizer = replace(config.optimizer, lr=1e-5, early_step_in_backward=early_step_in_backward)
     return built(config)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_engine_draws_other_bits_for_each_seed_and_step(early):
+    engine = bfloat16_engine(early_step_in_backward=early)
+    rounding = engine.optimizer.rounding
+    assert rounding.seed == 7
+    for version in range(2):
+        engine.forward_backward(make_samples())
+        assert not early or rounding.version == version
+        engine.optim_step()
+        assert rounding.version == version
 
 
 def numbers(engine):
