@@ -1,6 +1,7 @@
 """Files as strangers write them: numbers as written, no types inferred, every fault with its place."""
 
 import json
+import os
 import pickle
 from itertools import islice
 
@@ -214,6 +215,17 @@ def test_copy_that_cannot_be_written_names_the_setting(problems, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ValueError, match=r"rows\.jsonl cannot be read: its copy .* \(task\.cache_folder\)"):
         problems(line())
+
+
+def test_edited_file_of_the_same_size_and_time_is_read_again(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    read = []
+    for answer in ("1", "2"):
+        file.write_text(line(question="q", answer=answer))
+        os.utime(file, ns=(0, 0))
+        rows = read_rows(str(file), columns={"columns.answer": "answer"}, cache_folder=str(tmp_path))
+        read.append(rows[0]["answer"])
+    assert read == ["1", "2"]
 
 
 def test_pickled_rows_are_a_path(tmp_path):
