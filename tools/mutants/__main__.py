@@ -50,6 +50,10 @@ PRELOADED = (
 )
 """Packages without the project's code that most tests import; a fork has them at once."""
 
+_running: set[int] = set()
+"""Process groups of the tests that run now."""
+_is_ending = threading.Event()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -82,17 +86,16 @@ def run_tests(tree: Path, mutant: Mutant, *, timeout_s: float) -> str:
     pid = os.fork()
     if pid == 0:
         _run_in_fork(tree, mutant, output)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            break
-        if time.monotonic() > deadline:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return f"timeout of {timeout_s:g} s"
-        time.sleep(0.05)
+    _running.add(pid)
+    if _is_ending.is_set():
+        _end_group(pid)
+    try:
+        status = _wait(pid, timeout_s=timeout_s)
+    finally:
+        _end_group(pid)  # A fault may leave processes of its tests behind.
+        _running.discard(pid)
+    if status is None:
+        return f"timeout of {timeout_s:g} s"
     if os.waitstatus_to_exitcode(status) == 0:
         return ""
     text = output.read_text(errors="replace")
@@ -106,11 +109,40 @@ def run_tests(tree: Path, mutant: Mutant, *, timeout_s: float) -> str:
     return f"the tests ended with status {code}" if failed is None else failed[1]
 
 
+def _wait(pid: int, *, timeout_s: float) -> int | None:
+    """Return the wait status of a fork; None if it was killed at the limit of time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.05)
+    _end_group(pid)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _end_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _end_at_signal(number: int, _: object) -> None:
+    """End all tests that run, whose groups do not hear Ctrl-C, then this process with its copies of the tree."""
+    _is_ending.set()
+    for group in tuple(_running):
+        _end_group(group)
+    sys.exit(128 + number)
+
+
 def _run_in_fork(tree: Path, mutant: Mutant, output: Path) -> None:
     """Run pytest in this process, and end it."""
     status = 3
     try:
         os.setpgid(0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -151,6 +183,8 @@ def try_all(mutants: list[Mutant], *, jobs: int, timeout_s: float) -> list[Outco
         lock = threading.Lock()
 
         def run(mutant: Mutant) -> Outcome:
+            if _is_ending.is_set():
+                return Outcome(mutant=mutant, caught_by="", seconds=0.0)
             tree = trees.get()
             try:
                 outcome = try_mutant(tree, mutant, timeout_s=timeout_s)
@@ -191,6 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
     for package in PRELOADED:
         with suppress(ImportError):
             importlib.import_module(package)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end_at_signal)
     outcomes = try_all(mutants, jobs=args.jobs, timeout_s=args.timeout)
     escaped = [outcome for outcome in outcomes if not outcome.caught_by]
     num_caught = len(outcomes) - len(escaped)
