@@ -40,6 +40,7 @@ def all_assets(moe_assets, tmp_path_factory):
     return {
         "dense": write_assets(folder / "biased", spec=windowed_spec(bias=True)),
         "moe": moe_assets,
+        "tied_moe": write_assets(folder / "tied moe", spec=moe_spec(tie=True)),
         "float8_moe": write_assets(folder / "even moe", spec=even_moe_spec()),
         "lora": write_assets(folder / "granite", spec=granite),
         "adapter": write_adapter(folder / "adapter", random_factors(granite, scale=0.2)),

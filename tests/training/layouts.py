@@ -91,8 +91,8 @@ def num_ranks(layout: str) -> int:
 
 
 def spec_of(kind: str) -> ModelSpec:
-    if kind == "moe":
-        return moe_spec()
+    if kind in ("moe", "tied_moe"):
+        return moe_spec(tie=kind == "tied_moe")
     if kind == "dense":
         return windowed_spec(bias=True)
     if "float8" in kind:  # It multiplies only sizes that 16 divides.
@@ -102,7 +102,7 @@ def spec_of(kind: str) -> ModelSpec:
 
 def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:
     config = engine_config(parallelism=parallelism(layout), **training)
-    if kind == "moe":
+    if kind in ("moe", "tied_moe"):
         if config.parallelism.module_fqns_per_model_part is not None:
             config.parallelism.module_fqns_per_model_part = (*FOUR_STAGES[:-1], "norm,lm_head")
         config.experts = ExpertBalanceConfig(load_balance_rate=BIAS_RATE)

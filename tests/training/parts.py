@@ -76,13 +76,13 @@ def even_moe_spec() -> ModelSpec:
     return spec_like(qwen3_moe, dim=32, head_dim=16, feed_forward=experts)
 
 
-def moe_spec() -> ModelSpec:
+def moe_spec(*, tie: bool = False) -> ModelSpec:
     """Return two layers of width 36, six experts of width 20: sizes that not all shards divide evenly.
 
-    The output head has a weight of its own, as in all large mixtures.
+    Without `tie` the output head has a weight of its own, as in all large mixtures.
     """
     experts = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=20)
-    return spec_like(qwen3_moe, dim=36, head_dim=6, feed_forward=experts, tie=False)
+    return spec_like(qwen3_moe, dim=36, head_dim=6, feed_forward=experts, tie=tie)
 
 
 def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = None) -> str:

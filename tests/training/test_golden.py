@@ -5,6 +5,8 @@
 writes the losses of this machine into golden.json and shows the old ones beside them. Bits depend on the build of
 PyTorch and on which kernels it and its libraries take on a processor, so the record is kept by these; all are of
 one thread. A machine that has a record must have its bits; any other must agree with one of the records to 1e-5.
+Two virtual machines with one processor may differ by 1e-7, as their caches or flags do: then their record's name
+ends in a number, and a machine must have the bits of one of them.
 """
 
 from __future__ import annotations
@@ -106,8 +108,9 @@ def difference(steps: Steps, records: dict[str, Steps]) -> float:
 def ran():
     ((machine, runs),) = run_ranks(run_all, 1, timeout_s=55)
     records = json.loads(FILE.read_text())
-    others = {name: steps for name, steps in records.items() if name != machine}
-    return runs, records.get(machine), others or records
+    own = {name: steps for name, steps in records.items() if name.partition(" #")[0] == machine}
+    others = {name: steps for name, steps in records.items() if name not in own}
+    return runs, list(own.values()), others or records
 
 
 def test_two_runs_and_runs_with_neutral_options_have_the_same_bits(ran):
@@ -119,7 +122,7 @@ def test_two_runs_and_runs_with_neutral_options_have_the_same_bits(ran):
 def test_losses_are_those_recorded(ran):
     runs, own, others = ran
     hint = "if numbers were meant to change, `make golden` renews the record"
-    assert own is None or runs["plain"] == own, hint
+    assert not own or runs["plain"] in own, hint
     assert difference(runs["plain"], others) <= TOLERANCE, hint
 
 
