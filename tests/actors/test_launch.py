@@ -196,7 +196,7 @@ def test_ctrl_c_while_actors_start_ends_everything_at_once(tmp_path):
     controller = start_controller("launch_controller", "start", SLOW_START=str(tmp_path))
     wait_for(controller, "starting\n")
     while len(pids := [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
-        assert controller.poll() is None
+        assert controller.poll() is None, controller.communicate()[1]
         time.sleep(0.05)
     os.killpg(controller.pid, signal.SIGINT)
     started = time.monotonic()
