@@ -66,7 +66,8 @@ async def here(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
     if how == "start":
         print("starting", flush=True)
         # Python runs this module first of all.
-        env = {"PYTHONPATH": f"{os.environ['SLOW_START']}:{os.environ['PYTHONPATH']}"}
+        folders = [os.environ["SLOW_START"], os.environ.get("PYTHONPATH", os.getcwd())]
+        env = {"PYTHONPATH": os.pathsep.join(folders)}
         await launcher.spawn_role(Placement(role="slow", num_procs=2), env=env)
     roles = await asyncio.gather(
         *(launcher.spawn_role(Placement(role=name, num_procs=1)) for name in ("first", "second"))
