@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ from monarch.actor import ActorError
 from actors.compat import SupervisionError
 from actors.deaths import death_watch
 from rl.observability.spans import span
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, causes
 from rl.utils.processes import ProcessId, is_alive, signal_name
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ TIMEOUT_OF_ENDPOINT = {
     **dict.fromkeys(("close", "abort"), "close_s"),
 }
 """Field of `timeouts` that limits a call of an endpoint; `train_s` for all others."""
-
-
-_BY_SIGNAL, _BY_ITSELF = "killed by", "it ended with status"
 
 
 class ActorTimeoutError(RunError, TimeoutError):
@@ -81,20 +78,18 @@ async def deadline(timeout_s: float, what: str, *, option: str = "", role: str =
             yield
     except TimeoutError as error:
         limit = f"{timeout_s:g} s ({option})" if option else f"{timeout_s:g} s"
-        raise ActorTimeoutError(f"{what}: no answer within {limit}") from error
+        raise ActorTimeoutError(f"{what}: no answer within {limit}", role=role) from error
     except SupervisionError as error:
-        raise _lost_or_failed(what, describe_loss(error), role=role) from error
+        is_dead = end_of_process(str(error)) is not None
+        raise _lost_or_failed(f"{what}: {describe_loss(error)}", role=role, is_dead=is_dead) from error
     except ValueError as error:  # Monarch's, if a host does not start processes
         if (end := end_of_process(str(error))) is None:
             raise ActorCallError(f"{what}: {error}") from error
-        raise _lost_or_failed(what, f"a process is dead: {end}", role=role) from error
+        raise _lost_or_failed(f"{what}: a process is dead: {end}", role=role, is_dead=True) from error
 
 
-def _lost_or_failed(what: str, reason: str, *, role: str) -> ActorCallError:
-    message = f"{what}: {reason}"
-    if not role:
-        return ActorCallError(message)
-    return ActorLostError(message, role=role, is_dead=_BY_SIGNAL in reason or _BY_ITSELF in reason)
+def _lost_or_failed(message: str, *, role: str, is_dead: bool) -> ActorCallError:
+    return ActorLostError(message, role=role, is_dead=is_dead) if role else ActorCallError(message)
 
 
 class CallGroup(Protocol):
@@ -172,7 +167,8 @@ class ActorGroup:
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
             message = f"{self.name}.{endpoint} failed: {describe_loss(error)}"
-            raise ActorLostError(message, role=self.name, ranks=self.dead()) from error
+            is_dead = end_of_process(str(error)) is not None
+            raise ActorLostError(message, role=self.name, ranks=self.dead(), is_dead=is_dead) from error
 
     def dead(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""
@@ -245,12 +241,6 @@ def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
     return index
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def is_caused_by_timeout(error: BaseException) -> bool:
     """Return whether a timeout caused an error, here or in an actor."""
     return any(
@@ -265,17 +255,18 @@ def may_hang(role: str, *, after: BaseException) -> bool:
     This is assumed after every deadline except that of another role's answer: ranks that wait for each other,
     and a weight store in the trainer's processes, do not show which process holds them up.
     """
-    if isinstance(after, ActorTimeoutError) and after.role:
-        return after.role == role
+    for cause in causes(after):
+        if isinstance(cause, ActorTimeoutError) and cause.role:
+            return cause.role == role
     return is_caused_by_timeout(after)
 
 
 def end_of_process(report: str) -> str | None:
     """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it does not say so."""
     if killed := re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report):
-        return f"{_BY_SIGNAL} {signal_name(int(killed[1]))}"
+        return f"killed by {signal_name(int(killed[1]))}"
     if ended := re.search(r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report):
-        return f"{_BY_ITSELF} {ended[1]}"
+        return f"it ended with status {ended[1]}"
     return None
 
 

@@ -22,7 +22,6 @@ from actors.calls import (
     ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    causes,
     deadline,
     first_line,
 )
@@ -39,7 +38,7 @@ from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
 from rl.utils.clock import now_s
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, causes
 from rl.utils.threads import all_or_cancel, run_aside
 from rl.weights.store import WeightStore
 
@@ -183,6 +182,7 @@ class Cluster:
             if not self._restarts or error.role != at.role:
                 raise
             lost = error
+        self._phases[at.role] = "is started again"
         return await self._supervisor.restart(at.role, reason=first_line(lost), start=again, cause=lost)
 
     async def _report_slow_start(self) -> None:
@@ -312,7 +312,7 @@ class Cluster:
 
         async def start(role: RoleProcesses) -> ActorGroup:
             group = self._group(at, role, config=config, rubric=self._rubric)
-            await group.call("setup")
+            await group.call("setup", extra_s=config.start_timeout_s)
             return group
 
         return await self._spawn(at, start, imports=("actors.reward",))
@@ -356,9 +356,8 @@ class Cluster:
 
         async def finish() -> ActorGroup:
             self._phases[at.role] = "imports modules"
-            async with deadline(
-                timeouts.setup_s, f"importing modules in role {at.role!r}", option="timeouts.setup_s"
-            ):
+            importing = f"importing modules in role {at.role!r}"
+            async with deadline(timeouts.setup_s, importing, option="timeouts.setup_s", role=at.role):
                 # Importing is faster before there are actors.
                 await role.members.import_modules.call(imports)
             self._phases[at.role] = "is set up"
@@ -368,7 +367,10 @@ class Cluster:
         try:
             group = await processes.unless_lost(finish(), "start")
         except ActorLostError as error:
-            raise self.launcher.with_signal(error) from error
+            told = self.launcher.with_signal(error)
+            if told is error:
+                raise
+            raise told from error
         del self._phases[at.role]
         return group
 

@@ -68,14 +68,14 @@ class Controller(Configurable):
         resumes, folder = self.source.resumes, None
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
-            for change in changed_fields(folder.config_json, config):
-                if not change.startswith("launch.dry_run:"):
-                    print_line(f"changed: {change}")
+            real_run = replace(config, launch=replace(config.launch, dry_run=False))
+            for change in changed_fields(folder.config_json, real_run):
+                say(f"changed: {change}")
         plan = make_plan(config, resumes=folder)
         for line in describe_source(plan):
-            print_line(line)
+            say(line)
         if folder is not None and plan.resumed is None:
-            print_line(FROM_THE_BEGINNING)
+            say(FROM_THE_BEGINNING)
 
     def explain(self, form: ExplanationForm) -> int:
         """Print the run that this config describes, and what is refused of it; return the exit status.

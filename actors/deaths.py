@@ -15,7 +15,7 @@ LOOK_EVERY_S = 0.5
 
 
 class DeathWatch:
-    """Looks twice a second if each watched process is alive, at the same cost for one waiting call and thousands."""
+    """Watch over processes, which are looked at twice a second, at the same cost for one waiting call and thousands."""
 
     def __init__(self) -> None:
         self._watched: dict[asyncio.Future[None], Collection[ProcessId]] = {}

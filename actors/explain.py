@@ -22,7 +22,7 @@ from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.devices import on_devices
 from actors.placement import place_actors
-from actors.plan import asked_source, find_resumed, renderer_of, spec_for, untrained_start
+from actors.plan import asked_source, describe_skip, find_resumed, renderer_of, spec_for, untrained_start
 from actors.task_checks import check_problems
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
@@ -169,9 +169,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
             found.source = find_resumed(
                 config,
                 folder,
-                skip=lambda path, error: found.not_checked.append(
-                    f"{path.name} would be set aside, and an earlier one taken: {error}"
-                ),
+                skip=lambda path, error: found.not_checked.append(describe_skip(path, error)),
             )
         elif config.name is not None:  # without a name the run gets a free one
             path = Path(config.dump_folder).expanduser().absolute() / config.name

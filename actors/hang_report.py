@@ -14,12 +14,12 @@ from pathlib import Path
 
 from monarch.actor import ActorError
 
-from actors.calls import ActorLostError, causes, is_caused_by_timeout, mesh_index
+from actors.calls import ActorLostError, is_caused_by_timeout, mesh_index
 from actors.compat import SupervisionError
 from actors.members import RoleProcesses
 from rl.observability.spans import ProcessState, read_states
 from rl.observability.stacks import excerpt, request_stacks
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, causes
 from rl.utils.processes import is_alive
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -101,7 +102,8 @@ class Launcher:
         self.roles: list[RoleProcesses] = []
         self.hosts: Hosts | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._num_stopping = 0
+        self._stopping: list[str] = []
+        """Names of the roles whose processes relay ends right now."""
         self._hurry = asyncio.Event()
         self._ends: dict[str, str] = {}
         """How the last process of a role ended, by role, as far as Monarch has reported it."""
@@ -150,6 +152,7 @@ class Launcher:
             ActorLostError: a process has ended; names the role and the signal or status.
             ActorCallError: the processes could not be started.
         """
+        self._ends.pop(at.role, None)  # of processes that this start replaces
         allow_start(timeout_s)
         command = default_bootstrap_cmd().with_env(
             process_env(at, keep=keep) | network_env() | dict(env or {})
@@ -188,6 +191,7 @@ class Launcher:
     async def _unless_dead(self, at: Placement, answers: Awaitable[T], what: str) -> T:
         """Wait for the first answers of a role; raise ActorLostError if a process of it on this machine is dead."""
         waiting, seen = asyncio.ensure_future(answers), set[ProcessId]()
+        is_here = at.hosts is None or self.hosts is None or at.hosts in self.hosts.processes
         grace_s = START_REPORT_GRACE_S
         try:
             while grace_s > 0:
@@ -195,7 +199,7 @@ class Launcher:
                     return waiting.result()
                 if not all(map(is_alive, seen)):
                     grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
-                elif len(seen) < at.num_procs:  # a search reads all processes of this machine
+                elif is_here and len(seen) < at.num_procs:  # a search reads all processes of this machine
                     seen |= set(
                         await asyncio.to_thread(processes_of_role, at.role, parents=self._parents(at))
                     )
@@ -235,10 +239,10 @@ class Launcher:
             return
         own = role.local.values() or processes_of_role(role.name, parents=[os.getpid()])  # before it answered
         tree = with_descendants(filter(is_alive, own))
-        if role.is_lost or len(tree) < len(role.local):
+        if role.is_lost or not all(map(is_alive, role.local.values())):
             timeout_s = min(timeout_s, LOST_STOP_TIMEOUT_S)  # Monarch would wait for the dead as well.
         shm_files = mapped_shared_memory(process.pid for process in tree)
-        self._num_stopping += 1
+        self._stopping.append(role.name)
         try:
             if is_lost:
                 for process in tree:
@@ -255,7 +259,7 @@ class Launcher:
             # Runs also when cancelled: only the kernel is waited for below.
             for process in tree:
                 kill(process)
-            self._num_stopping -= 1
+            self._stopping.remove(role.name)
             if role in self.roles:
                 self.roles.remove(role)
         await wait_until_gone(tree, role=f"role {role.name!r}", grace_s=KILL_GRACE_S)
@@ -307,13 +311,14 @@ class Launcher:
 
     def _on_fault(self, failure: MeshFailure) -> None:
         report = failure.report()
-        for role in self.roles:
-            if role.name in report and (end := end_of_process(report)) is not None:
-                self._ends[role.name] = end
+        if (end := end_of_process(report)) is not None:
+            for name in {role.name for role in self.roles}.difference(self._stopping):
+                if re.search(rf"{re.escape(name)}(?!\d)", report):  # not generator_1 in generator_10
+                    self._ends[name] = end
         # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
         is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
         # The caller that waits for an actor decides what its failure means for the run.
-        level = logging.DEBUG if is_helper or self._num_stopping or not self.roles else logging.INFO
+        level = logging.DEBUG if is_helper or self._stopping or not self.roles else logging.INFO
         logger.log(level, "actor failure: %s", report)
 
 

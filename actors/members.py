@@ -15,12 +15,12 @@ from typing import Any
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
 from actors.placement import Placement
-from actors.processes import ROLE_VARIABLE, RUN, RUN_VARIABLE, free_port, import_path, outward_address
+from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
 from actors.secrets import without_secrets
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
-from rl.utils.processes import ProcessId, without_collections
+from rl.utils.processes import ROLE_VARIABLE, ProcessId, without_collections
 from rl.weights import SETTINGS
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> 
 def import_torch() -> None:
     """Import torch before there are actors: Monarch unpickles on several threads, which would race.
 
-    This does not belong into `process_main`: Monarch gives up on a process that is not up within 30 s, and on
-    a busy machine or a network file system the import alone may take that long.
+    This does not belong into `process_main`: Monarch gives up on a process that is not up within
+    `timeouts.start_s`, and on a busy machine or a network file system the import alone may take half a minute.
     """
     with without_collections():
         import torch  # noqa: F401

@@ -18,7 +18,6 @@ from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
-from rl.observability.console import print_line
 from rl.observability.metrics import read_metrics
 from rl.observability.run_files import STARTING_POINTS
 from rl.observability.run_folder import RunFolder
@@ -38,6 +37,7 @@ from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source, own_checkpoint
 from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
 from rl.types import ProblemsFingerprint
+from rl.utils.printing import say
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,13 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     )
 
 
+def describe_skip(path: Path, error: DamagedCheckpointError) -> str:
+    """Return what a run would do with a damaged checkpoint."""
+    return f"{path.name} would be set aside, and an earlier one taken: {error}"
+
+
 def _would_set_aside(path: Path, error: DamagedCheckpointError) -> None:
-    print_line(f"{path.name} would be set aside, and an earlier one taken: {error}")
+    say(describe_skip(path, error))
 
 
 def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
@@ -150,7 +155,7 @@ def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = No
     """
     num_steps, resumed = config.loop.num_steps, None
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    steps = (int(record["step"]) for record in records if "step" in record)
+    steps = (int(record["step"]) for record in records)
     done = max([0, *steps, *saved_steps(folder.checkpoints)])
     if folder.is_finished and done >= num_steps:
         raise ValueError(

@@ -16,14 +16,12 @@ from pathlib import Path
 import psutil
 
 from rl.utils.errors import RunError
-from rl.utils.processes import ProcessId, identify, is_alive
+from rl.utils.processes import ROLE_VARIABLE, ProcessId, identify, is_alive
 
 SHARED_MEMORY = Path("/dev/shm")
 RUN = uuid.uuid4().hex[:8]
 """Id that every process started by this controller carries in its environment."""
 RUN_VARIABLE = "RELAY_RUN"
-ROLE_VARIABLE = "RELAY_ROLE"
-"""Variable with the role of an actor's process."""
 
 
 async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s: float) -> None:

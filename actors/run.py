@@ -259,7 +259,7 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
     the warm-up.
 
     Args:
-        stop: gets the first Ctrl-C or SIGTERM while a loop listens to it.
+        stop: gets the first Ctrl-C, SIGTERM or SIGHUP while a loop listens to it.
     """
     config, plan, folder = checked.config, checked.plan, checked.folder
     store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
@@ -382,7 +382,12 @@ async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) 
     """Yield the reward processes, or a scoring process of this one if the cluster has none."""
     reward = config.reward
     if cluster.reward is not None:
-        limit = partial(longest_s, rubric, time_limit_s=reward.time_limit_s)
+        limit = partial(
+            longest_s,
+            rubric,
+            time_limit_s=reward.time_limit_s,
+            start_timeout_s=reward.start_timeout_s,
+        )
         yield RewardClient(cluster.reward, num_procs=reward.num_procs, longest_s=limit)
         return
     process = RewardProcess(

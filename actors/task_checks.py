@@ -180,8 +180,8 @@ def _check_rubric(
     """
     if loop.group_size == 1 and rubric.comparing:
         raise ValueError(
-            f"group_size=1: the reward functions {', '.join(rubric.comparing)} compare the rollouts of a group: raise "
-            "it to at least 2, or set needs_group=False if they can grade one alone"
+            f"loop.group_size=1: the reward functions {', '.join(rubric.comparing)} compare the rollouts of a group: "
+            "raise it to at least 2, or set needs_group=False if they can grade one alone"
         )
     *before, last = example.turns
     size = loop.group_size if rubric.has_group_functions else 1
@@ -244,7 +244,8 @@ def check_demonstrations(
 ) -> None:
     """Raise ValueError for a demonstration of a warm-up's first problems that no model could give."""
     for problem in islice(problems, NUM_PROBED_PROBLEMS):
-        longest = max((len(renderer.reply(text)) for text in problem.demonstrations), default=0)
+        rollout = run_now(demonstrated_rollout(problem, environments, renderer=renderer))
+        longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         if longest > max_tokens:
             raise ValueError(
                 f"the demonstration of problem {problem.id!r} has {longest} tokens in one reply, more than "

@@ -24,6 +24,7 @@ from rl.config.tree import check_bounds
 from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
 from rl.tasks.generated import GeneratedTask
+from rl.tasks.task import complete_answer
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
 
@@ -78,7 +79,7 @@ class GuessNumber(GeneratedTask):
 
     def reward(self, rollout: Rollout) -> float:
         """1 for the number; what the environment gave in the turns comes on top."""
-        return float(rollout.text.strip() == rollout.prompt.problem.answer)
+        return float(complete_answer(rollout.turns[-1]) == rollout.prompt.problem.answer)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,7 +33,7 @@ from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstration_sample, policy_sample
-from rl.tasks.sum_digits import SumDigits, parse_answer
+from rl.tasks.sum_digits import SumDigits, format_reward, is_correct
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
@@ -62,10 +62,7 @@ def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Re
 
 def reward(rollout: Rollout) -> float:
     """1 for the right answer, 0.1 for another one of the right form, 0 for none."""
-    answer = parse_answer(rollout.text)
-    if answer == rollout.prompt.problem.answer:
-        return 1.0
-    return 0.1 if answer is not None and rollout.completion.finish_reason == "stop" else 0.0
+    return 0.9 * is_correct(rollout) + 0.1 * format_reward(rollout)
 
 
 async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Problem]) -> float:
@@ -73,11 +70,10 @@ async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Probl
     prompts = [prompt_of(problem, renderer) for problem in problems]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids)
     groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
-    replies = [
-        renderer.text(completion.token_ids, prompt_ids=prompt.token_ids)
+    right = [
+        is_correct(rollout_of(prompt, completion, 0, renderer))
         for prompt, (completion,) in zip(prompts, groups_P1, strict=True)
     ]
-    right = [parse_answer(reply) == problem.answer for reply, problem in zip(replies, problems, strict=True)]
     return float(np.mean(right))
 
 

@@ -86,7 +86,7 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     status, problems, end = _judge(run, states, end=_end(events), expected_s=expected_s)
     if status != "running":
         states = {state: "ended" if how == "dead" else how for state, how in states.items()}
-    step, steps = "no step is done", [record["step"] for record in records if "step" in record]
+    step, steps = "no step is done", [record["step"] for record in records]
     if steps:
         age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
         step = f"the last step was step {max(steps):.0f}, {age_s:.1f} s ago"

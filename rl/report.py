@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.observability.run_files import REPORT
 from rl.reporting.html.page import write_report
@@ -28,21 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         with without_collections():
             named = dict(zip(_names(folders), folders, strict=True))
             runs = write_report(named, file, written_s=time.time())
+        _print_findings(runs, file)
     except ValueError as error:
         say_error(f"error: {error}")
         return 2
     except OSError as error:
         say_error(f"error: {file} cannot be written: {error.strerror or error}")
         return 2
+    return 0
+
+
+def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     for run in runs:
         for problem in run["problems"]:
             say(f"{run['name']}: {problem}")
         for finding in run["findings"]:
-            say(
-                f"{run['name']}: {finding['title']}, since step {finding['since_step']}: {finding['sentence']}"
-            )
+            since = f"{finding['title']}, since step {finding['since_step']}"
+            say(f"{run['name']}: {since}: {finding['sentence']}")
     say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
-    return 0
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

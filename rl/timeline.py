@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     destination = folder / TIMELINE if options.output is None else Path(options.output).expanduser()
     try:
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
+        say(f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
     except (ValueError, OSError) as error:
         say_error(f"error: {error}")
         return 2
-    say(f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
     return 0
 
 

@@ -20,7 +20,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_nam
 from rl.utils.caches import settle_caches
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
-from rl.utils.printing import say_error, until_the_reader_stops
+from rl.utils.printing import say, say_error
 from rl.utils.processes import without_collections
 from rl.utils.proxies import exempt_loopback
 
@@ -237,30 +237,29 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
     """Print all options and exit."""
     try:
-        with until_the_reader_stops():
-            _print_options(run, prog=prog)
+        say("\n".join(_describe_options(run, prog=prog)))
     except ValueError as error:
         say_error(f"error: {error}")
         raise SystemExit(2) from None
     raise SystemExit(0)
 
 
-def _print_options(run: ResolvedRun, *, prog: str | None) -> None:
-    print(
+def _describe_options(run: ResolvedRun, *, prog: str | None) -> Iterator[str]:
+    yield (
         f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: {type(run.config).__qualname__}. "
         "Defaults are those of this config; choose another with --module and --config.\n"
     )
     for name, text in SOURCE_OPTIONS.items():
-        _print_option(name, "str", text)
+        yield from _describe_option(name, "str", text)
     for entry in walk(run.config):
         if entry.kind == "leaf":
             default = f"{entry.doc} (default: {encode(entry.value)!r})".strip()
-            _print_option(entry.path, type_name(entry.annotation), default)
+            yield from _describe_option(entry.path, type_name(entry.annotation), default)
         elif entry.kind in ("node", "absent") and entry.optional:
             state = "None in this config" if entry.value is None else "None turns it off"
-            _print_option(entry.path, "None", f"{entry.doc} ({state})".strip())
+            yield from _describe_option(entry.path, "None", f"{entry.doc} ({state})".strip())
 
 
-def _print_option(path: str, values: str, text: str) -> None:
-    print(f"--{path} {values}")
-    print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
+def _describe_option(path: str, values: str, text: str) -> Iterator[str]:
+    yield f"--{path} {values}"
+    yield textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ")

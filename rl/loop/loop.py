@@ -316,9 +316,7 @@ class Loop(Configurable):
         progress = self._progress
         before, progress.whole = progress.whole, None
         try:
-            return await (
-                self.trainer.optim_step(allow_empty=True) if allow_empty else self.trainer.optim_step()
-            )
+            return await self.trainer.optim_step(allow_empty=allow_empty)
         except ArithmeticError:  # a gradient that is not finite: the weights are unchanged
             progress.whole = before
             raise
@@ -375,9 +373,14 @@ class Loop(Configurable):
         if num_empty > most:
             rewards = {member.score.reward for group in batch.groups for member in group.scored}
             masks = self.config.mask_truncated_completions
-            or_masked = " or, as loop.mask_truncated_completions counts, no complete reply" if masks else ""
+            where = "in every group" if self.config.group_size > 1 else "in the batch"
+            or_masked = (
+                " or only truncated replies, which loop.mask_truncated_completions leaves out of the loss"
+                if masks
+                else ""
+            )
             raise NothingToLearnError(
-                f"{num_empty} steps in a row had equal rewards in every group (the last: "
+                f"{num_empty} steps in a row had equal rewards {where} (the last: "
                 f"{sorted(rewards)[:3]}){or_masked}, more than loop.max_empty_steps={most}: the "
                 "task is solved or out of reach, so there is no policy gradient"
             )

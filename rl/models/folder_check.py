@@ -159,7 +159,7 @@ def check_model_folder(folder: Path) -> None:
     if kind := _kind(names):
         raise ValueError(f"{folder} is {kind}")
     if inside := sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]):
-        raise ValueError(f"{folder} is no model's folder, but holds such: give {inside[0].parent}")
+        raise ValueError(f"{folder} is not a model's folder, but contains one: give {inside[0].parent}")
     if not (folder / "config.json").exists():
         has = "weights" if has_weights(folder) else f"{len(names)} files, such as {min(names)}"
         raise ValueError(
@@ -180,8 +180,8 @@ def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
     """Raise ValueError for a folder that other programs take for something else."""
     if adapters := [name for name in names if name.startswith("adapter_model.")]:
         raise ValueError(
-            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), which programs read otherwise: "
-            "move one of them into a folder of its own"
+            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), and other programs "
+            "may read the other one: move one of them into a folder of its own"
         )
     if kind := _kind(names, _NO_LANGUAGE_MODELS):
         raise ValueError(f"{folder} is {kind}")

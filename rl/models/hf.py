@@ -67,7 +67,9 @@ class HFFolder:
         try:
             self.config: dict[str, Any] = read_hf_config(self.path)
         except ValueError as error:
-            raise error if str(self.path) in str(error) else ValueError(f"{self.path}: {error}") from error
+            if str(self.path) in str(error):
+                raise
+            raise ValueError(f"{self.path}: {error}") from error
         self.fp8_block = fp8_block(read_json_object(self.path / "config.json"))
         """Rows and columns that share a scale in a block-scaled FP8 checkpoint, or None."""
         if tokenizer:

@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-"""Special tokens of ChatML; skipped when decoding with `skip_special_tokens`."""
+"""Special tokens of ChatML."""
 WORD_TOKENS = ("<think>", "</think>", "[ANSWER]")
 """Single tokens that are part of the text."""
 

@@ -216,22 +216,23 @@ def _plain(value: Any) -> Any:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the records of a metrics file without damaged lines; none if the file does not exist.
 
-    A line whose step is not a number is damaged; other values that are not numbers are left out.
+    A line without a step is damaged; other values that are not numbers are left out.
     """
-    records = []
-    for _, line in json_lines(path):
-        record = {} if line is None else numbers_of(line)
-        if line is not None and ("step" not in line or math.isfinite(record.get("step", math.nan))):
-            records.append(record)
-    return records
+    records = (read_record(line) for _, line in json_lines(path) if line is not None)
+    return [record for record in records if record is not None]
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a line that are numbers."""
-    return {name: number for name, value in line.items() if (number := as_number(value)) is not None}
+def read_record(line: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the values of a line that are numbers; None for a line whose step is not a number."""
+    record = {}
+    for name, value in line.items():
+        number = parse_number(value)
+        if number is not None:
+            record[name] = number
+    return record if math.isfinite(record.get("step", math.nan)) else None
 
 
-def as_number(value: object) -> float | None:
+def parse_number(value: object) -> float | None:
     """Return a number of a line, in which numbers that are not finite are strings; None for anything else."""
     if isinstance(value, int | float):
         return value

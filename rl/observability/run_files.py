@@ -48,13 +48,13 @@ _VERSION = re.compile(r"v\d+")
 
 def read_status(path: Path) -> Literal["running", "finished"] | None:
     """Return the status of a run, "running" also if it was killed; None without status.json."""
+    if not is_run(path):
+        return None
     try:
         content = parse_json(read_regular(path / STATUS))
-    except FileNotFoundError:
-        return None
     except ValueError:  # cut short by the end of its process
         return "running"
-    return "finished" if isinstance(content, dict) and content.get("status") == "finished" else "running"
+    return "finished" if content["status"] == "finished" else "running"
 
 
 def refuse_special_files(path: Path) -> None:

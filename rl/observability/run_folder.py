@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -125,8 +126,7 @@ class RunFolder:
                     _clear(path)
                 folder._start()
         except BaseException:
-            folder._remove_if_new()
-            folder.close()
+            folder._close_and_remove()
             raise
         return folder
 
@@ -176,16 +176,22 @@ class RunFolder:
 
     def discard(self) -> None:
         """Undo `create`, for a run that was refused before it began."""
-        self._remove_if_new()
         if not self._is_new:
             _clear(self.path)
             (self.path / LOCK).unlink()
-        self.close()
+        self._close_and_remove()
 
-    def _remove_if_new(self) -> None:
-        if self._is_new and self._lock is not None:  # else another run may have locked it first
-            # NFS keeps the name of a file that is open, here the lock, so its folder is not empty until `close`.
+    def _close_and_remove(self) -> None:
+        """Release the lock, and remove a folder that is new."""
+        # A new folder without a lock may have been locked by another run first.
+        is_own = self._is_new and self._lock is not None
+        if is_own:
             shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+        if is_own:
+            # NFS keeps the name of a file that is open, here the lock, so its folder was not empty until now.
+            with suppress(OSError):
+                self.path.rmdir()
 
     def close(self) -> None:
         """Release the lock. Idempotent."""

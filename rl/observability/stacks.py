@@ -98,7 +98,7 @@ async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = 
 
 
 async def _ask(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> str:
-    """Send the signal to a process and return what it then writes into its file of stacks.
+    """Send the signal to a process and return what it then appends to its file of stacks.
 
     A folder from elsewhere can name any process; only that of the run writes into the file.
     """
@@ -114,8 +114,9 @@ async def _ask(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> str:
         if text.endswith(END.encode()):
             return visible(text.decode(errors="replace")).removesuffix(END)
     if text:
-        shown = visible(text.decode(errors="replace"))
-        return f"{shown}(no stacks of tasks: the main thread does not run Python)\n"
+        is_cut_off = len(text) >= MAX_BYTES
+        note = "cut off" if is_cut_off else "no stacks of tasks: the main thread does not run Python"
+        return f"{visible(text.decode(errors='replace'))}({note})\n"
     return f"no stacks within {timeout_s:g} s: the process is {kernel_state(process) or 'dead'}"
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rl.config.json import value_at
 from rl.observability.events import is_event
-from rl.observability.metrics import as_number, numbers_of
+from rl.observability.metrics import parse_number, read_record
 from rl.observability.run_files import (
     CONFIG,
     DEFAULTS,
@@ -129,16 +129,11 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
 def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Return steps and evaluations by step; the later of two records of a step counts."""
     by_step: tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]] = ({}, {})
-    for record in _lines(folder / METRICS, problems, _record):
+    for record in _lines(folder / METRICS, problems, read_record):
         is_evaluation = any(name.startswith("eval/") for name in record)
         by_step[is_evaluation][int(record["step"])] = record
     steps, evaluations = ([of[step] for step in sorted(of)] for of in by_step)
     return steps, evaluations
-
-
-def _record(line: dict[str, Any]) -> dict[str, Any] | None:
-    record = {name: float(number) for name, number in numbers_of(line).items()}
-    return record if math.isfinite(record.get("step", math.nan)) else None
 
 
 def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:
@@ -174,7 +169,7 @@ def _is_rollout(line: dict[str, Any]) -> bool:
         and isinstance(line.get("sample", 0), int)
         and all(isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct"))
         and isinstance(parts, dict)
-        and as_number(parts.get("overlong", 0.0)) is not None
+        and parse_number(parts.get("overlong", 0.0)) is not None
         and isinstance(line.get("turns"), list)
         and all(isinstance(turn, dict) and _is_turn(turn) for turn in line["turns"])
     )

@@ -23,6 +23,7 @@ TRIMMED: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lst
 """Changes that chat templates make to a message without changing its words."""
 _MARKUP = re.compile(r"[<\[{◁].*[>\]}▷]", re.DOTALL)
 """Form of a token that is no word and no white space, for tokens that are not marked as special."""
+_THOUGHTS = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())
 _CLOSING_TAG = re.compile(r"</[\w-]+>|\[/[\w-]+\]")
 """Form of a token that closes a part of a reply, such as `</answer>` and `</tool_call>`."""
 
@@ -214,8 +215,10 @@ def split_rendering(
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
     """
     unsafe = {number for number, m in enumerate(messages) if control.first_in(m.content) is not None}
-    # Otherwise two messages in a row make a token together.
-    unsafe = unsafe or {number for number, m in enumerate(messages) if m.content}
+    others = "".join(m.content for number, m in enumerate(messages) if number not in unsafe)
+    if not unsafe or control.first_in(others) is not None:
+        # Messages in a row may make a token together.
+        unsafe = {number for number, m in enumerate(messages) if m.content}
     nonce = secrets.token_hex(8)
     marked = [
         replace(m, content=f"{nonce}-{number}-") if number in unsafe else m
@@ -282,6 +285,3 @@ def _find_content(text: str, content: str, *, after: str, position: int) -> str:
         if text.startswith(trim(content) + after, position):
             return trim(content)
     return content
-
-
-_THOUGHTS = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())

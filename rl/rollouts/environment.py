@@ -254,17 +254,13 @@ class Environments:
 
 def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
     """Raise ValueError if episodes share an environment that keeps a state; one of a single turn has none."""
-    environments = {id(calls.environment): calls.environment for calls in group}
-    if len(environments) == len(group) or all(_has_no_state(e) for e in environments.values()):
+    num_environments = len({id(calls.environment) for calls in group})
+    if num_environments == len(group) or all(calls.ends_at_once for calls in group):
         return
     raise ValueError(
         f"two episodes of problem {shown(group[0].problem.id)} got the same environment, a "
         f"{type(group[0].environment).__name__}: `environment` must return a new one each time"
     )
-
-
-def _has_no_state(environment: Environment) -> bool:
-    return isinstance(environment, SingleTurn) and environment.runs_inline
 
 
 def _check_observation(observation: Any) -> Observation:

@@ -114,14 +114,12 @@ class RolloutWorker:
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
             (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
-        except (PromptTooLongError, RefusedMessageError) as error:
-            is_refused = isinstance(
-                error, RefusedMessageError
-            )  # by one text among many, which must not end a run
-            if not (is_refused or self.drop_long_prompts):
+        except RefusedMessageError as error:  # One text among many must not end a run.
+            return _leave_out(number, error, is_refused=True)
+        except PromptTooLongError as error:
+            if not self.drop_long_prompts:
                 raise
-            logger.warning("%s; it is left out", error)
-            return Group(number=number, rollouts=[], scores=[], generated_at=now_s(), is_refused=is_refused)
+            return _leave_out(number, error, is_refused=False)
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.rewarder.score([rollouts])
@@ -136,3 +134,8 @@ class RolloutWorker:
         num_tokens = max_tokens if rollout.is_truncated else len(rollout.completion.token_ids)
         punishment = self.overlong(num_tokens, max_tokens=max_tokens)
         return replace(score, overlong=punishment, parts={**score.parts, OVERLONG: punishment})
+
+
+def _leave_out(number: int, error: Exception, *, is_refused: bool) -> Group:
+    logger.warning("%s; it is left out", error)
+    return Group(number=number, rollouts=[], scores=[], generated_at=now_s(), is_refused=is_refused)

@@ -79,23 +79,35 @@ class NumberGrade:
     def __post_init__(self) -> None:
         if not -math.inf < self.lowest < self.highest < math.inf:
             raise ValueError(f"lowest={self.lowest}: must be finite and below highest={self.highest}")
-        re.compile(self.pattern)
+        _check_has_group(self.pattern)
 
     def read(self, text: str) -> float | None:
         found = list(re.finditer(self.pattern, with_ascii_digits(text)))
-        try:
-            number, out_of = _number(found[-1][1]), _number([*found[-1].groups(), None][1] or self.highest)
-        except (IndexError, OverflowError, TypeError, ValueError, ZeroDivisionError):
+        if not found or found[-1][1] is None:
             return None
-        if out_of != self.highest or not self.lowest <= number <= self.highest:
+        written, out_of = found[-1][1], found[-1][2] if found[-1].re.groups > 1 else None
+        try:
+            number = _number(written)
+            is_other_scale = out_of is not None and _number(out_of) != self.highest
+        except (OverflowError, ValueError, ZeroDivisionError):
+            return None
+        if is_other_scale or not self.lowest <= number <= self.highest:
             return None
         return (number - self.lowest) / (self.highest - self.lowest)
 
 
-def _number(written: str | float) -> float:
+def _check_has_group(pattern: str) -> None:
+    """Raise ValueError for a pattern that is invalid, or that does not say which part of a match is the grade."""
+    try:
+        num_groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r}: must be a regular expression: {error}") from None
+    if not num_groups:
+        raise ValueError(f"pattern={pattern!r}: must have a group in parentheses around the grade")
+
+
+def _number(written: str) -> float:
     """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for another text."""
-    if not isinstance(written, str):
-        return written
     if not re.fullmatch(rf"[-+]?{MAGNITUDE}", written.strip()):
         raise ValueError(f"{written!r} is not a number alone")
     return float(Fraction(find_numbers(written)[0]))
@@ -114,11 +126,15 @@ class LabelGrade:
             raise ValueError(f"labels={dict(self.labels)}: must be at least two different words")
         if not all(map(math.isfinite, self.labels.values())):
             raise ValueError(f"labels={dict(self.labels)}: every value must be a finite number")
+        _check_has_group(self._filled_pattern())
 
-    def read(self, text: str) -> float | None:
+    def _filled_pattern(self) -> str:
         # Longest first, because one label may be the beginning of another.
         labels = "|".join(re.escape(label) for label in sorted(self.labels, key=len, reverse=True))
-        found = [match[1] for match in re.finditer(self.pattern.replace("{labels}", labels), text)]
+        return self.pattern.replace("{labels}", labels)
+
+    def read(self, text: str) -> float | None:
+        found = [match[1] for match in re.finditer(self._filled_pattern(), text)]
         values = {label.lower(): float(value) for label, value in self.labels.items()}
         return values.get(found[-1].lower()) if found and found[-1] is not None else None
 

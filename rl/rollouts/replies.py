@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,7 +67,11 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
 
 def answer_part(text: str) -> str:
     """Return the reply after its last thought, stripped; the empty string if a thought is never closed."""
-    parts = split_reply(text)
+    return join_answer(split_reply(text))
+
+
+def join_answer(parts: Sequence[ReplyPart]) -> str:
+    """Return the text of the parts after the last thought, stripped; empty if a thought is never closed."""
     start = 0
     for number, part in enumerate(parts):
         if part.kind == "thought":

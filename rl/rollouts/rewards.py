@@ -59,9 +59,14 @@ class ProcessEndedError(Exception):
         self.exit_code = exit_code
 
 
-def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:
-    """Return an upper bound of the seconds for these rollouts, even if each ends the process at its limit."""
-    return num_rollouts * ((len(rubric.criteria) + 1) * time_limit_s + RESTART_S)
+def longest_s(
+    rubric: Rubric, num_rollouts: int, *, time_limit_s: float, start_timeout_s: float = START_S
+) -> float:
+    """Return a bound of the seconds for these rollouts, even if each ends the process at its limit.
+
+    One of the starts of a process may take `start_timeout_s`; the others read modules that the disk has cached.
+    """
+    return num_rollouts * ((len(rubric.criteria) + 1) * time_limit_s + RESTART_S) + start_timeout_s
 
 
 class RewardProcess:
@@ -120,7 +125,7 @@ class RewardProcess:
         if self.process is not None:
             self.process.terminate()
         await asyncio.to_thread(self._thread.stop, timeout_s=CLOSE_S)
-        self._end()
+        await asyncio.to_thread(self._end)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         if self._closed:
@@ -186,7 +191,7 @@ class RewardProcess:
             self.process.terminate()
             self.process.join(END_S)
             self.process.kill()  # a guard that another process has stopped
-            self.process.join()
+            self.process.join(END_S)
             self.process = None
         if self._link is not None:
             self._link.close()

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.rollouts.replies import answer_part as answer_part
 from rl.rollouts.reward_values import MAX_REWARD, as_number, as_numbers, as_truth
 from rl.types import Prompt, Rollout, Score
 from rl.utils.excerpts import shortened, shown
@@ -202,7 +201,7 @@ class Rubric:
     def slots(self, most: int) -> Slots:
         """Return semaphores of `most` concurrent calls of each function, or its own `max_concurrency`."""
         own = {c.name: getattr(c.function, "max_concurrency", most) for c in self.criteria}
-        return {name: asyncio.Semaphore(num) for name, num in {CORRECT: most, **own}.items()}
+        return {name: asyncio.Semaphore(num) for name, num in own.items()}
 
     def sync_result(self, call: RubricCall) -> CallResult:
         """Call the sync functions of a call in this thread, up to the first that fails."""

@@ -129,10 +129,9 @@ class TokenizerTemplate:
                 f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
             )
         self.opens_thought = thought_left_open(opening.rpartition(ASKED.content)[2])
-        self.framing = self._find_framing([SYSTEM, ASKED, REPLIED, ASKED_AGAIN]) or self._find_framing(
-            [ASKED, REPLIED, ASKED_AGAIN]
-        )
-        self.framing = self.framing or self._find_framing([ASKED])
+        probes = ([SYSTEM, ASKED, REPLIED, ASKED_AGAIN], [ASKED, REPLIED, ASKED_AGAIN], [ASKED])
+        # The first that the template accepts and frames.
+        self.framing = next(filter(None, map(self._find_framing, probes)), "")
         self.tool_framing = self._find_framing([ASKED, REPLIED, TOLD])
         self.end_of_turn: str | None = None
         self._refusal = ""

@@ -11,8 +11,10 @@ from decimal import Decimal
 from typing import Any
 
 from rl.tasks.rows import WrittenNumber, plain_value
+from rl.utils.excerpts import shortened
 
 MAX_SHOWN_CHARS = 200
+"""Longest excerpt of a value in an error's text."""
 
 
 def as_text(value: Any, column: str) -> str:
@@ -73,5 +75,4 @@ def _is_missing(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    shown = repr(plain_value(value))
-    return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
+    return shortened(repr(plain_value(value)), most=MAX_SHOWN_CHARS)

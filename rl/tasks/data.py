@@ -21,6 +21,7 @@ from typing import Any
 from rl.config.tree import check_bounds
 from rl.tasks.rows import WrittenRows, filled_lines, read_written_rows
 from rl.types import Problem
+from rl.utils.errors import causes
 from rl.utils.files import atomic_write
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -139,8 +140,7 @@ def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None)
 def _innermost(error: BaseException) -> str:
     if type(error) is ValueError:
         return str(error)
-    while error.__cause__ is not None:
-        error = error.__cause__
+    *_, error = causes(error)
     return f"{type(error).__name__}: {error}"
 
 
@@ -229,7 +229,7 @@ def shuffled_problems(
 
     if digest_at is None:
         return ProblemsByNumber(problem)
-    order = f"shuffled ({seed})" if shuffle else "that of the rows"
+    order = f"shuffled by seed {seed!r}" if shuffle else "in the order of the rows"
     listed = ListedProblems(num=num_problems, problem_at=problem_at, digest_at=digest_at, order=order)
     return ProblemsByNumber(problem, listed=listed)
 

@@ -148,10 +148,11 @@ class DatasetTask(Configurable):
         for name, file in config.eval_files.items():
             if file in config.train_files:
                 raise ValueError(f"eval_files.{name}={file!r} is one of train_files")
-        self._rows: dict[str, Row] = {}
-        """Rows by the id of their problem."""
-        train = self._read(config.train_files, setting="train_files")
-        evals = {name: self._read([f], setting=f"eval_files.{name}") for name, f in config.eval_files.items()}
+        by_id: dict[str, Row] = {}
+        train = self._read(config.train_files, by_id, setting="train_files")
+        evals = {}
+        for name, file in config.eval_files.items():
+            evals[name] = self._read([file], by_id, setting=f"eval_files.{name}")
         self._train, evals = self._split(train, evals)
         self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
 
@@ -201,8 +202,11 @@ class DatasetTask(Configurable):
             digest_at=lambda i: rows[i].digest,
         )
 
-    def _read(self, paths: Sequence[str], *, setting: str) -> list[Row]:
-        """Return every usable row of the files; ValueError names the file and the row, or the column."""
+    def _read(self, paths: Sequence[str], by_id: dict[str, Row], *, setting: str) -> list[Row]:
+        """Return every usable row of the files, and add all rows to those by the id of their problem.
+
+        A ValueError names the file and the row, or the column.
+        """
         config, found, num_rows = self.config, list[Row](), 0
         names = [
             Path(path).name for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
@@ -221,12 +225,13 @@ class DatasetTask(Configurable):
             for number, values in enumerate(rows):
                 row = Row(path=path, file=file, rows=rows, number=number)
                 problem = self._problem(row, values)
-                if (earlier := self._rows.setdefault(problem.id, row)) is not row:
+                if (earlier := by_id.setdefault(problem.id, row)) is not row:
                     raise ValueError(f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique")
                 with row.naming():
                     if self.usable(problem):
                         question = as_text(values.get(config.columns.question), config.columns.question)
-                        digest = digest_of_problem(problem, [values.get(c) for c in config.columns.info])
+                        infos = [values.get(c) for c in config.columns.info]
+                        digest = digest_of_problem(problem, problem.info.get("system"), infos)
                         found.append(replace(row, key=content_key(question), digest=digest))
         if not found:
             raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")

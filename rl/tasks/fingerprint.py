@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from rl.tasks.data import ProblemsByNumber
+from rl.tasks.data import ListedProblems, ProblemsByNumber
 from rl.tasks.task import Task
 from rl.types import Problem, ProblemsFingerprint
 
@@ -37,8 +37,7 @@ def _describe(value: Any) -> str:
 def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
     """Return the fingerprint of a run's problems; `block` is that of a fingerprint to compare with."""
     problems = task.train_problems(seed=seed)
-    if isinstance(problems, ProblemsByNumber) and problems.listed is not None:
-        listed = problems.listed
+    if (listed := _listed(problems)) is not None:
         num: int | None = listed.num
         digests = [listed.digest_at(i) for i in range(listed.num)]
         order = listed.order
@@ -46,7 +45,7 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
         drawn = list(islice(problems, NUM_SAMPLED))
         num = None if len(drawn) == NUM_SAMPLED else len(drawn)
         digests = [digest_of_problem(problem) for problem in drawn]
-        order = f"seed {seed}"
+        order = f"drawn by seed {seed}"
     block = block or max(1, -(-len(digests) // MAX_DIGESTS))
     blocks = [digests[i : i + block] for i in range(0, len(digests), block)]
     return ProblemsFingerprint(
@@ -65,7 +64,7 @@ def describe_changes(saved: ProblemsFingerprint, task: Task, *, seed: int) -> tu
     if now.num != saved.num:
         changes.append(f"{_number(saved.num)} training problems, now {_number(now.num)}")
     if now.order != saved.order:
-        changes.append(f"their order was {saved.order}, now {now.order}")
+        changes.append(f"they were {saved.order}, and are {now.order} now")
     different = (
         i for i, pair in enumerate(zip(saved.digests, now.digests, strict=False)) if len({*pair}) > 1
     )
@@ -100,13 +99,16 @@ def _number(num: int | None) -> str:
 
 def _place(number: int, block: int, task: Task, *, seed: int) -> str:
     """Return the number of a problem, from 1, with the id of the problem that is there now."""
+    if block > 1:
+        return f"in problems {number + 1} to {number + block}"
     problems = task.train_problems(seed=seed)
-    at: Callable[[], Problem | None]
-    if isinstance(problems, ProblemsByNumber) and problems.listed is not None:
-        listed = problems.listed
-        at = lambda: listed.problem_at(number) if number < listed.num else None  # noqa: E731
+    if (listed := _listed(problems)) is None:
+        problem = next(islice(problems, number, None), None)
     else:
-        at = lambda: next(islice(problems, number, None), None)  # noqa: E731
-    problem = at()
-    where = f"problem {number + 1}" if block == 1 else f"in problems {number + 1} to {number + block}"
-    return where if problem is None else f"{where} ({problem.id})"
+        problem = listed.problem_at(number) if number < listed.num else None
+    return f"problem {number + 1}" if problem is None else f"problem {number + 1} ({problem.id})"
+
+
+def _listed(problems: Iterable[Problem]) -> ListedProblems | None:
+    """Return the list that a task repeats, with the digest of each problem, if it has one."""
+    return problems.listed if isinstance(problems, ProblemsByNumber) else None

@@ -19,6 +19,7 @@ from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
 from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
+from rl.utils.excerpts import shortened
 from rl.utils.numbers import number_value, with_ascii_digits
 
 GOLD_TIMEOUT_S = 5
@@ -89,7 +90,7 @@ class MathAnswer:
         answer = required_answer(rollout, self.place)
         is_right = equal(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
-            raise UnparsedAnswer(f"math-verify cannot read {answer[:200]!r}")
+            raise UnparsedAnswer(f"math-verify cannot read {shortened(answer, most=200)!r}")
         return float(is_right)
 
 
@@ -100,8 +101,8 @@ class AnswerInPlace:
     place: Place
 
     def __call__(self, rollout: Rollout) -> float:
-        finished = rollout.completion.finish_reason == "stop"
-        return float(finished and find_answer(rollout.text, self.place) is not None)
+        is_whole = not rollout.completion.is_cut_off
+        return float(is_whole and find_answer(rollout.text, self.place) is not None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,8 @@ import string
 from dataclasses import dataclass, replace
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import Criterion, answer_part
+from rl.rollouts.replies import answer_part
+from rl.rollouts.rubric import Criterion
 from rl.tasks.generated import GeneratedTask, instructed
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import Criterion, answer_part
+from rl.rollouts.replies import answer_part
+from rl.rollouts.rubric import Criterion
 from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Problem, Rollout
 
@@ -118,5 +119,5 @@ def is_correct(rollout: Rollout) -> bool:
 
 def format_reward(rollout: Rollout) -> float:
     """Return 1 if the reply ends in `[ANSWER] <digits>` and was not cut off."""
-    finished = rollout.completion.finish_reason == "stop"
-    return float(finished and parse_answer(rollout.text) is not None)
+    is_whole = not rollout.completion.is_cut_off
+    return float(is_whole and parse_answer(rollout.text) is not None)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rl.protocols import Environment
-from rl.rollouts.rubric import Rubric, UnparsedAnswer, answer_part
+from rl.rollouts.replies import answer_part
+from rl.rollouts.rubric import Rubric, UnparsedAnswer
 from rl.types import Problem, Rollout, Turn
 from rl.utils.numbers import last_number
 
@@ -69,9 +70,9 @@ def complete_answer(turn: Turn) -> str | None:
 def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | None:
     r"""Return the text in the answer's place, after any thoughts; None if there is none.
 
-    A number is returned as `rl.utils.numbers` writes it: 1,000 as 1000. In a reply that was cut off, an answer that
-    nothing ends might go on, and counts as none: `#### 12` could have become 123. Braces, `</answer>`, and the end
-    of the line after `####` are such ends.
+    With `last_number`, the number is as `rl.utils.numbers` writes it: 1,000 as 1000. In a reply that was cut off, an
+    answer that nothing ends might go on, and counts as none: `#### 12` could have become 123. Braces, `</answer>`,
+    and the end of the line after `####` are such ends.
     """
     ends_line = "\n" in text[len(text.rstrip()) :]
     text = answer_part(text)

@@ -45,10 +45,11 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
-from rl.rollouts.replies import answer_part, split_reply
+from rl.rollouts.replies import join_answer, split_reply
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
+from rl.utils.excerpts import shortened
 from rl.utils.sharing import copy_data
 
 __all__ = ["ConversationHarness"]
@@ -213,7 +214,7 @@ class Episode:
             if (first := await self._next()) is None:
                 raise EpisodeError(f"the environment ended before it asked the model: {self._failure()}")
             if first:
-                texts = [f"{m.role}: {m.content[:200]!r}" for m in first]
+                texts = [f"{m.role}: {shortened(m.content, most=200)!r}" for m in first]
                 raise EpisodeError(f"the environment opens with more than its task's prompt: {texts}")
         assert self._asking is not None
         self.num_replies += 1
@@ -320,12 +321,8 @@ def as_response(reply: Reply, *, call_prefix: str) -> Response:
         ToolCall(id=f"{call_prefix}_{i}", name=name, arguments=json.dumps(arguments))
         for i, (name, arguments) in enumerate(map(_name_and_arguments, parse_calls(reply.text)))
     ]
-    if calls:
-        before = itertools.takewhile(lambda part: part.kind != "call", parts)
-        content = "".join(part.text for part in before if part.kind == "text").strip()
-    else:
-        content = answer_part(reply.text) if thoughts else reply.text
-    cut_off = reply.completion.finish_reason == "length"
+    before = list(itertools.takewhile(lambda part: part.kind != "call", parts))
+    content = join_answer(before) if calls or thoughts else reply.text
     return Response(
         id=call_prefix,
         created=0,
@@ -335,7 +332,7 @@ def as_response(reply: Reply, *, call_prefix: str) -> Response:
             reasoning_content="\n\n".join(thoughts) if thoughts else None,
             tool_calls=calls or None,
         ),
-        finish_reason="length" if cut_off else "tool_calls" if calls else "stop",
+        finish_reason="length" if reply.completion.is_cut_off else "tool_calls" if calls else "stop",
         usage=Usage(prompt_tokens=0, completion_tokens=len(reply.completion.token_ids)),
     )
 

@@ -111,7 +111,7 @@ class VerifiersTask(Configurable):
             self._train.__getitem__,
             num_problems=len(self._train),
             seed=f"train {seed}",
-            digest_at=lambda i: digest_of_problem(self._train[i]),
+            digest_at=lambda i: digest_of_problem(self._train[i], self._train[i].info["opening"]),
         )
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:

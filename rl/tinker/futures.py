@@ -23,8 +23,8 @@ from rl.tinker.types import (
     Limits,
     TinkerError,
     UnsavedError,
-    shortened,
 )
+from rl.utils.excerpts import shortened
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend

@@ -29,6 +29,7 @@ import pydantic
 from tinker import types as wire
 
 from rl.tinker.types import (
+    NOT_SAVED,
     SESSION,
     InvalidRequestError,
     Metadata,
@@ -247,7 +248,7 @@ class Storage:
                 folder=name,
             )
 
-        with _disk_errors():
+        with _disk_errors(NOT_SAVED):
             file.parent.mkdir(parents=True, exist_ok=True)
             if not (self._run(run.model_id) / _RUN).exists():
                 _write(self._run(run.model_id) / _RUN, run)
@@ -277,13 +278,13 @@ class Storage:
 
     async def delete(self, path: CheckpointPath, owner: str) -> None:
         record = self.find(path, owner).record
-        with _disk_errors():
+        with _disk_errors("the checkpoint was not deleted"):
             await _remove(self._file(path), record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
         expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
         record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
-        with _disk_errors():
+        with _disk_errors("the checkpoint's expiry was not changed"):
             _write(self._file(path), record)
 
     # Files
@@ -319,12 +320,12 @@ def _records(run: Path) -> list[Path]:
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Tell the client the system's reason why something was not written."""
+def _disk_errors(what: str) -> Iterator[None]:
+    """Tell the client `what` did not happen, with the system's reason."""
     try:
         yield
     except OSError as error:
-        raise UnsavedError(disk_reason(error)) from error
+        raise UnsavedError(disk_reason(error), what=what) from error
 
 
 async def _remove(file: Path, record: CheckpointRecord) -> None:

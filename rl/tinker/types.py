@@ -27,19 +27,14 @@ from tinker import types as wire
 from rl.config.tree import check_bounds
 from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
+from rl.utils.excerpts import shortened
 
 Metadata: TypeAlias = dict[str, str]
 
-MAX_ERROR_LENGTH = 2000
-"""Characters of an error's text, which may repeat a request's values."""
 MAX_METADATA_LENGTH = 2**16
 """Characters of all names and values of `user_metadata`."""
-
-
-def shortened(text: str) -> str:
-    if len(text) <= MAX_ERROR_LENGTH:
-        return text
-    return f"{text[:MAX_ERROR_LENGTH]} ... ({len(text)} characters)"
+NOT_SAVED = "nothing was saved, and earlier checkpoints are unchanged"
+"""What a client is told of a save that failed."""
 
 
 class TinkerError(Exception):
@@ -90,12 +85,14 @@ class UnsavedError(TinkerError):
 
     status = 507
 
-    def __init__(self, reason: str) -> None:
-        """Take the system's reason, without a path."""
-        super().__init__(
-            f"nothing was saved, and earlier checkpoints are unchanged: the server's disk has refused it ({reason}). "
-            "When there is room, such as after checkpoints were deleted, the same request may succeed"
-        )
+    def __init__(self, reason: str, *, what: str = NOT_SAVED) -> None:
+        """Take the system's reason, without a path, and what did not happen."""
+        text = f"{what}: the server's disk has refused it ({reason})"
+        if what == NOT_SAVED:
+            text += (
+                ". When there is room, such as after checkpoints were deleted, the same request may succeed"
+            )
+        super().__init__(text)
 
 
 # Values

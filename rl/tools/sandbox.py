@@ -29,6 +29,7 @@ from rl.tools.created_files import CreatedFiles
 from rl.tools.sandbox_child import LAUNCH, NAME, OUT_OF_MEMORY
 from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
+from rl.utils.processes import signal_name
 from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,7 @@ class SandboxResult:
         if self.reason not in ("ok", "error"):
             return f"{said}\nError: stopped at its {self.reason}".lstrip("\n")
         if self.status < 0:
-            number = -self.status
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            return f"{said}\nError: ended by {name}".lstrip("\n")
+            return f"{said}\nError: ended by {signal_name(-self.status)}".lstrip("\n")
         return said or ("(no output)" if self.reason == "ok" else f"Error: exit status {self.status}")
 
 

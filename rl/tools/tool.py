@@ -23,10 +23,10 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
 from rl.rollouts.replies import CALL_CLOSE, CALL_OPEN, MAX_CALLS, ReplyPart, split_reply
+from rl.utils.excerpts import shortened
 from rl.utils.threads import run_aside
 
-OPEN, CLOSE = CALL_OPEN, CALL_CLOSE
-FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
+FORM = f'{CALL_OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CALL_CLOSE}'
 MAX_QUOTED = 200
 """Longest part of a schema error that the model is shown, in characters."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -179,7 +179,7 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
     """
     parts = split_reply(text)
     calls = [_read(part) for part in parts if part.kind == "call"]
-    if any(part.kind == "text" and OPEN in part.text for part in parts):
+    if any(part.kind == "text" and CALL_OPEN in part.text for part in parts):
         calls.append(BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read"))
     return tuple(calls)
 
@@ -195,9 +195,7 @@ def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
         raise ToolError(f"Error: arguments of {call.name} are nested too deeply") from None
     if problem is not None:
         where = "".join(f"[{step!r}]" for step in problem.absolute_path)
-        message = problem.message
-        if len(message) > MAX_QUOTED:
-            message = f"{message[: MAX_QUOTED // 2]} ... {message[-MAX_QUOTED // 2 :]}"
+        message = shortened(problem.message, most=MAX_QUOTED)
         raise ToolError(f"Error: arguments{where} of {call.name}: {message}")
     return tool
 
@@ -211,8 +209,8 @@ def announce(tools: Sequence[Tool], system: str = "") -> str:
         + "You are provided with function signatures within <tools></tools> XML tags:\n"
         + f"<tools>{described}\n</tools>\n\n"
         + "For each function call, return a json object with function name and arguments within "
-        + f"{OPEN}{CLOSE} XML tags:\n"
-        + f'{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
+        + f"{CALL_OPEN}{CALL_CLOSE} XML tags:\n"
+        + f'{CALL_OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_CLOSE}'
     )
 
 
@@ -225,7 +223,7 @@ def describe(tool: Tool) -> dict[str, Any]:
 def render_call(call: ToolCall) -> str:
     """Return the text of a call for a demonstration, as Qwen3's template writes it."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return f'{OPEN}\n{{"name": "{call.name}", "arguments": {arguments}}}\n{CLOSE}'
+    return f'{CALL_OPEN}\n{{"name": "{call.name}", "arguments": {arguments}}}\n{CALL_CLOSE}'
 
 
 def _read(part: ReplyPart) -> ToolCall | BadCall:

@@ -188,10 +188,11 @@ class Checkpointer(Configurable):
         if saved.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
         check_tokenizer(path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude)
+        into = self.tensors(model_only=model_only)
         tensors = matching_tensors(
             path,
             saved,
-            into=(into := self.tensors(model_only=model_only)),
+            into=into,
             elsewhere=self._elsewhere(into),
             converters=self.policy.converters,
             exclude=exclude,

@@ -10,6 +10,7 @@ from typing import Literal
 from rl.config.configurable import Configurable, all_of, check_refused, only_if, refused, unless
 from rl.config.tree import check_bounds
 from rl.training.checkpoint_files import (
+    HF_CONFIG,
     HF_FOLDER,
     Skip,
     check_files,
@@ -195,7 +196,7 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "load_step and exclude_from_loading are only for checkpoints: must not be set with "
                 "initial_load_in_hf=True"
             )
-        if is_checkpoint(path) or saved_steps(path):
+        if not (path / HF_CONFIG).exists() and (is_checkpoint(path) or saved_steps(path)):
             raise ValueError(
                 f"initial_load_in_hf=True: {path} is a checkpoint, or a folder of them, and has no config.json: set "
                 "initial_load_in_hf=False, or give a Hugging Face folder"

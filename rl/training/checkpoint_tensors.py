@@ -57,11 +57,6 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer)
     }
 
 
-def saved_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every saved tensor by name."""
-    return read_saved_tensors(folder).shapes
-
-
 def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
     """Return what a run may leave out of a checkpoint of its own: what is only compared, or could not be read."""
     parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)

@@ -43,7 +43,7 @@ class Optimizer(Configurable):
         """Decay of every parameter in each step as a multiple of lr, including norms and embeddings."""
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """One kernel for all parameters, one per operation, or one per operation and parameter; Adam and AdamW
-        only."""
+        only. Parameters in bfloat16 are always stepped one at a time."""
         muon: MuonConfig = field(default_factory=MuonConfig, metadata=only_if("name", "Muon"))
         """Settings of Muon."""
         early_step_in_backward: bool = False

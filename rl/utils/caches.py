@@ -12,14 +12,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from rl.utils.printing import say_error
+from rl.utils.processes import ROLE_VARIABLE
 
 COMPILED = "compiled"
-OF_ACTOR = "RELAY_ROLE"
-"""Variable that every process of an actor has (`actors.members.process_env`)."""
 IN_TMP = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -32,8 +31,6 @@ IN_HOME = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
 """Caches that are set only where the home folder cannot hold private files."""
-
-
 _settled = False
 
 
@@ -43,8 +40,14 @@ def settle_caches() -> None:
     if _settled:
         return
     _settled = True
-    for warning in use_private_caches():
-        if OF_ACTOR not in os.environ:  # the controller has said so
+    try:
+        warnings = use_private_caches()
+    except OSError as error:  # nothing can be written anywhere
+        warnings = [
+            f"compiled code has no private folder ({error}): set TMPDIR to a folder that you can write"
+        ]
+    for warning in warnings:
+        if ROLE_VARIABLE not in os.environ:  # the controller has said so
             say_error(f"warning: {warning}")
 
 
@@ -86,20 +89,29 @@ def find_fault(folder: Path) -> str | None:
         paths = (*_links_to(absolute), absolute.resolve())
     except (OSError, RuntimeError) as error:  # closed to this user, an unknown ~user, a circle of links
         return str(error)
+    trusted = _trusted_users()
     for path in paths:
         for part in (path, *path.parents):
-            try:
-                status = part.lstat()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                return f"{part}: {error.strerror or error}"
-            if status.st_uid not in _trusted_users():
-                return f"{part} belongs to user {status.st_uid}"
-            is_open = status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode)
-            # In a sticky folder such as /tmp, nobody can replace what belongs to others.
-            if is_open and not (status.st_mode & stat.S_ISVTX and part != path):
-                return f"everybody can write into {part}"
+            if (fault := _fault_of(part, is_end=part == path, trusted=trusted)) is not None:
+                return fault
+    return None
+
+
+def _fault_of(part: Path, *, is_end: bool, trusted: Collection[int]) -> str | None:
+    """Return why others may write into one folder on the way to another, or into that one (`is_end`)."""
+    try:
+        status = part.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{part}: {error.strerror or error}"
+    if status.st_uid not in trusted:
+        return f"{part} belongs to user {status.st_uid}"
+    # Groups are not looked at: in most systems a user's own group has no other members.
+    is_open = status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode)
+    # In a sticky folder such as /tmp, nobody can replace what belongs to others.
+    if is_open and (is_end or not status.st_mode & stat.S_ISVTX):
+        return f"everybody can write into {part}"
     return None
 
 

@@ -44,6 +44,8 @@ def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoR
 
 
 class _Guard:
+    """The process between a parent and its worker, which ends the worker and all that it started."""
+
     def __init__(self) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None

@@ -38,6 +38,15 @@ class UnwrittenError(RunError):
     """A file of the run could not be written; the previous content is intact."""
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Return an error and its chain of causes, each once even if the chain is a circle."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
+
 def disk_reason(error: Exception) -> str:
     """Return the system's reason of an error of the disk, without a path; also of those that safetensors words anew."""
     number = error.errno if isinstance(error, OSError) else None

@@ -332,16 +332,17 @@ class BoundedFile:
         """Bytes of the file, which only this object writes; None if unknown."""
 
     def append(self, text: str) -> bool:
-        """Append ASCII text, and return whether the oldest lines were dropped for it; raises OSError."""
+        """Append text, and return whether the oldest lines were dropped for it; raises OSError."""
         size = self._measure() if self._size is None else self._size
         self._size = None  # as long as the text may be written in part
-        is_full = size > 0 and size + len(text) > self.max_line
+        num_bytes = len(text.encode("utf-8", "backslashreplace"))
+        is_full = size > 0 and size + num_bytes > self.max_line
         if is_full:
             self._file.close()
             self.path.replace(previous_file(self.path))
             size = 0
         self._file.append(text)
-        self._size = size + len(text)
+        self._size = size + num_bytes
         return is_full
 
     def _measure(self) -> int:

@@ -45,12 +45,14 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
     """Print lines to a stream, by default standard output, for as long as somebody reads them.
 
     A closed pipe (`| head`), terminal or stream is no error of the program, whose exit status tells the result.
-    Raises ValueError if the lines cannot be written for another reason, such as a full disk.
+    For programs whose result is what they print; a run, which goes on without a console, prints with
+    `rl.observability.console.print_line`. Raises ValueError if the lines cannot be written for another reason, such
+    as a full disk.
     """
     stream = sys.stdout if stream is None else stream
     if stream is None:  # the process was started without one
         return
-    with until_the_reader_stops(stream):
+    with _until_the_reader_stops(stream):
         stream.write(f"{writable(text, stream=stream)}\n")
 
 
@@ -62,27 +64,24 @@ def say_error(text: str) -> None:
 
 
 @contextlib.contextmanager
-def until_the_reader_stops(stream: TextIO | None = None) -> Iterator[None]:
+def _until_the_reader_stops(stream: TextIO) -> Iterator[None]:
     """End the block without an error when a reader of the output, such as `head`, has seen enough.
 
     Raises ValueError if the output cannot be written for another reason, such as a full disk.
     """
-    stream = sys.stdout if stream is None else stream
     try:
         yield
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except OSError as error:
         _drop(stream)
         if error.errno not in _NO_READER:
             raise ValueError(f"the output cannot be written: {error.strerror or error}") from error
 
 
-def _drop(stream: TextIO | None) -> None:
+def _drop(stream: TextIO) -> None:
     """Let a stream write into nothing: what is left in its buffer would fail again when Python ends."""
-    if stream is None:
-        return
     with contextlib.suppress(OSError):  # a stream without a descriptor
+        descriptor = stream.fileno()
         sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, stream.fileno())
+        os.dup2(sink, descriptor)
         os.close(sink)

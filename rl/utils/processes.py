@@ -17,6 +17,9 @@ from typing import Any
 
 import psutil
 
+ROLE_VARIABLE = "RELAY_ROLE"
+"""Variable that every process of an actor has, with the name of its role."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:

@@ -123,7 +123,10 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     elif kind is set:
         made = memo.setdefault(id(value), set(value))
     elif kind is MappingProxyType:
-        made = MappingProxyType(_copy(dict(value), memo))
+        content: dict[Any, Any] = {}
+        made = memo[id(value)] = MappingProxyType(content)
+        for key, item in value.items():
+            content[key] = _copy(item, memo)
     else:
         made = _copy_object(value, memo)
     return made
@@ -146,16 +149,16 @@ def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
     reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):  # a name of its module
         return value
-    memo.setdefault(id(memo), []).append(
-        reduced
-    )  # `memo` knows objects by id, so temporary ones have to live on.
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    items, pairs = list(items or ()), list(pairs or ())
+    # `memo` knows objects by id, so temporary ones have to live on.
+    memo.setdefault(id(memo), []).append((reduced, items, pairs))
     made = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
     if state is not None:
         _set_state(made, _copy(state, memo))
-    for item in items or ():
+    for item in items:
         made.append(_copy(item, memo))
-    for key, item in pairs or ():
+    for key, item in pairs:
         made[key] = _copy(item, memo)
     return made
 

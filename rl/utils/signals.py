@@ -14,8 +14,6 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a scheduler's end of the run, and the end of its terminal or ssh session."""
 WAKE_UP = signal.SIGRTMIN + 6
 """Signal that nobody sends."""
-
-
 REPEAT_S = 0.1
 """Time within which the same signal counts once: `timeout` sends it to the process and to its group."""
 

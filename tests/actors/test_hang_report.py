@@ -9,7 +9,7 @@ from actors.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout
 from actors.hang_report import ProcessReport, add_hang_report, format_reports, report_run, write_reports
 from actors.members import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, causes
 from rl.weights.types import WeightTimeoutError
 from tests.support.watched_child import watched_child
 
@@ -83,6 +83,7 @@ class RemoteError(Exception):
         (raised_from(RunError("x"), raised_from(KeyError("y"), CollectiveTimeoutError("z"))), True, True),
         (ActorTimeoutError("x", role="trainer"), True, True),
         (ActorTimeoutError("x", role="generator_0"), True, False),
+        (raised_from(RunError("x"), ActorTimeoutError("y", role="generator_0")), True, False),
         (ActorTimeoutError("x"), True, True),
         (raised_from(RunError("x"), RemoteError(KeyError("y"))), False, False),
         (RunError("x"), False, False),
@@ -93,3 +94,9 @@ def test_errors_caused_by_timeouts_are_recognised_and_the_role_that_may_hang(
 ):
     assert is_caused_by_timeout(error) is is_timeout
     assert may_hang("trainer", after=error) is trainer_hangs
+
+
+@pytest.mark.timeout(10)
+def test_circle_of_causes_is_read_once():
+    first, second = RunError("x"), RunError("y")
+    assert list(causes(raised_from(first, raised_from(second, first)))) == [first, second]

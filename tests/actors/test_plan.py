@@ -98,7 +98,9 @@ def test_resume_with_other_problems_is_refused_unless_it_is_accepted(stopped, tm
         try_resume(folder, *file)
     assert "the first difference is problem 1 (rows.jsonl:" in str(caught.value)
     assert "add problems to trainer.checkpoint.exclude_from_loading" in str(caught.value)
-    with pytest.raises(ValueError, match=r"their order was shuffled \(train 0\), now shuffled \(train 5\)"):
+    with pytest.raises(
+        ValueError, match="were shuffled by seed 'train 0', and are shuffled by seed 'train 5' now"
+    ):
         try_resume(stopped, "--seed", "5")
     run = parse_cli(
         ["--resume", str(folder / "run"), *file], default_module="gsm8k", default_config="tiny", prog="relay"

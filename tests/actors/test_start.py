@@ -164,7 +164,7 @@ def test_processes_of_a_role_are_searched_until_all_are_found(monkeypatch):
         return [process] if len(searches) == 2 else []
 
     async def wait():
-        launcher: Any = SimpleNamespace(_parents=lambda at: [1], with_signal=lambda error: error)
+        launcher: Any = SimpleNamespace(_parents=lambda at: [1], hosts=None, with_signal=lambda error: error)
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.05, answer.set_result, "all there")
         return await launch.Launcher._unless_dead(launcher, Placement(role="r", num_procs=1), answer, "start")

@@ -73,16 +73,18 @@ def test_numbers_that_are_not_finite_are_restored(tmp_path):
 
     with MetricsWriter(tmp_path / "m") as writer:
         empty = {"none": None, "mean": Mean(0.0, 0)}
-        writer.write({"a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan"), **empty})
+        writer.write(
+            {"step": 1, "a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan"), **empty}
+        )
     line = json.loads((tmp_path / "m").read_text(), parse_constant=refuse)
-    assert line == {"a": "nan", "b": "inf", "c": "-inf", "d": "nan"}
+    assert line == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": "nan"}
     (record,) = read_metrics(tmp_path / "m")
     assert math.isnan(record["a"])
     assert (record["b"], record["c"]) == (math.inf, -math.inf)
 
 
 def test_damaged_lines_are_skipped(tmp_path):
-    (tmp_path / "m").write_text('{"step": 1}\n[]\n\0\n{"step": 2}\n{"step": 3, "rew')
+    (tmp_path / "m").write_text('{"step": 1}\n{"reward/mean": 1}\n[]\n\0\n{"step": 2}\n{"step": 3, "rew')
     assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "none") == []
 

@@ -169,6 +169,14 @@ def test_reading_within_a_limit_keeps_the_newest_spans_of_each_process(tmp_path)
         )  # a line has about 75 bytes
 
 
+def test_bound_of_a_file_counts_bytes(tmp_path):
+    log = span_log(tmp_path, max_bytes=20_000)
+    for _ in range(100):
+        log.append("\u6570" * 100 + "\n")
+    log.close()
+    assert sum(file.stat().st_size for file in (tmp_path / "spans").iterdir()) <= 20_000
+
+
 def test_full_disk_loses_only_spans(tmp_path):
     def act():
         recorder = SpanRecorder(log=span_log(tmp_path))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,19 @@ NUMBER, LABEL = NumberGrade(), LabelGrade(labels={"correct": 1, "incorrect": -1,
 )
 def test_grade_is_that_of_the_last_valid_line(grade, text, value):
     assert grade.read(text) == (None if value is None else pytest.approx(value))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: NumberGrade(pattern=r"\d+"), lambda: replace(LABEL, pattern="{labels}")]
+)
+def test_pattern_without_a_group_is_refused(make):
+    with pytest.raises(ValueError, match="must have a group in parentheses around the grade"):
+        make()
+
+
+def test_pattern_that_is_not_one_is_refused():
+    with pytest.raises(ValueError, match=r"pattern='\(': must be a regular expression"):
+        NumberGrade(pattern="(")
 
 
 def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch):

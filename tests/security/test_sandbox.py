@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rl.rollouts.judge import LabelGrade, NumberGrade
+from rl.rollouts.replies import CALL_OPEN
 from rl.tools.created_files import CreatedFiles
 from rl.tools.sandbox import PythonSandbox
-from rl.tools.tool import OPEN, BadCall, ToolCall, parse_calls
+from rl.tools.tool import BadCall, ToolCall, parse_calls
 from tests.support.forked import answer_in_fork
 from tests.support.kernels import become_nobody, refuse_users
 
@@ -243,10 +244,10 @@ def test_time_of_reading_a_grade_does_not_grow_with_the_square_of_the_answer(gra
 @pytest.mark.parametrize(
     "text",
     [
-        f"{OPEN} " * 100_000,
-        f"{OPEN}</tool_call>" * 100_000,
-        f"{OPEN}{' ' * 1000}" * 2_000,
-        f'{OPEN}["' * 100_000,
+        f"{CALL_OPEN} " * 100_000,
+        f"{CALL_OPEN}</tool_call>" * 100_000,
+        f"{CALL_OPEN}{' ' * 1000}" * 2_000,
+        f'{CALL_OPEN}["' * 100_000,
     ],
     ids=["open", "empty", "blanks", "strings"],
 )
@@ -255,7 +256,7 @@ def test_time_of_reading_calls_does_not_grow_with_the_square_of_the_reply(text):
 
 
 def test_calls_beyond_the_limit_are_answered_by_one_error():
-    call = f'{OPEN}{{"name": "a", "arguments": {{}}}}</tool_call>'
+    call = f'{CALL_OPEN}{{"name": "a", "arguments": {{}}}}</tool_call>'
     calls = parse_calls(call * 1000)
     assert list(calls[:-1]) == [ToolCall(name="a", arguments={})] * 256
     assert calls[-1] == BadCall(error="Error: only the first 256 tool calls of a reply are read")

@@ -55,10 +55,17 @@ def test_change_of_rows_is_named_by_number_and_place(build, rows, changes):
 def test_change_of_order_is_a_change(build):
     saved = fingerprint_problems(build(ROWS), seed=0)
     changes, _ = describe_changes(saved, build(ROWS), seed=1)
-    assert changes == ["their order was shuffled (train 0), now shuffled (train 1)"]
+    assert changes == ["they were shuffled by seed 'train 0', and are shuffled by seed 'train 1' now"]
     changes, _ = describe_changes(saved, build(ROWS, shuffle=False), seed=0)
-    assert changes == ["their order was shuffled (train 0), now that of the rows"]
+    assert changes == ["they were shuffled by seed 'train 0', and are in the order of the rows now"]
     assert describe_changes(fingerprint_problems(build(ROWS, shuffle=False), seed=0), build(ROWS), seed=0)[0]
+
+
+def test_change_of_the_system_message_is_a_change(build):
+    saved = fingerprint_problems(build(ROWS, system="Be brief."), seed=0)
+    changes, _ = describe_changes(saved, build(ROWS, system="Be long."), seed=0)
+    assert changes[0].startswith("the first difference is problem 1 ")
+    assert describe_changes(saved, build(ROWS, system="Be brief."), seed=0) == ([], [])
 
 
 def test_change_of_an_evaluation_set_is_told_apart(build):
@@ -75,7 +82,7 @@ def test_fingerprint_of_many_rows_stays_small_and_finds_the_block(build):
     assert (saved.num, saved.block, len(saved.digests)) == (1000, 4, 250)
     assert len(json.dumps(dataclasses.asdict(saved))) < 10_000
     changes, _ = describe_changes(saved, build(changed(rows, 701, answer="new")), seed=0)
-    assert changes == ["the first difference is in problems 701 to 704 (rows.jsonl:701)"]
+    assert changes == ["the first difference is in problems 701 to 704"]
     changes, _ = describe_changes(saved, build(rows[:10]), seed=0)
     assert changes[0] == "1000 training problems, now 10"
 
@@ -89,7 +96,7 @@ def test_endless_tasks_are_compared_by_their_first_problems():
     assert changes[0].startswith("the first difference is problem 1 (sum-digits/")
     assert len(sets) == 1
     changes, sets = describe_changes(saved, task, seed=1)
-    assert changes[0] == "their order was seed 0, now seed 1"
+    assert changes[0] == "they were drawn by seed 0, and are drawn by seed 1 now"
     assert sets == []
 
 

@@ -16,7 +16,7 @@ from rl.models.hf import HFFolder, read_parameters
 from rl.models.lora import LoRA
 from rl.models.peft import CONFIG_FILE
 from rl.training.checkpoint_files import DamagedCheckpointError, read_state
-from rl.training.checkpoint_tensors import saved_shapes
+from rl.training.checkpoint_metadata import read_saved_tensors
 from rl.training.config import ReferenceConfig
 from rl.training.optimizer import LRSchedule
 from rl.types import LoopPosition
@@ -109,7 +109,9 @@ def test_model_is_loaded_alone_from_either_kind_of_checkpoint(trained, assets, t
     engine, whole = trained
     alone = str(tmp_path / "model")
     engine.save_checkpoint(alone, model_only=True)
-    assert sorted(saved_shapes(Path(alone))) == sorted(f"model.{name}" for name in weights(engine))
+    assert sorted(read_saved_tensors(Path(alone)).shapes) == sorted(
+        f"model.{name}" for name in weights(engine)
+    )
     for folder in (whole, alone):
         other = make_engine(assets)
         step(other)

@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from rl.models.hf import HFFolder, read_parameters
-from rl.training.checkpoint_tensors import saved_shapes
+from rl.training.checkpoint_metadata import read_saved_tensors
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
     REDUCED,
@@ -168,7 +168,9 @@ def test_checkpoint_and_export_hold_the_weights(measured, one, case, all_assets,
     adapter = spec_of(kind).adapter(spec_of(kind).model)
     read = dict(read_parameters(exported, adapter, ranks[0]["merged"]))
     assert_near({name: t.numpy() for name, t in read.items()}, ranks[0]["merged"], relative=0.0)
-    of_one, of_ranks = (saved_shapes(folder / f"{kind}_{where}" / "checkpoint") for where in ("one", layout))
+    of_one, of_ranks = (
+        read_saved_tensors(folder / f"{kind}_{where}" / "checkpoint").shapes for where in ("one", layout)
+    )
     assert {name for name in of_ranks if not name.startswith("random.")} == {*of_one} - {"random.1.0"}
 
 

@@ -165,6 +165,23 @@ def test_object_is_copied_around_what_it_shares():
         assert getattr(again, name) is getattr(session, name)
 
 
+class Slotted:
+    __slots__ = ("questions",)
+
+    def __init__(self, questions: list[int]) -> None:
+        self.questions = questions
+
+
+def test_temporary_parts_of_a_copy_are_not_mixed_up():
+    frozen = [MappingProxyType({"questions": [number]}) for number in range(50)]
+    slotted = [Slotted([number]) for number in range(50)]
+    mine = copy_data([*zip(frozen, slotted, strict=True), (frozen[0], slotted[0])])
+    for number, (mapping, value) in enumerate(mine[:50]):
+        assert mapping["questions"] == value.questions == [number]
+        assert value.questions is not slotted[number].questions
+    assert mine[50] == mine[0]
+
+
 def test_read_only_arrays_are_shared_because_nobody_can_change_them():
     array = np.arange(3)
     array.setflags(write=False)

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
-from rl.observability.metrics import to_json
+from rl.observability.metrics import parse_number, to_json
 from rl.observability.run_files import STARTING_POINTS
 
 CHUNK_TOKENS = 60_000
@@ -195,11 +195,8 @@ def _differences(turn: Line) -> list[float | None]:
 
 
 def _finite(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+    number = parse_number(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def short(value: Any, digits: int = 4) -> float | None:
