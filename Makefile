@@ -20,6 +20,9 @@ FAST := not medium and not slow and not browser and not rehearsal
 WORKERS ?= 2
 SHARED := -n $(WORKERS)
 
+# Images of containers often set this variable. Then each process would compile the modules of this tree again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # No program here reads input. With a terminal as stdin, actors (background process groups) would be stopped
 # when one of their libraries initializes readline.
 NO_INPUT := < /dev/null

@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -55,19 +56,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.timeout(limit_s))
                 break
+    # The longest scope first, as far as the limits tell: then all processes end at about the same time.
+    limits_s = Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits_s[scope_of(item.nodeid)] += 60 if marker is None else marker.args[0]
+    items.sort(key=lambda item: -limits_s[scope_of(item.nodeid)])
 
 
 ONE_PROCESS = ("actors", "weights", "tinker")
 """Folders of tests whose files share engines and actors, or would start too many at once."""
 
 
+def scope_of(nodeid: str) -> str:
+    """Return what goes to one process together: a file of tests, or a whole folder."""
+    file = nodeid.partition("::")[0]
+    folder = file.removeprefix("tests/").partition("/")[0]
+    return folder if folder in ONE_PROCESS else file
+
+
 class Scheduling(LoadScopeScheduling):
-    """Tests go to processes by their files, or by their folders."""
+    """Tests go to processes by their scopes, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        folder = file.removeprefix("tests/").partition("/")[0]
-        return folder if folder in ONE_PROCESS else file
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:

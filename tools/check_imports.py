@@ -19,6 +19,8 @@ CORE = (
     "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store", "tyro",
     "safetensors", "rich", "matplotlib", "jinja2", "numba", "losses.types",
 )  # fmt: skip
+ROLES = ("actors.controller", "actors.trainer", "actors.vllm.core", "actors.generator", "actors.reward")
+"""Modules that the processes of a run import. They need nothing beyond `CORE`; Python keeps their compiled files."""
 GROUPS = {
     "float8": ("torchao.float8",),
     "gguf": ("gguf",),
@@ -72,6 +74,11 @@ def main(device: str, *groups: str) -> int:
             text = f"{type(error).__name__}: {error}"
             hint = next(hint for symptom, hint in HINTS if symptom in text)
             print(f"  {name} does not import: {text}\n  What to do: {hint}", flush=True)
+    for name in ROLES:
+        # On a machine without a GPU, the GPU builds may refuse some of them.
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()):
+                importlib.import_module(name)
     problem = None if failed else find_problem(device)
     if problem is not None:
         print(f"  {problem}", flush=True)

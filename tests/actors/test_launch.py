@@ -157,7 +157,6 @@ def wait_for(controller, line):
     [
         ("break", {}, "", 1),
         ("stuck", {"": signal.SIGINT}, "", -signal.SIGINT),
-        ("hear and save", {"training\n": signal.SIGINT}, "saves\nsaved\n", -signal.SIGINT),
         ("hear and save", {"training\n": signal.SIGHUP}, "saves\nsaved\n", 128 + signal.SIGHUP),
         ("hear", {"training\n": signal.SIGINT, "saves\n": signal.SIGTERM}, "", 128 + signal.SIGTERM),
     ],

@@ -83,8 +83,8 @@ def refusal(path):
         (["config.json", "model-00001-of-00002.safetensors"], "index.json: there is model-00001-of-00002"),
         (["config.json", "weights.safetensors"], "index.json: there is weights.safetensors"),
         (["blobs/1", "refs/main", "snapshots/abc/config.json"], "is the hub's cache of a model: .*abc"),
-        (["checkpoint-5/config.json", "runs/x"], "holds such: give .*checkpoint-5"),
-        (["metrics.jsonl", "config.json", "checkpoints/hf/config.json"], "holds such: give .*checkpoints/hf"),
+        (["checkpoint-5/config.json", "runs/x"], "contains one: give .*checkpoint-5"),
+        (["metrics.jsonl", "config.json", "checkpoints/hf/config.json"], "contains one: give .*checkpoints/hf"),
     ],
 )  # fmt: skip
 def test_wrong_folder_is_refused_by_what_it_is(tmp_path, names, message):

@@ -149,6 +149,8 @@ def _run_in_fork(tree: Path, mutant: Mutant, output: Path) -> None:
         os.chdir(tree)
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         os.environ["PYTHONPATH"] = str(tree)
+        # A compiled file may outlive the fault that it was made of.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests", "rl")]:
             del sys.modules[name]

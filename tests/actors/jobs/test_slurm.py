@@ -165,7 +165,7 @@ def test_node_that_starts_no_processes_is_lost(monkeypatch):
     config = LaunchConfig(hosts="slurm")
     monkeypatch.setattr(Launcher, "current", None)
     launcher = Launcher()
-    hosts = SimpleNamespace(meshes={"trainer": node}, launch=config, start_failed=lost.append)
+    hosts = SimpleNamespace(meshes={"trainer": node}, launch=config, start_failed=lost.append, processes={})
     monkeypatch.setattr(launcher, "hosts", hosts)
     with pytest.raises(ActorCallError, match=r"^starting role 'trainer' .*: error spawning proc mesh"):
         asyncio.run(launcher.spawn_role(placed(config, **ROLES).trainer))
