@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest scope first, as far as the limits tell: then all processes end at about the same time.
     limits_s = Counter[str]()
     for item in items:
-        marker = item.get_closest_marker("timeout")
-        limits_s[scope_of(item.nodeid)] += 60 if marker is None else marker.args[0]
+        limit = item.get_closest_marker("timeout")
+        limits_s[scope_of(item.nodeid)] += 60 if limit is None else limit.args[0]
     items.sort(key=lambda item: -limits_s[scope_of(item.nodeid)])
 
 

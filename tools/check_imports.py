@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 
 from tools.setup_env import MIN_DRIVER, has_gpu
 
@@ -61,13 +62,19 @@ def find_problem(device: str) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
 def main(device: str, *groups: str) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     warnings.simplefilter("ignore")
     failed = False
     for name in (*CORE, *(module for group in groups for module in GROUPS.get(group, ()))):
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with _silence():
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs any code, and may raise anything
             failed = True
@@ -76,9 +83,8 @@ def main(device: str, *groups: str) -> int:
             print(f"  {name} does not import: {text}\n  What to do: {hint}", flush=True)
     for name in ROLES:
         # On a machine without a GPU, the GPU builds may refuse some of them.
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
-            with contextlib.redirect_stderr(io.StringIO()):
-                importlib.import_module(name)
+        with contextlib.suppress(Exception), _silence():
+            importlib.import_module(name)
     problem = None if failed else find_problem(device)
     if problem is not None:
         print(f"  {problem}", flush=True)
