@@ -210,7 +210,9 @@ class FakeActors:
             logprobs=tuple(np.zeros(len(samples[i].token_ids), dtype=np.float32) for i in places) or None,
         )
 
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
         self._version += 1
         return OptimStepResult(grad_norm=1.0, lr=1e-3, policy_version=self._version)
 
