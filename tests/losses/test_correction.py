@@ -95,6 +95,23 @@ def test_weights_loss_gradient_and_shares_by_hand(settings, weights, given):
     assert not any(value.requires_grad for value in output.metric_sums.values())
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_masked_tokens_lose_kl_and_entropy_and_weights_multiply_only_the_weighted_kl(weighted):
+    inputs = make_inputs()
+    inputs = replace(
+        inputs,
+        reference_logprobs=inputs.logprobs.detach() - math.log(2),
+        entropy=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, NAN, NAN]),
+    )
+    mask = ImportanceCorrection(level="token", mode="mask", low=0.3, high=3.0)  # weights 0, 1/2, 0, 2, 2
+    loss = GRPOLoss(
+        kl_coef=0.1, kl_estimator="k1", kl_importance_weighted=weighted, entropy_coef=0.01, correction=mask
+    )
+    output, _ = loss_and_gradient(loss, inputs)
+    kl = math.log(2) * (0.5 + 2.0 + 2.0 if weighted else 3)
+    assert output.loss_sum.item() == pytest.approx(-0.5 + 0.1 * kl - 0.01 * (2 + 4 + 5))
+
+
 def test_ratio_on_a_bound_is_inside():
     inputs = make_inputs(ratios=[1.0, 1.0], advantages=[1.0, 1.0], ids=(0, 0))
     for level in ("token", "sequence", "sequence_mean"):

@@ -228,6 +228,32 @@ def test_kl_is_added_with_its_weight_and_reported(estimator, values, slopes):
     assert gradient == pytest.approx([-0.5 + 0.1 * slopes[0], 1.0 + 0.1 * slopes[1], 0.0])
 
 
+def test_entropy_bonus_lowers_the_loss():
+    entropy = torch.tensor([0.4, 0.9, NAN], requires_grad=True)
+    inputs = tokens([0.5, -1.0, 3.0], mask=MEASURED["mask"], entropy=entropy)
+    output = GRPOLoss(entropy_coef=0.1)(inputs)
+    assert output.loss_sum.item() == pytest.approx(-0.5 + 1.0 - 0.1 * 1.3)
+    output.loss_sum.backward()
+    assert entropy.grad is not None
+    assert entropy.grad.tolist() == pytest.approx([-0.1, -0.1, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("weighted", "kl", "slopes"), [(False, [LOG2, 0.0], [1, 1]), (True, [2 * LOG2, 0.0], [2 * LOG2 + 2, 2])]
+)
+def test_kl_may_be_weighted_by_the_ratio(weighted, kl, slopes):
+    # r is 2, and p twice and once the reference's probability.
+    inputs = tokens(
+        [0.0, 0.0],
+        logprobs=torch.full((2,), math.log(0.5), requires_grad=True),
+        reference_logprobs=torch.tensor([math.log(0.25), math.log(0.5)]),
+    )
+    loss = GRPOLoss(kl_coef=0.1, kl_estimator="k1", kl_importance_weighted=weighted)
+    output, gradient = loss_and_gradient(loss, inputs)
+    assert output.loss_sum.item() == pytest.approx(0.1 * sum(kl))
+    assert gradient == pytest.approx([0.1 * slope for slope in slopes])
+
+
 def test_k3_is_precise_for_small_differences_and_finite_for_large_ones():
     p, reference = torch.tensor([-1.0, -100.0]), torch.tensor([-1.001, 0.0])
     small, large = kl_k3(logprobs_T=p, reference_logprobs_T=reference).tolist()
