@@ -52,6 +52,20 @@ def test_a_rank_has_two_stages_where_the_schedule_uses_them(schedule, ranks):
     assert found.of_rank(0) == [stage for stage, rank in enumerate(ranks) if rank == 0]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("1F1B", [3, 2, 1]),
+        # A rank begins with 2 (3 - rank - 1) + 3 of the half micro-batches that its two stages see.
+        ("Interleaved1F1B", [4.0, 3.0, 2.0]),
+        ("GPipe", [3, 3, 3]),
+    ],
+)
+def test_earlier_ranks_keep_the_activations_of_more_micro_batches(schedule, held):
+    found = plan(10, degree=3, schedule=schedule)
+    assert [found.held_at_once(rank, schedule=schedule) for rank in range(3)] == held
+
+
 def test_layers_of_a_stage_or_names_of_modules_divide_the_model():
     found = plan(10, degree=2, schedule="Interleaved1F1B", layers_per_stage=2)
     assert (layers(found), found.ranks) == ([1, 2, 2, 2, 2, 1], (0, 1, 0, 1, 0, 1))
