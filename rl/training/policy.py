@@ -400,7 +400,12 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0 being 0."""
-        values = TokenValues(samples, policy=self)
+        values = TokenValues(
+            samples,
+            data_rank=self.data_rank,
+            mesh=self.mesh,
+            device=self.device,
+        )
         self.run(self.pack(samples), lambda batch, logprobs_T, _: values.add(batch, logprobs_T))
         self.release()
         return values.collect()
