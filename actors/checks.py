@@ -38,8 +38,8 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from rl.training.config import trainer_checks
-from rl.training.memory import check_memory
+from rl.training.checks import trainer_checks
+from rl.training.memory import check_memory, estimate_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
 FLASH_CAPABILITY = (8, 0)
@@ -251,7 +251,7 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
     """Check the trainer's ranks against all memory, like `check_memory`."""
     trainer = fleet.trainer
     degrees = trainer.parallelism.degrees(trainer.num_procs)
-    rank = trainer.estimate_memory(spec, degrees=degrees, on_gpu=False)
+    rank = estimate_memory(trainer, spec=spec, degrees=degrees, on_gpu=False)
     check_memory(
         rank,
         message=f"{spec.name} {spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "

@@ -38,6 +38,7 @@ from rl.observability.run_folder import RunFolder, check_free
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
+from rl.training.memory import estimate_memory
 from rl.utils.printing import say, say_error
 
 WIDTH = 110
@@ -252,7 +253,7 @@ def _degrees(config: RunConfig) -> Degrees:
 def _fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
     """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
     with suppress(ValueError):  # of a layout that is refused anyway
-        rank = config.trainer.estimate_memory(spec, degrees=_degrees(config), on_gpu=on_gpu)
+        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
         return (1 if on_gpu else config.trainer.num_procs) * rank.total <= available
     return True
 
@@ -273,7 +274,7 @@ def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:
-        rank = config.trainer.estimate_memory(spec, degrees=_degrees(config), on_gpu=on_gpu)
+        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
         parts = {f"{part.name}_gb": _gb(getattr(rank, part.name)) for part in fields(rank)}
         fits = _fits(config, spec=spec, available=available, on_gpu=on_gpu)
         return parts | {"peak_gb": _gb(rank.total), "fits": fits}

@@ -39,7 +39,7 @@ from rl.observability.console import print_line
 from rl.observability.spans import span
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
-from rl.training.config import trainer_checks
+from rl.training.checks import trainer_checks
 from rl.training.engine import TrainingEngine
 from rl.training.models import ModelError, TrainedModels, check_config
 from rl.types import Completion, SamplingParams, ServeResult

@@ -15,39 +15,29 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from losses.policy import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.config.tree import check_bounds, check_fields
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import Degrees, ParallelismConfig, stage_group
-from rl.distributed.process_group import CommConfig, RankInfo, World, awaiting, barrier
-from rl.models.batch_invariant.probe import check_machine
-from rl.models.converter import ModelConverter
+from rl.config.tree import check_bounds
+from rl.distributed.mesh import stage_group
+from rl.distributed.process_group import RankInfo, World, awaiting, barrier
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
-from rl.training.config import Dtype, ExpertBalanceConfig, ReferenceConfig, TrainingConfig, trainer_checks
+from rl.training.checks import check_trainer
+from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
 from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
-from rl.training.memory import (
-    MemoryEstimate,
-    check_device_memory,
-    estimate,
-    explaining_memory,
-    reset_peak_memory,
-)
+from rl.training.memory import estimate_memory, explaining_memory, reset_peak_memory
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
@@ -64,60 +54,16 @@ class TrainingEngine(Configurable):
     `load_checkpoint` mends that.
     """
 
+    Config: TypeAlias = TrainerConfig
+
     optimizer: Optimizer
     schedule: LRSchedule
     checkpointer: Checkpointer
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
-        lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
-        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-        comm: CommConfig = field(default_factory=CommConfig)
-        loss: Loss = field(default_factory=GRPOLoss)
-        """Loss of `forward_backward` calls that pass none."""
-        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-        training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
-        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
-        compile: CompileConfig = field(default_factory=CompileConfig)
-        converters: tuple[ModelConverter.Config, ...] = ()
-        """Changes to the model before it is sharded, in order: LoRA, Float8, Float8GroupedMM, your own."""
-        print_after_conversion: bool = False
-        """Log the model's modules after the converters, on the first rank at level INFO."""
-        experts: ExpertBalanceConfig = field(default_factory=ExpertBalanceConfig)
-
-        def check(self, spec: ModelSpec, *, world_size: int, device: torch.device) -> Degrees:
-            """Return the degrees of a trainer of this model with `world_size` processes.
-
-            Raises ValueError for a field that is out of range, or contradicts another field, the model or the machine.
-            """
-            check_fields(self)
-            self.lr_scheduler.build()
-            for check in trainer_checks(self, spec, world_size=world_size, device_type=device.type):
-                check()
-            degrees = self.parallelism.degrees(world_size)
-            if spec.batch_invariant and device.type == "cpu":
-                check_machine(
-                    spec.model,
-                    dtype=getattr(torch, self.training.param_dtype),
-                    max_rows=self.training.max_tokens_per_microbatch,
-                    tensor_parallel_degree=degrees.tp,
-                    float32_head=spec.float32_head,
-                )
-            if device.type == "cuda":
-                total = torch.cuda.get_device_properties(device).total_memory
-                need = self.estimate_memory(spec, degrees=degrees, on_gpu=True)
-                check_device_memory(need, device_bytes=total, compiled=self.compile.enable)
-            return degrees
-
-        def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
-            return estimate(spec, self, degrees=degrees, on_gpu=on_gpu)
-
     def __init__(
         self,
         *,
-        config: Config,
+        config: TrainerConfig,
         model_spec: ModelSpec | None,
         hf_assets_path: str | None,
         device: torch.device | str | None = None,
@@ -140,8 +86,8 @@ class TrainingEngine(Configurable):
         """
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
-        folder, spec = _open_assets(hf_assets_path, model_spec)
-        self._degrees = config.check(spec, world_size=world.size, device=self.device)
+        folder, self._spec = _open_assets(hf_assets_path, model_spec)
+        self._degrees = check_trainer(config, spec=self._spec, world_size=world.size, device=self.device)
         self.config, self.hf_assets_path, self.failure_folder = config, hf_assets_path, failure_folder
         self._owns_rank = rank is None
         self._rank = rank or RankInfo.join(
@@ -152,14 +98,13 @@ class TrainingEngine(Configurable):
             always=config.training.cpu_offload,  # FSDP copies, so that one process needs a mesh too.
             record_in=failure_folder,
         )
-        make_policy = partial(Policy, config, spec=spec, rank=self._rank, device=self.device)
-        self.policy = make_policy(config.training)
+        self.policy = self._make_policy(config.training)
         self.experts = _expert_balance(config.experts, self.policy)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.reference = ReferencePolicy(self.policy, build=make_policy) if config.reference.enable else None
+        self.reference = self._make_reference()
         self.optimizer = _optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
@@ -174,6 +119,27 @@ class TrainingEngine(Configurable):
         self._enable_gc_again = _stop_collections(config.training)
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
+
+    def _make_policy(self, training: TrainingConfig) -> Policy:
+        """Return a policy of this engine's model and layout, without values in its parameters."""
+        config = self.config
+        return Policy(
+            training,
+            spec=self._spec,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile_config=config.compile,
+            converters=config.converters,
+            rank=self._rank,
+            device=self.device,
+            print_after_conversion=config.print_after_conversion,
+        )
+
+    def _make_reference(self) -> ReferencePolicy | None:
+        """Return the frozen copy of the first weights, or None if it is not configured."""
+        if not self.config.reference.enable:
+            return None
+        return ReferencePolicy(self.policy, build=self._make_policy)
 
     def forward_backward(
         self,
@@ -267,13 +233,19 @@ class TrainingEngine(Configurable):
 
     def _explaining_memory(self, call: str) -> AbstractContextManager[None]:
         estimated = partial(
-            self.config.estimate_memory,
-            self.policy.spec,
+            estimate_memory,
+            self.config,
+            spec=self._spec,
             degrees=self._degrees,
             on_gpu=self.device.type == "cuda",
         )
-        what = f"{call} of policy version {self.policy_version}"
-        return explaining_memory(what, config=self.config, device=self.device, estimated=estimated)
+        return explaining_memory(
+            f"{call} of policy version {self.policy_version}",
+            device=self.device,
+            training=self.config.training,
+            activation_checkpoint=self.config.activation_checkpoint,
+            estimated=estimated,
+        )
 
     def _settings(self, params: OptimParams | None = None) -> dict[str, Any]:
         """Return the optimizer's settings for the next step."""

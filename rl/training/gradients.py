@@ -232,7 +232,15 @@ class CallSums:
         self.has_denominator = False
         self._samples = samples
         self._policy = policy
-        self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
+        self._values: TokenValues | None = None
+        if wanted:
+            self._values = TokenValues(
+                samples,
+                wanted=wanted,
+                data_rank=policy.data_rank,
+                mesh=policy.mesh,
+                device=policy.device,
+            )
         self._sums: list[dict[str, Tensor]] = []
         """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with METRIC."""
         self._largest: list[Tensor] = []

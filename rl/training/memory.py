@@ -13,28 +13,28 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from losses.types import uses_entropy
-from rl.distributed.mesh import Degrees
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.stages import StagePlan, plan_stages
 from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, Elsewhere, module_names, part_of
 from rl.models.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
+from rl.training.config import TrainerConfig, TrainingConfig
 from rl.training.muon import is_hidden_matrix
+from rl.training.optimizer import Optimizer
 from rl.training.rounding import PIECE_BYTES, PIECE_NUMBERS
 from rl.utils.errors import RunError
-
-if TYPE_CHECKING:
-    from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,40 @@ class MemoryEstimate:
         return f"{self.total / 1e9:.3g} GB a rank at the peak ({shown})"
 
 
-def estimate(
-    spec: ModelSpec,
-    config: TrainingEngine.Config,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PipelineShare:
+    """One rank's share of a pipeline; the defaults are those of a trainer without one."""
+
+    num_held: float = 1.0
+    """Micro-batches whose activations a rank keeps at once."""
+    num_buffers: int = 0
+    """Places for hidden states that other stages send, one for each micro-batch and neighbour."""
+    num_copied: int = 0
+    """Numbers of the last stage's copy of the embedding's weight, for a tied head."""
+    has_logits: bool = True
+
+    @classmethod
+    def of(
+        cls, plan: StagePlan, *, rank: int, model: Decoder.Config, parallelism: ParallelismConfig
+    ) -> _PipelineShare:
+        # A stage has a place for what it receives of each micro-batch, of which there are at least
+        # as many as stages.
+        last = len(plan.ranks) - 1
+        num_places = sum((stage > 0) + (stage < last) for stage in plan.of_rank(rank))
+        # The last stage has a copy of the embedding's weight, with a gradient and no optimizer state.
+        is_last = plan.ranks[-1] == rank
+        return cls(
+            num_held=plan.held_at_once(rank, schedule=parallelism.pipeline_parallel_schedule),
+            num_buffers=(last + 1) * num_places,
+            num_copied=model.vocab_size * model.dim if model.tie_embeddings and is_last else 0,
+            has_logits=is_last,
+        )
+
+
+def estimate_memory(
+    config: TrainerConfig,
     *,
+    spec: ModelSpec,
     degrees: Degrees,
     on_gpu: bool,
 ) -> MemoryEstimate:
@@ -97,70 +127,75 @@ def estimate(
     plan = None
     if degrees.pp > 1:
         plan = plan_stages(config.parallelism, module_names(spec.model))
-    ranks = (
-        _of_rank(spec, config, degrees=degrees, on_gpu=on_gpu, plan=plan, rank=rank)
-        for rank in range(degrees.pp)
-    )
-    return max(ranks, key=lambda estimated: estimated.total)
+    estimates = []
+    for rank in range(degrees.pp):
+        with (meta := torch.device("meta")):
+            module: Decoder = spec.model.build()
+            converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=meta)
+            converters.convert(module)
+        share = _PipelineShare()
+        if plan is not None:
+            share = _PipelineShare.of(plan, rank=rank, model=spec.model, parallelism=config.parallelism)
+            module = part_of(module, plan.modules_of(rank))
+        estimates.append(_estimate_rank(config, module, share, spec=spec, degrees=degrees, on_gpu=on_gpu))
+    return max(estimates, key=lambda estimated: estimated.total)
 
 
-def _of_rank(
-    spec: ModelSpec,
-    config: TrainingEngine.Config,
+def _estimate_rank(
+    config: TrainerConfig,
+    module: Decoder,
+    share: _PipelineShare,
     *,
+    spec: ModelSpec,
     degrees: Degrees,
     on_gpu: bool,
-    plan: StagePlan | None,
-    rank: int,
 ) -> MemoryEstimate:
-    """Return the memory of a rank of the `pp` axis."""
-    model, training, optimizer = spec.model, config.training, config.optimizer
-    with (meta := torch.device("meta")):
-        module = model.build()
-        ModelConverters(config.converters, spec=spec, degrees=degrees, device=meta).convert(module)
-    held_at_once, num_buffers, copied = 1.0, 0, 0
-    if plan is not None:
-        held_at_once = plan.held_at_once(rank, schedule=config.parallelism.pipeline_parallel_schedule)
-        # A stage has a place for what it receives of each micro-batch, of which there are at least as many as stages.
-        last = len(plan.ranks) - 1
-        num_buffers = (last + 1) * sum((stage > 0) + (stage < last) for stage in plan.of_rank(rank))
-        # The last stage has a copy of the embedding's weight, with a gradient and no optimizer state.
-        copied = model.vocab_size * model.dim if model.tie_embeddings and plan.ranks[-1] == rank else 0
-        module = part_of(module, plan.modules_of(rank))
+    """Return the memory of a rank that has these modules of the converted model."""
+    training, parallelism = config.training, config.parallelism
     on_rank = _OnRank(module, degrees)
     stored, computed = _size(training.dtype), _size(training.param_dtype)
     # Offloaded tensors do not count on a GPU.
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
+
     named = dict(module.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    num_all, num_trained = on_rank.shards(named.values()), on_rank.shards(trained.values())
-    # Adam keeps two running means, Muon one.
-    by_muon = [p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)]
-    num_adam = num_trained - on_rank.shards(by_muon)
+    num_copied_head = math.ceil(share.num_copied / (degrees.tp * degrees.fsdp))
+    num_all = on_rank.shards(named.values()) + num_copied_head
     num_merged = on_rank.shards([linear.weight for linear, _ in adapted_layers(module)])
-    of_step = num_adam * stored if optimizer.implementation == "foreach" else 0
-    if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
-        largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
-        of_step = min(PIECE_NUMBERS["cuda" if on_gpu else "cpu"], largest) * PIECE_BYTES
-    num_copied_head = math.ceil(copied / (degrees.tp * degrees.fsdp))
-    gradients = kept_on_device * (num_trained + num_copied_head) * stored
-    of_backward = gradients if optimizer.early_step_in_backward else 0
+    gradients = kept_on_device * (on_rank.shards(trained.values()) + num_copied_head) * stored
+    of_backward = gradients if config.optimizer.early_step_in_backward else 0
+    gathered = _gathered(on_rank, named, training=training, parallelism=parallelism)
+    gathered += math.ceil(share.num_copied / degrees.tp) * 2 * computed
+    state, of_step = _count_optimizer_bytes(
+        on_rank, trained, optimizer=config.optimizer, training=training, on_gpu=on_gpu
+    )
+
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     kept, recomputed = _activations_of_token(
-        module, degrees=degrees, itemsize=computed, on_gpu=on_gpu, config=config
+        module,
+        degrees=degrees,
+        itemsize=computed,
+        on_gpu=on_gpu,
+        checkpoint=config.activation_checkpoint,
+        exchanges_heads=parallelism.exchanges_heads,
     )
-    logits = _logits(spec, num_tokens=num_tokens, degrees=degrees, config=config, on_gpu=on_gpu)
-    gathered = _gathered(on_rank, named, config=config) + math.ceil(copied / degrees.tp) * 2 * computed
+    received = share.num_buffers * spec.model.dim * computed / degrees.tp
+    logits = _logits(
+        spec,
+        num_tokens=num_tokens,
+        training=training,
+        num_parts=degrees.tp if parallelism.loss_parallel else 1,
+        with_entropy=uses_entropy(config.loss),
+        on_gpu=on_gpu,
+    )
     return MemoryEstimate(
-        parameters=kept_on_device
-        * (num_all + num_copied_head)
-        * (stored + config.reference.enable * computed),
+        parameters=kept_on_device * num_all * (stored + config.reference.enable * computed),
         gradients=gradients - of_backward,
-        optimizer=kept_on_device * (num_trained + num_adam) * stored,
+        optimizer=kept_on_device * state,
         gathered=gathered + of_backward,
-        activations=int(num_tokens * (held_at_once * kept + num_buffers * model.dim * computed / degrees.tp)),
+        activations=int(num_tokens * (share.num_held * kept + received)),
         recomputed=int(num_tokens * recomputed),
-        logits=logits if plan is None or plan.ranks[-1] == rank else 0,
+        logits=logits if share.has_logits else 0,
         copies=kept_on_device * max(of_step, num_merged * stored),
     )
 
@@ -197,7 +232,12 @@ class DeviceMemoryError(RunError):
 
 @contextmanager
 def explaining_memory(
-    what: str, *, config: TrainingEngine.Config, device: torch.device, estimated: Callable[[], MemoryEstimate]
+    what: str,
+    *,
+    device: torch.device,
+    training: TrainingConfig,
+    activation_checkpoint: ActivationCheckpointConfig,
+    estimated: Callable[[], MemoryEstimate],
 ) -> Iterator[None]:
     """Raise an out-of-memory error of PyTorch as a `DeviceMemoryError` with what was used and what needs less."""
     try:
@@ -216,16 +256,15 @@ def explaining_memory(
             )
         raise DeviceMemoryError(
             f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was {estimated().describe()}. "
-            f"{_needs_less(config)}"
+            f"{_advise_less(training, checkpoint_mode=activation_checkpoint.mode)}"
         ) from error
 
 
-def _needs_less(config: TrainingEngine.Config) -> str:
+def _advise_less(training: TrainingConfig, *, checkpoint_mode: str) -> str:
     """Return the options that reduce memory and are not used yet."""
-    training, mode = config.training, config.activation_checkpoint.mode
     advice = [
         f"lower training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}",
-        "" if mode == "full" else f"set activation_checkpoint.mode={mode!r} to 'full'",
+        "" if checkpoint_mode == "full" else f"set activation_checkpoint.mode={checkpoint_mode!r} to 'full'",
         "" if training.logits_chunk_tokens else "set training.logits_chunk_tokens to 2048",
         "raise parallelism.data_parallel_shard_degree or tensor_parallel_degree",
         "" if training.cpu_offload else "set training.cpu_offload",
@@ -286,16 +325,41 @@ class _OnRank:
         return math.ceil(num_rest / (tp * num_shards) + num_experts / (etp * num_expert_shards))
 
 
-def _gathered(on_rank: _OnRank, named: dict[str, Tensor], *, config: TrainingEngine.Config) -> int:
+def _count_optimizer_bytes(
+    on_rank: _OnRank,
+    trained: Mapping[str, Tensor],
+    *,
+    optimizer: Optimizer.Config,
+    training: TrainingConfig,
+    on_gpu: bool,
+) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state between steps, and of copies in its step."""
+    stored, num_trained = _size(training.dtype), on_rank.shards(trained.values())
+    # Adam keeps two running means, Muon one.
+    by_muon = [p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)]
+    num_adam = num_trained - on_rank.shards(by_muon)
+    copies = num_adam * stored if optimizer.implementation == "foreach" else 0
+    if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
+        largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
+        copies = min(PIECE_NUMBERS["cuda" if on_gpu else "cpu"], largest) * PIECE_BYTES
+    return (num_trained + num_adam) * stored, copies
+
+
+def _gathered(
+    on_rank: _OnRank,
+    named: Mapping[str, Tensor],
+    *,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+) -> int:
     """Return the bytes of gathered parameters, and of gradients before they are summed over ranks."""
-    training, degrees = config.training, on_rank.degrees
+    degrees, reshard = on_rank.degrees, parallelism.reshard_after_forward
     computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
     if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:
         # All parameters are cast at once.
         return 0 if training.param_dtype == training.dtype else on_rank.gathered(named.values()) * computed
-    policy = config.parallelism.reshard_after_forward
-    stays = policy == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
-    stays |= policy == "default" and degrees.pp > 1
+    stays = reshard == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
+    stays |= reshard == "default" and degrees.pp > 1
     num_layers = max(1, len(on_rank.layers))
     # In backward: the root, one block, and the next block that is being gathered. Their gradients: those of the
     # root, and those of a block, which are copied into one buffer.
@@ -324,12 +388,12 @@ def _activations_of_token(
     degrees: Degrees,
     itemsize: int,
     on_gpu: bool,
-    config: TrainingEngine.Config,
+    checkpoint: ActivationCheckpointConfig,
+    exchanges_heads: bool,
 ) -> tuple[float, float]:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
     model = module.config
     tp, width, attention = degrees.tp, model.dim, model.block.attention
-    checkpoint, exchanges_heads = config.activation_checkpoint, config.parallelism.exchanges_heads
     blocks: list[Any] = [block for block in module.layers if not isinstance(block, Elsewhere)]
     if not blocks:
         return 4.0 * width * itemsize, 0.0
@@ -380,21 +444,25 @@ def _logits(
     spec: ModelSpec,
     *,
     num_tokens: int,
-    degrees: Degrees,
-    config: TrainingEngine.Config,
+    training: TrainingConfig,
+    num_parts: int,
+    with_entropy: bool,
     on_gpu: bool,
 ) -> int:
     """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once, with the copies of
-    a head in float32 and their gradients."""
+    a head in float32 and their gradients.
+
+    Args:
+        num_parts: ranks over which the vocabulary is split.
+    """
     vocab_size, width, copies = spec.model.vocab_size, spec.model.dim, 0
-    num_all, num_tokens = num_tokens, min(num_tokens, config.training.logits_chunk_tokens or num_tokens)
-    parts = degrees.tp if config.parallelism.loss_parallel else 1
+    num_all, num_tokens = num_tokens, min(num_tokens, training.logits_chunk_tokens or num_tokens)
     # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes few rows at once.
-    num_copies = 3 if parts > 1 or uses_entropy(config.loss) else 2 * on_gpu
-    size = _size(config.training.param_dtype)
+    num_copies = 3 if num_parts > 1 or with_entropy else 2 * on_gpu
+    size = _size(training.param_dtype)
     if spec.float32_head and size < FLOAT32:
-        size, copies = FLOAT32, 2 * FLOAT32 * width * (vocab_size // parts + num_all)
-    return num_tokens * vocab_size // parts * (size + num_copies * FLOAT32) + copies
+        size, copies = FLOAT32, 2 * FLOAT32 * width * (vocab_size // num_parts + num_all)
+    return num_tokens * vocab_size // num_parts * (size + num_copies * FLOAT32) + copies
 
 
 def _size(dtype: str) -> int:

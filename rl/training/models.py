@@ -39,6 +39,7 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
 from rl.training.checkpoint_tensors import optimizer_tensors
+from rl.training.checks import check_trainer
 from rl.training.engine import TrainingEngine
 from rl.utils.errors import RunError, disk_reason
 from rl.utils.processes import process_states, restore_process_states
@@ -98,7 +99,7 @@ class TrainedModels:
         self._folder = hf_assets_path
         self._base = _fingerprint(HFFolder(hf_assets_path))
         check_config(config)
-        degrees = config.check(spec, world_size=self._world.size, device=self.device)
+        degrees = check_trainer(config, spec=spec, world_size=self._world.size, device=self.device)
         self._rank = RankInfo.join(
             degrees, world=self._world, device=self.device, comm=config.comm, always=False
         )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from rl.distributed.compile import compile_function
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
-from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, pipeline_axis
+from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, ParallelismConfig, pipeline_axis
 from rl.distributed.pipeline import Pipeline
 from rl.distributed.process_group import RankInfo, barrier
 from rl.distributed.sharding import (
@@ -38,7 +39,7 @@ from rl.distributed.sharding import (
 from rl.distributed.stages import plan_stages
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
-from rl.models.converter import ModelConverters
+from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import Decoder, module_names, part_of, persistent_buffers, reset_buffers
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
@@ -54,9 +55,6 @@ from rl.types import TrainingSample
 from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
 from rl.utils.processes import seed_everything
 from rl.utils.tensor_memory import to_device
-
-if TYPE_CHECKING:
-    from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +76,18 @@ class Policy:
 
     def __init__(
         self,
-        config: TrainingEngine.Config,
         training: TrainingConfig,
         *,
         spec: ModelSpec,
+        parallelism: ParallelismConfig,
+        activation_checkpoint: ActivationCheckpointConfig,
+        compile_config: CompileConfig,
+        converters: Sequence[ModelConverter.Config],
         rank: RankInfo,
         device: torch.device,
+        print_after_conversion: bool = False,
     ) -> None:
-        """Build one rank's part of the model; `training` replaces the config's.
+        """Build one rank's part of the model.
 
         Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
         """
@@ -100,24 +102,24 @@ class Policy:
         self._num_forwards = 0
         self._latest: PackedBatch | None = None
         """Micro-batch of the latest forward."""
-        degrees = config.parallelism.degrees(1 if mesh is None else mesh.size())
-        self.converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=device)
+        degrees = parallelism.degrees(1 if mesh is None else mesh.size())
+        self.converters = ModelConverters(converters, spec=spec, degrees=degrees, device=device)
         self.loaded_from: str | None = None
         """Hugging Face folder of the plain model's weights, if all came from one."""
         self._options = ShardingOptions(
-            parallelism=config.parallelism,
+            parallelism=parallelism,
             param_dtype=getattr(torch, training.param_dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
             cpu_offload=training.cpu_offload,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
+            activation_checkpoint=activation_checkpoint,
+            compile=compile_config,
             expert_mesh=rank.expert_mesh,
         )
-        self._chunk_logprobs = compile_function(logprobs_of_chunk, config.compile)
+        self._chunk_logprobs = compile_function(logprobs_of_chunk, compile_config)
         self.pipeline: Pipeline | None = None
         if mesh is not None and (axis := pipeline_axis(mesh)) is not None:
-            plan = plan_stages(config.parallelism, module_names(spec.model))
-            self.pipeline = Pipeline(config.parallelism, plan, axis=axis, device=device)
+            plan = plan_stages(parallelism, module_names(spec.model))
+            self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
         seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
         self.whole = self._convert_model()
         """The whole model; what only other ranks of a pipeline have stays on the meta device."""
@@ -128,9 +130,9 @@ class Policy:
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
         # A router would count a shared prompt only once for the balance of experts.
-        splits_keys = self.context is not None and not config.parallelism.exchanges_heads
+        splits_keys = self.context is not None and not parallelism.exchanges_heads
         self._shares_prompts = training.share_prompts and not (spec.model.has_experts or splits_keys)
-        if config.print_after_conversion and self.is_first_rank:
+        if print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
 
     def _convert_model(self) -> Decoder:
@@ -400,7 +402,12 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0 being 0."""
-        values = TokenValues(samples, policy=self)
+        values = TokenValues(
+            samples,
+            data_rank=self.data_rank,
+            mesh=self.mesh,
+            device=self.device,
+        )
         self.run(self.pack(samples), lambda batch, logprobs_T, _: values.add(batch, logprobs_T))
         self.release()
         return values.collect()

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed.mesh import DataRank
 from rl.rollouts.packing import PackedBatch
 from rl.types import TrainingSample
-
-if TYPE_CHECKING:
-    from rl.training.policy import Policy
 
 
 class TokenValues:
     """One number for each target of each sample, collected from the micro-batches of all ranks."""
 
     def __init__(
-        self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int] | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        data_rank: DataRank,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        wanted: Sequence[int] | None = None,
     ) -> None:
         """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples are copied."""
-        self._policy = policy
+        self._data_rank = data_rank
+        self._mesh = mesh
+        self._device = device
         indices = range(len(samples)) if wanted is None else wanted
         self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
         self._added: list[tuple[PackedBatch, Tensor]] = []
@@ -36,7 +42,7 @@ class TokenValues:
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if self._policy.data_rank.speaks and self.wants(batch):
+        if self._data_rank.speaks and self.wants(batch):
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
@@ -46,10 +52,10 @@ class TokenValues:
                 if index in self._values:
                     self._values[index][:] = values
         arrays = list(self._values.values())
-        if self._policy.mesh is None:
+        if self._mesh is None:
             return arrays
         # One data-parallel rank computed each token; on the others it is 0.
-        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._policy.device)
+        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._device)
         dist.all_reduce(summed)
         parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -10,6 +10,7 @@ from actors.devices import on_devices
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
+from rl.training.memory import estimate_memory
 
 
 def faults(base=tiny, num_gpus=0, resumes=False, **edits):
@@ -152,8 +153,8 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     (fault,) = memory_faults(config, memory_bytes=130 * 10**9)
     assert re.search(r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*has 130 GB and no GPU", fault)
     assert config.model is not None
-    need = config.trainer.estimate_memory(
-        config.model, degrees=config.trainer.parallelism.degrees(4), on_gpu=False
+    need = estimate_memory(
+        config.trainer, spec=config.model, degrees=config.trainer.parallelism.degrees(4), on_gpu=False
     )
     assert 4 * need.held == pytest.approx(131e9, rel=0.01)
     assert memory_faults(config, memory_bytes=4 * need.total) == []

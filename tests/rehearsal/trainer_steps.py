@@ -26,7 +26,7 @@ from rl.models.decoder import FeedForward
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.memory import DeviceMemoryError, peak_memory, use_growing_segments
+from rl.training.memory import DeviceMemoryError, estimate_memory, peak_memory, use_growing_segments
 from rl.training.sleep import TrainerSleep
 from rl.types import DeviceMemory, TrainingSample
 from tools.null_gpu.counters import Counters, read_own, reset_own
@@ -96,7 +96,7 @@ def of_dtype(dtype: str) -> dict[str, Any]:
     with mock.patch.object(varlen, "varlen_attn", wraps=varlen.varlen_attn) as attention:
         step, result = counted(engine, make_samples(prompt=210, shorter=3))
     degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
-    estimate = engine.config.estimate_memory(engine.policy.spec, degrees=degrees, on_gpu=True)
+    estimate = estimate_memory(engine.config, spec=engine.policy.spec, degrees=degrees, on_gpu=True)
     num_batches = result.packing.num_micro_batches
     held = torch.cuda.memory_reserved()
     sleep = TrainerSleep(engine)

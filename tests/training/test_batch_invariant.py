@@ -15,7 +15,7 @@ from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.float8 import Float8
 from rl.models.generate import prompt_logprobs
 from rl.models.parallelize import generator_head, parallelize_decoder_generator
-from rl.training.config import check_batch_invariant
+from rl.training.checks import check_batch_invariant
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
 from tests.support.distributed import run_ranks

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import math
 import re
 import weakref
@@ -12,10 +13,14 @@ import torch
 
 from losses.policy import GRPOLoss
 from losses.types import LossOutput
+from rl.config.json import load_values, to_dict
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
-from rl.training.config import trainer_checks
+from rl.models.lora import LoRA
+from rl.training.checks import check_trainer, trainer_checks
+from rl.training.config import TrainerConfig
+from rl.training.engine import TrainingEngine
 from rl.types import OptimParams
 from tests.training.layouts import parallelism
 from tests.training.parts import (
@@ -57,7 +62,21 @@ def test_engine_refuses_edited_field_that_is_misspelt_or_out_of_range(component,
     with pytest.raises(
         ValueError, match=rf"^{component}(: |\.){re.escape(f'{field}={value!r}')}.*{re.escape(says)}"
     ):
-        config.check(small_spec(), world_size=1, device=torch.device("cpu"))
+        check_trainer(config, spec=small_spec(), world_size=1, device=torch.device("cpu"))
+
+
+def test_settings_build_the_engine():
+    assert TrainingEngine.Config is TrainerConfig
+    assert TrainerConfig.owner is TrainingEngine
+
+
+def test_json_of_the_settings_names_no_class_of_the_trainer():
+    """The classes of settings can move: a run's config.json from before is read as it is."""
+    config = engine_config(converters=(LoRA.Config(),))
+    values = json.loads(json.dumps(to_dict(config)))
+    assert "rl.training" not in json.dumps(values)
+    assert values["converters"][0]["class"] == "rl.models.lora.LoRA.Config"
+    assert load_values(config, values) == config
 
 
 def test_bound_on_samples_in_a_micro_batch_changes_no_gradient():
@@ -140,7 +159,9 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
         ),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
-            engine_config(**settings).check(model, world_size=world_size, device=torch.device("cpu"))
+            check_trainer(
+                engine_config(**settings), spec=model, world_size=world_size, device=torch.device("cpu")
+            )
 
 
 def put(inputs):

@@ -10,7 +10,8 @@ from torch import nn
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.moe import ExpertRouter, MoE
-from rl.training.config import ExpertBalanceConfig, check_experts
+from rl.training.checks import check_experts
+from rl.training.config import ExpertBalanceConfig
 from rl.training.experts import ExpertBalance
 from tests.training.layouts import make
 from tests.training.parts import make_sample, make_samples, small_spec

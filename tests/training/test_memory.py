@@ -28,7 +28,7 @@ from rl.models.moe import MoE
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.memory import check_device_memory, estimate, use_growing_segments
+from rl.training.memory import check_device_memory, estimate_memory, use_growing_segments
 from rl.training.optimizer import Optimizer
 from tests.support.distributed import run_ranks
 from tests.training.parts import make_sample, moe_spec
@@ -215,7 +215,7 @@ def measure_all():
 def estimated(case):
     config = case.config()
     degrees = config.parallelism.degrees(case.world_size)
-    return config.estimate_memory(case.spec(), degrees=degrees, on_gpu=False)
+    return estimate_memory(config, spec=case.spec(), degrees=degrees, on_gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +267,9 @@ def test_lora_fits_when_full_training_is_refused_with_both_sizes_and_advice():
     assert root.model is not None
     config, degrees = root.trainer, ParallelismConfig().degrees(1)
     config.activation_checkpoint.mode = "full"
-    every = config.estimate_memory(root.model, degrees=degrees, on_gpu=True)
+    every = estimate_memory(config, spec=root.model, degrees=degrees, on_gpu=True)
     config.converters = LORA
-    adapted = config.estimate_memory(root.model, degrees=degrees, on_gpu=True)
+    adapted = estimate_memory(config, spec=root.model, degrees=degrees, on_gpu=True)
     says = r"GB a rank at the peak \(parameters .* its device has 120 GB: raise"
     with pytest.raises(ValueError, match=says):
         check_device_memory(every, device_bytes=120 * 10**9, compiled=False)
@@ -293,7 +293,7 @@ def test_rank_holds_and_gathers_its_share_of_experts(degrees, num_held, num_gath
     num_experts = sum(size for name, size in sizes.items() if ".experts." in name)
     num_root = sum(size for name, size in sizes.items() if not name.startswith("layers."))
     layout = Degrees(**({"dp_replicate": 1, "dp_shard": 1, "tp": 1} | degrees))
-    need = estimate(moe_spec(), TrainingEngine.Config(), degrees=layout, on_gpu=True)
+    need = estimate_memory(TrainingEngine.Config(), spec=moe_spec(), degrees=layout, on_gpu=True)
     assert need.parameters == need.gradients == 4 * math.ceil(num_held * num_all)
     assert need.optimizer == 2 * need.parameters
     # The root and both blocks; gradients of the root, of a block, and a copy of the block's.

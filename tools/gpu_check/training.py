@@ -19,7 +19,7 @@ from rl.models.spec import ModelSpec, model_spec
 from rl.observability.machine import machine_limits
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.training.memory import MARGIN
+from rl.training.memory import MARGIN, estimate_memory
 from rl.types import TrainingSample
 from tools.gpu_check.report import Report
 
@@ -40,8 +40,8 @@ def trainer(report: Report) -> None:
     spec = model_spec("qwen3", "0.6B")
     engine = _engine(spec, device="cuda", dtype="bfloat16")
     step_s, _, peak = _steps(engine, _samples(LENGTHS), num=2)
-    estimated = engine.config.estimate_memory(
-        spec, degrees=engine.config.parallelism.degrees(1), on_gpu=True
+    estimated = estimate_memory(
+        engine.config, spec=spec, degrees=engine.config.parallelism.degrees(1), on_gpu=True
     ).total
     report.figure("peak of the estimate", peak / estimated)
     report.require(
