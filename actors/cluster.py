@@ -380,7 +380,8 @@ class Cluster:
 
     def _engine_imports(self) -> tuple[str, ...]:
         """Return the modules that generators import first, which takes most of the time of a start."""
-        if self._model_spec.batch_invariant and trains_on_gpu(self.config.launch, num_gpus=count_gpus()):
+        on_gpu = trains_on_gpu(self.config.launch, num_gpus=count_gpus())
+        if self._model_spec.batch_invariant and on_gpu:
             # The engine makes a setting of its own before it imports vllm.
             return ("actors.generator",)
         return ("actors.generator", "actors.vllm.core")

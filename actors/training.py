@@ -25,7 +25,7 @@ from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
-from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.stop_request import StopRequest
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import progress
 from rl.observability.events import read_events
@@ -45,7 +45,7 @@ from rl.training.checkpoint_files import (
 )
 from rl.training.checkpoint_tensors import exclusions_of_own
 from rl.types import LoopPosition
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.files import remove
 
 if TYPE_CHECKING:
