@@ -34,7 +34,7 @@ from actors.placement import count_gpus, fit_to_devices
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
 from actors.router import CallSeeds, Router
-from actors.training import load_start
+from actors.starting_weights import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, rebuild
