@@ -1,7 +1,7 @@
 """Weights that a trainer goes on from: those of a checkpoint, or of the warm-up.
 
-Without either, a trainer keeps the weights of the starting point, with which it was set up. A script's
-run starts here (`actors.run.open_run`), and so does each attempt of a training (`actors.training`).
+Without either, a trainer keeps the weights of the starting point, with which it was set up. A
+script's run starts here (`actors.run.open_run`), and so does each attempt of `actors.training`.
 """
 
 from __future__ import annotations

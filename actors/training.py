@@ -1,6 +1,6 @@
 """Training on the actors of a run, from its starting weights to its end, through losses of the trainer.
 
-    load     the run's latest checkpoint, or the starting weights of the config (starting_weights.py)
+    load     the run's latest checkpoint, or what the config starts from (starting_weights.py)
     loop     from the state in that checkpoint
     export   Hugging Face folder, adapter, learning curve
 
