@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from actors.cluster import num_gpus as num_gpus_here
-from actors.cluster import trains_on_gpu
 from actors.config import ClusterConfig, RunConfig
-from actors.devices import fits_shared
-from actors.placement import place_actors
+from actors.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
 from rl.config.tree import named_as_options
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
@@ -60,7 +57,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        gpus = [torch.cuda.get_device_properties(i) for i in range(num_gpus_here())]
+        gpus = [torch.cuda.get_device_properties(i) for i in range(count_gpus())]
         return cls(
             num_gpus=len(gpus),
             gpu_bytes=min((gpu.total_memory for gpu in gpus), default=None),

@@ -25,13 +25,13 @@ from actors.calls import (
     deadline,
     first_line,
 )
-from actors.config import ClusterConfig, LaunchConfig
+from actors.config import ClusterConfig
 from actors.device_lock import DeviceLock
 from actors.generator import generator_env
 from actors.launch import Launcher, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityText
-from actors.placement import Placement, place_actors
+from actors.placement import Placement, count_gpus, place_actors, trains_on_gpu
 from actors.pool import GeneratorPool
 from actors.recovery import AddEvent, Role, Supervisor, no_event
 from rl.models.spec import ModelSpec
@@ -98,7 +98,7 @@ class Cluster:
         self.store = store
         self._parity = parity
         self._drains = drains
-        self.placements = place_actors(config, num_gpus=num_gpus())
+        self.placements = place_actors(config, num_gpus=count_gpus())
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path
         self._logs = logs
@@ -380,18 +380,8 @@ class Cluster:
 
     def _engine_imports(self) -> tuple[str, ...]:
         """Return the modules that generators import first, which takes most of the time of a start."""
-        if self._model_spec.batch_invariant and trains_on_gpu(self.config.launch, num_gpus=num_gpus()):
+        on_gpu = trains_on_gpu(self.config.launch, num_gpus=count_gpus())
+        if self._model_spec.batch_invariant and on_gpu:
             # The engine makes a setting of its own before it imports vllm.
             return ("actors.generator",)
         return ("actors.generator", "actors.vllm.core")
-
-
-def num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def trains_on_gpu(launch_config: LaunchConfig, *, num_gpus: int) -> bool:
-    """Return whether the trainer's hosts have GPUs; `num_gpus` are on this machine."""
-    return launch_config.gpus_per_host != 0 if launch_config.on_cluster else num_gpus > 0

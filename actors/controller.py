@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from actors.checks import Machine
-from actors.cluster import num_gpus
 from actors.config import RunConfig
-from actors.devices import on_devices
-from actors.placement import place_actors
+from actors.placement import count_gpus, fit_to_devices, place_actors
 from actors.plan import describe_source, make_plan
 from actors.run import FROM_THE_BEGINNING, CheckedRun, checked_run, started_run
 from actors.training import Training
@@ -48,10 +46,10 @@ class Controller(Configurable):
             ValueError: the config cannot run; nothing was started (`checked_run`).
             RunError: the run stopped.
         """
-        config = self.config = on_devices(self.config, num_gpus=num_gpus())
+        config = self.config = fit_to_devices(self.config, num_gpus=count_gpus())
         if config.launch.dry_run:
             self._try(config)
-            for placement in place_actors(config, num_gpus=num_gpus()).all:
+            for placement in place_actors(config, num_gpus=count_gpus()).all:
                 say(placement.describe())
             return Path(config.dump_folder)
         with checked_run(config, source=replace(self.source, config=config)) as checked:

@@ -18,10 +18,8 @@ import torch
 import yaml
 
 from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
-from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
-from actors.devices import on_devices
-from actors.placement import place_actors
+from actors.placement import count_gpus, fit_to_devices, place_actors, trains_on_gpu
 from actors.plan import asked_source, describe_skip, find_resumed, renderer_of, spec_for, untrained_start
 from actors.task_checks import check_problems
 from actors.trainer import PolicyTrainer
@@ -72,7 +70,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     found = _search(config, resumes=run.resumes)
     refused_here = found.faults
     machine, devices = explained_on(config, spec=found.spec, here=here)
-    config = on_devices(config, num_gpus=machine.num_gpus)
+    config = fit_to_devices(config, num_gpus=machine.num_gpus)
     spec = spec_for(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     refused = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None)
@@ -115,7 +113,7 @@ def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
 
 def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
     """Return the options that were changed from the registry's config and have no effect on this machine."""
-    on_gpu = trains_on_gpu(run.config.launch, num_gpus=num_gpus())
+    on_gpu = trains_on_gpu(run.config.launch, num_gpus=count_gpus())
     return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))["set_without_effect"]
 
 

@@ -62,7 +62,8 @@ from actors.processes import (
     with_descendants,
 )
 from actors.secrets import secret_names
-from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.stop_request import StopRequest
+from rl.utils.errors import StopRequestedError
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.signals import handling_end_signals
 from rl.utils.threads import until_event

@@ -1,10 +1,19 @@
-"""Placement of every role of a run: its hosts, the processes on each, and their devices."""
+"""Placement of every role of a run: its hosts, the processes on each, and their devices.
+
+A config may leave values to the devices at hand: `fit_to_devices` fills them in, and a run's
+config.json and `--explain` show the result. Functions take the number of GPUs instead of counting
+them, so that `--explain` can ask about a machine that is not there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from actors.config import ClusterConfig
+import torch
+
+from actors.config import ClusterConfig, LaunchConfig, RunConfig
+from rl.config.tree import rebuild
 
 TRAINER, REWARD = "trainer", "reward"
 
@@ -172,3 +181,56 @@ def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, l
         )
     slots = [generators[i * replica_size : (i + 1) * replica_size] for i in range(replicas)]
     return trainer, [slots[i % replicas] for i in range(config.generator.num_replicas)]
+
+
+# Devices at hand
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
+def trains_on_gpu(launch: LaunchConfig, *, num_gpus: int) -> bool:
+    """Return whether the trainer's hosts have GPUs; `num_gpus` are on this machine."""
+    return launch.gpus_per_host != 0 if launch.on_cluster else num_gpus > 0
+
+
+def fit_to_devices(config: RunConfig, *, num_gpus: int) -> RunConfig:
+    """Return the config with the values that it leaves open set to those that fit `num_gpus`.
+
+    The batch-invariant mode is on where both sides have the same kernels: on CPUs. Trainer and
+    generators share GPUs that are too few for both, if they may take turns.
+    """
+    changes: dict[str, Any] = {}
+    if config.batch_invariant is None:
+        changes["batch_invariant"] = not trains_on_gpu(config.launch, num_gpus=num_gpus)
+    shares = config.launch.share_gpus
+    if shares is None:
+        # Off policy, generators work while the trainer trains: there are no turns to take.
+        takes_turns = config.loop.max_off_policy_steps == 0 and num_gpus > 0
+        shares = (
+            takes_turns
+            and not _has_room(config, num_gpus=num_gpus)
+            and fits_shared(config, num_gpus=num_gpus)
+        )
+        changes["launch.share_gpus"] = shares
+    if shares:
+        changes["generator.can_sleep"] = True
+    return rebuild(config, changes)
+
+
+def fits_shared(config: ClusterConfig, *, num_gpus: int) -> bool:
+    """Return whether trainer and generators fit on this machine's GPUs if they take turns."""
+    try:
+        return _has_room(rebuild(config, {"launch.share_gpus": True}), num_gpus=num_gpus)
+    except ValueError:  # of other hosts, or of devices that were chosen
+        return False
+
+
+def _has_room(config: ClusterConfig, *, num_gpus: int) -> bool:
+    try:
+        place_actors(config, num_gpus=num_gpus)
+    except ValueError:
+        return False
+    return True

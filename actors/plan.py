@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks import Machine, check_config, check_source
-from actors.cluster import num_gpus, trains_on_gpu
 from actors.config import RunConfig
 from actors.parity import ParityText, make_parity_text
+from actors.placement import count_gpus, trains_on_gpu
 from actors.task_checks import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
@@ -79,12 +79,12 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     resumed = None if resumes is None else find_resumed(config, resumes, skip=skip)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
-    check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
+    check_source(resumed or source, start=start, config=config, num_gpus=count_gpus())
     exclude = config.trainer.checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     renderer = renderer_of(config, start)
-    on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus())
+    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
     first_prompt = check_task(
         task,
         loop=config.loop,

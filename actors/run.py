@@ -24,17 +24,17 @@ import torch
 from actors.backend import GeneratorClient, RewardClient, TrainerClient
 from actors.calls import ActorCallError
 from actors.checks import converted_model
-from actors.cluster import Cluster, num_gpus
+from actors.cluster import Cluster
 from actors.config import ClusterConfig, RunConfig, Strategy
-from actors.devices import on_devices
 from actors.explain import set_without_effect
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.members import LogSettings, record_process
+from actors.placement import count_gpus, fit_to_devices
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
 from actors.router import CallSeeds, Router
-from actors.training import load_start
+from actors.starting_weights import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, rebuild
@@ -110,7 +110,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     if Launcher.current is not None:
         raise RuntimeError("this process runs actors already: leave the block of the other run first")
     exempt_loopback()
-    config = on_devices(config, num_gpus=num_gpus())
+    config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with checked_run(config, source=source) as checked:
         async with started_run(checked) as run:
@@ -333,7 +333,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     if not config.limits.enable:
         return None
     trainer, generator, loop = config.trainer, config.generator, config.loop
-    converted, _ = converted_model(config, model_spec=spec, num_gpus=num_gpus())
+    converted, _ = converted_model(config, model_spec=spec, num_gpus=count_gpus())
     trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
     itemsize = int(getattr(torch, generator.dtype).itemsize)
     # On shared devices the trainer measures for both.
@@ -372,7 +372,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
 
 def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
     """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its cores."""
-    if on_cluster or num_gpus():
+    if on_cluster or count_gpus():
         return num_ranks
     return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))
 

@@ -21,13 +21,13 @@ import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
 from actors.calls import ActorCallError, ActorLostError
-from actors.cluster import Cluster, num_gpus, trains_on_gpu
+from actors.cluster import Cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
-from actors.placement import place_actors
+from actors.placement import count_gpus, place_actors, trains_on_gpu
 from actors.reward import RewardActor
 from actors.run import make_router
 from actors.trainer import PolicyTrainer
@@ -131,7 +131,7 @@ class ActorBackend(TinkerBackend):
             # Models live in the trainer's memory, so nothing is restarted.
             recovery=RecoveryConfig(max_restarts=0),
         )
-        place_actors(self._cluster, num_gpus=num_gpus())
+        place_actors(self._cluster, num_gpus=count_gpus())
 
     def _open_base(self) -> Base:
         config, trainer = self.config, self.config.trainer
@@ -140,7 +140,7 @@ class ActorBackend(TinkerBackend):
         )
         spec = base.spec
         with named_as_options("trainer", trainer):
-            device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu"
+            device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=count_gpus()) else "cpu"
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
                 check()
         config.generator.check_model(spec.model)

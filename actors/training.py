@@ -1,6 +1,6 @@
 """Training on the actors of a run, from its starting weights to its end, through losses of the trainer.
 
-    load     the run's latest checkpoint, or the starting weights of the config
+    load     the run's latest checkpoint, or what the config starts from (starting_weights.py)
     loop     from the state in that checkpoint
     export   Hugging Face folder, adapter, learning curve
 
@@ -16,18 +16,18 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from actors.backend import TrainerClient
-from actors.calls import ActorCallError, may_hang
+from actors.calls import may_hang
 from actors.checks import has_lora
+from actors.recovery import Role
+from actors.run import Run
+from actors.starting_weights import load_start
 from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
-from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.loop.warmup import SupervisedWarmup
-from rl.observability.console import progress
+from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
 from rl.observability.machine import LimitSink
 from rl.observability.metrics import MetricsWriter, Sink
@@ -36,85 +36,12 @@ from rl.observability.run_folder import cut_back
 from rl.observability.sinks import RunSinks, open_sinks
 from rl.observability.summary import draw_learning_curve
 from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint
-from rl.training.checkpoint_files import (
-    ADAPTER_FOLDER,
-    HF_FOLDER,
-    DamagedCheckpointError,
-    damaged_folders,
-    put_aside,
-)
-from rl.training.checkpoint_tensors import exclusions_of_own
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, damaged_folders
 from rl.types import LoopPosition
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.files import remove
 
-if TYPE_CHECKING:
-    from actors.config import RunConfig
-    from actors.plan import Plan
-    from actors.recovery import Role
-    from actors.run import Run
-
 logger = logging.getLogger(__name__)
-
-
-async def load_start(
-    trainer: TrainerClient,
-    *,
-    config: RunConfig,
-    plan: Plan,
-    find: Callable[[], LoadSource | None] | None = None,
-    may_set_aside: Callable[[LoadSource], bool] = lambda source: False,
-) -> LoadSource | None:
-    """Load the checkpoint to continue from, and return it; without one, make the warm-up and return None.
-
-    A checkpoint with damaged tensors is set aside, and `find` is called again.
-
-    Args:
-        find: looks for the checkpoint; None takes the one of the config.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint may not be set aside.
-    """
-    find = find or (lambda: plan.source)
-    patterns = config.trainer.checkpoint.exclude_from_loading
-    while (source := find()) is not None:
-        exclude = exclusions_of_own(patterns, model_only=source.model_only) if source.whole else None
-        try:
-            version = await trainer.load_checkpoint(
-                str(source.path), model_only=source.model_only, exclude=exclude
-            )
-        except DamagedCheckpointError as error:
-            if not may_set_aside(source):
-                raise
-            put_aside(source.path, error)
-        else:
-            logger.info("loaded %s, policy version %d", source.path, version)
-            return source
-    if plan.start.warmed_up is not None:
-        await _warm_up(trainer, config=config, plan=plan, destination=plan.start.warmed_up)
-    return None
-
-
-async def _warm_up(trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path) -> None:
-    """Train supervised steps, save them as a Hugging Face folder, and load it, as every later run does."""
-    assert config.warmup is not None
-    if not destination.exists():  # else a trainer that was lost since has made it
-        warmup: SupervisedWarmup = config.warmup.build(
-            trainer=trainer, renderer=plan.renderer, environments=plan.environments
-        )
-        with progress("warm-up", total=config.warmup.num_steps) as advance:
-            await warmup.run(
-                plan.task.warmup_problems(seed=config.seed),
-                on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
-            )
-        try:
-            await trainer.export_hf(str(destination), dtype="float32")
-        except ActorCallError:
-            # Another run with the same starting point may have finished its own first.
-            if not destination.exists():
-                raise
-    await trainer.load_checkpoint(str(destination))
-    logger.info("warmed up; starting from %s", destination)
 
 
 class Training:

@@ -39,10 +39,11 @@ from rl.loop.metrics import (
     training_metrics,
 )
 from rl.loop.state import Progress, StepCheckpoints
-from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.stop_request import StopRequest
 from rl.loop.sync import WeightSync
 from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import Recorder
+from rl.observability.spans import error_context
 from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
 from rl.rollouts.environment import Environments, EnvironmentThread
 from rl.rollouts.episode import Episodes
@@ -54,7 +55,7 @@ from rl.rollouts.staleness import StalenessBound, off_policy_steps
 from rl.tasks.task import Task
 from rl.types import ForwardBackwardResult, LoopPosition, OptimStepResult, SamplingParams
 from rl.utils.clock import BusyClock, now_s
-from rl.utils.errors import RunError, error_context
+from rl.utils.errors import RunError, StopRequestedError
 from rl.utils.threads import BackgroundWriter
 
 

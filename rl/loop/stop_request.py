@@ -13,12 +13,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rl.observability.console import print_line
+from rl.utils.errors import StopRequestedError
 
 T = TypeVar("T")
-
-
-class StopRequestedError(Exception):
-    """A loop ended between two steps because a stop was requested."""
 
 
 class StopRequest:

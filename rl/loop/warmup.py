@@ -10,12 +10,13 @@ from itertools import islice
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
+from rl.observability.spans import error_context
 from rl.protocols import Trainer
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstrated
 from rl.types import OptimParams, Problem
-from rl.utils.errors import RunError, error_context
+from rl.utils.errors import RunError
 
 
 class SupervisedWarmup(Configurable):

@@ -29,7 +29,6 @@ from typing import Any, TextIO
 
 from rl.config.configurable import unless
 from rl.config.tree import check_bounds
-from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console, ConsoleConfig, make_console
 from rl.observability.loggers import (
     MetricsLogger,
@@ -44,7 +43,7 @@ from rl.observability.loggers import (
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_files import METRICS, TENSORBOARD
 from rl.observability.spans import span
-from rl.utils.errors import optional_write
+from rl.utils.errors import StopRequestedError, optional_write
 from rl.utils.threads import run_aside
 
 INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"

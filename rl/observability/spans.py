@@ -34,6 +34,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rl.config.configurable import only_if
 from rl.config.tree import check_bounds
+from rl.utils.errors import RunError
 from rl.utils.files import BoundedFile, parse_json, read_regular
 from rl.utils.printing import visible
 from rl.utils.processes import ProcessId, identify, pid_namespace
@@ -257,6 +258,23 @@ class span:  # noqa: N801  (used like a function)
 
 RECORDER = SpanRecorder()
 """The recorder of this process."""
+
+
+@contextlib.contextmanager
+def error_context(where: str) -> Iterator[None]:
+    """Record a span of this name, and add the name to an error as its position in the run.
+
+    A `RunError` keeps the innermost position; any other error gets each of them as a note.
+    """
+    try:
+        with span(where):
+            yield
+    except RunError as error:
+        error.where = error.where or where
+        raise
+    except Exception as error:
+        error.add_note(where)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests, from their acceptance until their results are dropped, and the tasks and parts of the service."""
+"""Requests, from acceptance until their results are dropped, and the service's background tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import pydantic
 from google.protobuf.message import Message
@@ -18,18 +18,12 @@ from rl.tinker.codec import PROTOBUF
 from rl.tinker.types import (
     BusyError,
     GoneError,
-    HttpLimits,
     InvalidRequestError,
     Limits,
     TinkerError,
     UnsavedError,
 )
 from rl.utils.excerpts import shortened
-
-if TYPE_CHECKING:
-    from rl.tinker.backend import TinkerBackend
-    from rl.tinker.sessions import Sessions
-    from rl.tinker.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -282,18 +276,3 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """Collaborators that all parts of the service share."""
-
-    backend: TinkerBackend
-    storage: Storage
-    sessions: Sessions
-    futures: Futures
-    limits: Limits
-    http: HttpLimits
-    wall_time_s: Callable[[], float]
-    """Unix time, by which checkpoints are stamped and expire."""
-    background: Background = field(default_factory=Background)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from rl.tinker.futures import Answer, Parts, PendingRequest
-from rl.tinker.sessions import Session
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.futures import Answer, Background, Futures, PendingRequest
 from rl.tinker.storage import RunRecord
 from rl.tinker.types import ModelSettings
 
@@ -40,26 +40,43 @@ class Model:
     Request 0 creates the model in the backend; after the last one the task deletes it there.
     """
 
-    def __init__(self, parts: Parts, *, record: RunRecord, session: Session) -> None:
+    def __init__(
+        self,
+        record: RunRecord,
+        *,
+        backend: TinkerBackend,
+        futures: Futures,
+        background: Background,
+        gap_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            background: runs the task of the model.
+            gap_timeout_s: time in seconds that later requests wait for a missing seq id.
+        """
         self.record = record
-        self.session = session
         self.is_created = False
         self.failed: list[int] = []
         """Seq ids of failed requests that would have added to the gradient of the next step."""
         self.ended: str | None = None
         """Reason why the model accepts no more requests."""
-        self._backend = parts.backend
-        self._futures = parts.futures
-        self._gap_timeout_s = parts.limits.gap_timeout_s
+        self._backend = backend
+        self._futures = futures
+        self._gap_timeout_s = gap_timeout_s
         self._next = 0
         self._waiting: dict[int, _Waiting] = {}
         self._had_gap = False
         self._changed = asyncio.Event()
-        self.task = parts.background.start(self._run(), f"work of {self.model_id}")
+        self.task = background.start(self._run(), f"work of {self.model_id}")
 
     @property
     def model_id(self) -> str:
         return self.record.model_id
+
+    @property
+    def owner(self) -> str:
+        """Hash of the key that the model belongs to, as everywhere behind the HTTP layer."""
+        return self.record.owner_hash
 
     @property
     def settings(self) -> ModelSettings:
@@ -108,7 +125,7 @@ class Model:
         finally:
             self.end("the service is closing")
             if self.is_created:
-                async with self._backend.trainer(self.session.owner) as trainer:
+                async with self._backend.trainer(self.owner) as trainer:
                     await trainer.delete_model(self.model_id)
 
     async def _is_next_here(self) -> bool:
@@ -137,7 +154,7 @@ class Model:
 
     async def _after_gap(self, do: Callable[[], Awaitable[Answer]]) -> Answer:
         if self._had_gap:
-            async with self._backend.trainer(self.session.owner) as trainer:
+            async with self._backend.trainer(self.owner) as trainer:
                 await trainer.drop_gradient(model_id=self.model_id)
             self._had_gap = False
         return await do()

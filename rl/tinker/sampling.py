@@ -11,14 +11,16 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from tinker import types as wire
 
 from rl.tinker.backend import lora_config
 from rl.tinker.bodies import SampleBody
 from rl.tinker.codec import checked_request, encode_sample
-from rl.tinker.futures import SMALL_BYTES, Parts, Result, encoded
+from rl.tinker.futures import SMALL_BYTES, Result, encoded
+from rl.tinker.models import Model
+from rl.tinker.parts import Parts
 from rl.tinker.sessions import KEPT, Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
@@ -33,9 +35,6 @@ from rl.tinker.types import (
     check_base,
     check_seq_id,
 )
-
-if TYPE_CHECKING:
-    from rl.tinker.models import Model
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +56,10 @@ class Weights:
         return self.version.done() and (self.version.cancelled() or self.version.exception() is not None)
 
 
+Source: TypeAlias = Weights | Stored | None
+"""What a sampling session samples from: a snapshot, saved weights, or None for the base model."""
+
+
 class OpenWeights:
     """The weights that are open, and when to close them."""
 
@@ -71,7 +74,7 @@ class OpenWeights:
         Raises:
             LimitReachedError: there is no room, and all weights that could make room are in use.
         """
-        owner, num_bytes = model.session.owner, self._num_bytes(model.settings)
+        owner, num_bytes = model.owner, self._num_bytes(model.settings)
         version = asyncio.get_running_loop().create_future()
         while not version.done():
             self.reserve(owner, num_bytes)
@@ -120,7 +123,7 @@ class OpenWeights:
         """Return the bytes of models and open weights by owner."""
         held: Counter[str] = Counter()
         for model in self._parts.sessions.all_models():
-            held[model.session.owner] += model.num_bytes
+            held[model.owner] += model.num_bytes
         for one in self._open.values():
             held[one.owner or ""] += one.num_bytes  # 0 of the base model's
         return held
@@ -197,6 +200,9 @@ class SamplingSessions:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.weights = OpenWeights(parts)
+        self._sources: dict[str, dict[str, Source]] = {}
+        """Sources by id of the session and of the sampling session. The least recently used one of
+        a session comes first, and is forgotten beyond `KEPT`."""
         parts.sessions.end_samplers = self._end_session
 
     async def create_sampling_session(
@@ -208,7 +214,7 @@ class SamplingSessions:
         """
         session = self._parts.sessions.live(body.session_id, owner)
         new_id = self.id_of(session, body.sampling_session_seq_id)
-        if new_id not in session.samplers:
+        if new_id not in self._sources_of(session):
             stored, name = None, body.base_model
             if body.model_path is not None:
                 stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
@@ -260,29 +266,29 @@ class SamplingSessions:
 
     # For the other calls
 
-    def source(self, sampling_session_id: str, owner: str) -> Weights | Stored | None:
+    def source(self, sampling_session_id: str, owner: str) -> Source:
         """Return what a sampling session samples from, and keep the session alive."""
         session = self._parts.sessions.live(sampling_session_id, owner)
-        if sampling_session_id not in session.samplers:
+        sources = self._sources_of(session)
+        if sampling_session_id not in sources:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
-        found = session.samplers[sampling_session_id] = session.samplers.pop(sampling_session_id)
-        return found
+        source = sources[sampling_session_id] = sources.pop(sampling_session_id)
+        return source
 
     def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
         return f"{session.session_id}:sample:{number}"
 
-    async def publish(self, model: Model, new_id: str) -> None:
-        """Open a sampling session of a model's weights as they are now."""
-        session = model.session
+    async def publish(self, model: Model, *, session: Session, new_id: str) -> None:
+        """Open a sampling session of a model's weights as they are now, in the model's session."""
         taken = f"sampling_session_seq_id: there is a sampling session {new_id} already"
-        if new_id in session.samplers:
+        if new_id in self._sources_of(session):
             raise InvalidRequestError(taken)
         weights = await self.weights.publish(model)
         if session.ended:
             self.weights.close(weights.key, "its session has ended")
             raise GoneError(f"session {session.session_id} has ended")
-        if new_id in session.samplers:  # another model of the session was faster
+        if new_id in self._sources_of(session):  # another model of the session was faster
             self.weights.close(weights.key, taken)
             raise InvalidRequestError(taken)
         self._add(session, new_id, weights)
@@ -291,14 +297,18 @@ class SamplingSessions:
         """Accept no more samples of a checkpoint that was deleted."""
         self.weights.close(str(stored.data), f"{stored.path.tinker_path} was deleted")
 
-    def _add(self, session: Session, new_id: str, source: Weights | Stored | None) -> None:
-        session.samplers[new_id] = source
-        if len(session.samplers) > KEPT:
-            oldest = session.samplers.pop(next(iter(session.samplers)))
+    def _sources_of(self, session: Session) -> dict[str, Source]:
+        return self._sources.get(session.session_id, {})
+
+    def _add(self, session: Session, new_id: str, source: Source) -> None:
+        sources = self._sources.setdefault(session.session_id, {})
+        sources[new_id] = source
+        if len(sources) > KEPT:
+            oldest = sources.pop(next(iter(sources)))
             if isinstance(oldest, Weights):
                 self.weights.close(oldest.key, f"a session keeps its {KEPT} last sampling sessions")
 
-    def _weights_of(self, source: Weights | Stored | None, owner: str) -> Weights:
+    def _weights_of(self, source: Source, owner: str) -> Weights:
         if not isinstance(source, Weights):
             if source is not None:
                 # Deleted and expired checkpoints are not sampled from, even while they are open.
@@ -310,10 +320,10 @@ class SamplingSessions:
 
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
-        ended = list(session.samplers.values())
-        session.samplers.clear()
-        still_used = {one.data for one in self._parts.sessions.sources() if isinstance(one, Stored)}
-        for source in ended:
+        ended = self._sources.pop(session.session_id, {})
+        others = [source for sources in self._sources.values() for source in sources.values()]
+        still_used = {source.data for source in others if isinstance(source, Stored)}
+        for source in ended.values():
             if isinstance(source, Weights):
                 self.weights.close(source.key, why)
             elif source is not None and source.data not in still_used:

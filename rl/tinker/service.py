@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from fastapi import Body
@@ -26,17 +26,16 @@ from starlette.responses import JSONResponse, Response
 from tinker import types as wire
 from tinker.types.try_again_response import TryAgainResponse
 
+from rl.tinker.backend import TinkerBackend
 from rl.tinker.connections import most_connections
-from rl.tinker.futures import Futures, Parts, Result
+from rl.tinker.futures import Futures, Result
+from rl.tinker.parts import Parts
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
 from rl.tinker.storage import RunRecord, Storage, Stored, parse_path
 from rl.tinker.training import TrainingCalls
 from rl.tinker.turns import FairLock
 from rl.tinker.types import HttpLimits, Id, Limit, Limits, NotFoundError, Offset, Owner, check_ttl
-
-if TYPE_CHECKING:
-    from rl.tinker.backend import TinkerBackend
 
 log = logging.getLogger(__name__)
 

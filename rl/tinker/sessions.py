@@ -8,20 +8,15 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import Body
 from tinker import types as wire
 from tinker.types.session_status import ClientSessionFinishReason
 
 from rl.tinker.bodies import CreateSessionBody
+from rl.tinker.models import Model
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
-
-if TYPE_CHECKING:
-    from rl.tinker.models import Model
-    from rl.tinker.sampling import Weights
-    from rl.tinker.storage import Stored
-
 
 KEPT = 1000
 """Sampling sessions, and models that have ended, which a session remembers; sessions that have ended, of one owner."""
@@ -33,9 +28,6 @@ class Session:
     owner: str
     models: dict[str, Model] = field(default_factory=dict)
     """Models by id, also the last `KEPT` that have ended; none once the session and their tasks have."""
-    samplers: dict[str, Weights | Stored | None] = field(default_factory=dict)
-    """What each sampling session samples from: a snapshot, saved weights, or None for the base model. The least
-    recently used one comes first, and is forgotten beyond `KEPT`."""
     ended: bool = False
     silence: asyncio.TimerHandle | None = None
     """Timer that ends the session unless another request about it comes before."""
@@ -108,16 +100,12 @@ class Sessions:
 
     def models(self, owner: str) -> dict[str, Model]:
         """Return an owner's models in memory by id, oldest first."""
-        return {model.model_id: model for model in self.all_models() if model.session.owner == owner}
+        return {model.model_id: model for model in self.all_models() if model.owner == owner}
 
     def all_models(self) -> list[Model]:
         """Return the models of all owners that are in memory, oldest first."""
         models = (model for session in self._sessions.values() for model in session.models.values())
         return [model for model in models if model.in_memory]
-
-    def sources(self) -> list[Weights | Stored | None]:
-        """Return what the sampling sessions of all owners sample from."""
-        return [source for session in self._sessions.values() for source in session.samplers.values()]
 
     def close(self) -> None:
         for session in tuple(self._sessions.values()):

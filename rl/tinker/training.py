@@ -16,8 +16,9 @@ from rl.tinker.backend import lora_config
 from rl.tinker.bodies import ForwardBackwardBody, read_forward_backward
 from rl.tinker.codec import encode_forward_backward
 from rl.tinker.datums import metrics_of, optim_params
-from rl.tinker.futures import Answer, Parts, encoded
+from rl.tinker.futures import Answer, encoded
 from rl.tinker.models import Model, Work
+from rl.tinker.parts import Parts
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import KEPT
 from rl.tinker.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
@@ -148,7 +149,13 @@ class TrainingCalls:
         ended = [i for i, one in session.models.items() if not one.in_memory]
         for i in ended[:-KEPT]:
             del session.models[i]
-        model = session.models[model_id] = Model(self._parts, record=record, session=session)
+        model = session.models[model_id] = Model(
+            record,
+            backend=self._backend,
+            futures=self._futures,
+            background=self._parts.background,
+            gap_timeout_s=self._parts.limits.gap_timeout_s,
+        )
 
         async def create() -> Answer:
             async with self._backend.trainer(owner) as trainer:
@@ -166,7 +173,7 @@ class TrainingCalls:
     def _check_room(self, settings: ModelSettings, owner: str) -> None:
         """Raise LimitReachedError if there is no room for another model."""
         limits, models = self._parts.limits, self._parts.sessions.all_models()
-        if sum(one.session.owner == owner for one in models) >= limits.models:
+        if sum(one.owner == owner for one in models) >= limits.models:
             raise LimitReachedError(f"limit models: {limits.models} are in memory; finish the session of one")
         if len(models) >= limits.all_models:
             raise LimitReachedError(f"limit all_models: {limits.all_models} of all keys are in memory")
@@ -263,10 +270,11 @@ class TrainingCalls:
                 )
             if body.path is not None:
                 return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
-            new_id = self._sampling.id_of(model.session, number)
+            session = self._parts.sessions.live(model.model_id, owner)
+            new_id = self._sampling.id_of(session, number)
 
             async def snapshot() -> Answer:
-                await self._sampling.publish(model, new_id)
+                await self._sampling.publish(model, session=session, new_id=new_id)
                 return answer(sampling_session_id=new_id)
 
             return Work(snapshot)
@@ -289,7 +297,7 @@ class TrainingCalls:
         path = checkpoint_path(model.model_id, kind, name)
 
         async def write(folder: Path) -> None:
-            async with self._backend.trainer(model.session.owner) as trainer:
+            async with self._backend.trainer(model.owner) as trainer:
                 await trainer.save_model(model.model_id, str(folder), optimizer=kind == "training")
 
         async def save() -> Answer:

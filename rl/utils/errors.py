@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl.observability.spans import span
-
 _FAILING: set[Path] = set()
 """Optional files whose latest write failed."""
 
@@ -21,7 +19,7 @@ class RunError(RuntimeError):
     """A run cannot go on; the message gives the reason and needs no traceback."""
 
     where = ""
-    """Position in the run, such as "step 3"; set by `error_context`."""
+    """Position in the run, such as "step 3"; set by `rl.observability.spans.error_context`."""
     more = ""
     """Details on lines of their own, after the message."""
 
@@ -32,6 +30,10 @@ class RunError(RuntimeError):
     def __str__(self) -> str:
         message = f"{self.where}: {self.message()}" if self.where else self.message()
         return f"{message}\n{self.more}" if self.more else message
+
+
+class StopRequestedError(Exception):
+    """A loop ended between two steps because a stop was requested."""
 
 
 class UnwrittenError(RunError):
@@ -78,17 +80,3 @@ def optional_write(path: Path) -> Iterator[None]:
             _FAILING.add(path)
     else:
         _FAILING.discard(path)
-
-
-@contextmanager
-def error_context(where: str) -> Iterator[None]:
-    """Add the position in the run to an error (to any but a `RunError` as a note), and record a span of that name."""
-    try:
-        with span(where):
-            yield
-    except RunError as error:
-        error.where = error.where or where
-        raise
-    except Exception as error:
-        error.add_note(where)
-        raise

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from actors.checks import Machine, config_faults, machine_faults
-from actors.devices import on_devices
+from actors.placement import fit_to_devices
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
@@ -16,7 +16,7 @@ from rl.training.memory import estimate_memory
 def faults(base=tiny, num_gpus=0, resumes=False, **edits):
     """Return all faults of an edited config; `__` in a keyword stands for a dot."""
     config = rebuild(base(), {path.replace("__", "."): value for path, value in edits.items()})
-    config = on_devices(config, num_gpus=num_gpus)
+    config = fit_to_devices(config, num_gpus=num_gpus)
     assert config.model is not None
     spec = replace(config.model, batch_invariant=bool(config.batch_invariant))
     return list(config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes))
@@ -134,7 +134,7 @@ def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, s
     machine = Machine(
         num_gpus=8, gpu_bytes=80 * 10**9, gpu_capability=capability, num_cores=8, memory_bytes=10**12
     )
-    config = on_devices(rebuild(base(), edits), num_gpus=8)
+    config = fit_to_devices(rebuild(base(), edits), num_gpus=8)
     assert config.model is not None
     found = list(machine_faults(config, spec=config.model, machine=machine))
     assert [fault.startswith(says) for fault in found] == [True] * (says is not None)

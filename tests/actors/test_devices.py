@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.devices import on_devices
+from actors.placement import fit_to_devices
 from configs.sum_digits import qwen3_0_6b, qwen3_8b, tiny, tiny_async, tiny_fsdp2
 
 
@@ -23,7 +23,7 @@ from configs.sum_digits import qwen3_0_6b, qwen3_8b, tiny, tiny_async, tiny_fsdp
 )
 def test_mode_and_sharing_fit_the_devices(base, num_gpus, batch_invariant, shares):
     config = base()
-    found = on_devices(config, num_gpus=num_gpus)
+    found = fit_to_devices(config, num_gpus=num_gpus)
     assert (found.batch_invariant, found.launch.share_gpus) == (batch_invariant, shares)
     assert found.generator.can_sleep == shares
     assert config == base()
@@ -32,10 +32,10 @@ def test_mode_and_sharing_fit_the_devices(base, num_gpus, batch_invariant, share
 def test_values_of_the_config_are_kept():
     config = tiny()
     config.batch_invariant, config.launch.share_gpus = True, False
-    assert on_devices(config, num_gpus=1) == config
+    assert fit_to_devices(config, num_gpus=1) == config
     config = tiny()
     config.launch.generator_gpus = (0,)  # whoever names devices says who has them
-    assert on_devices(config, num_gpus=1).launch.share_gpus is False
+    assert fit_to_devices(config, num_gpus=1).launch.share_gpus is False
     config = tiny()
     config.launch.trainer_gpus = (1,)
-    assert on_devices(config, num_gpus=2).launch.share_gpus is False
+    assert fit_to_devices(config, num_gpus=2).launch.share_gpus is False

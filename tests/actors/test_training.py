@@ -10,7 +10,8 @@ from actors.calls import ActorLostError
 from actors.cluster import Cluster
 from actors.controller import Controller
 from actors.recovery import Role
-from actors.training import Training, load_start
+from actors.starting_weights import load_start
+from actors.training import Training
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events

@@ -12,8 +12,8 @@ import torch
 
 import configs
 from actors.checks import Machine, config_faults
-from actors.devices import on_devices
 from actors.explain import explain
+from actors.placement import fit_to_devices
 from actors.task_checks import check_demonstrations
 from configs import gpu
 from examples.custom_model import model_registry
@@ -77,7 +77,7 @@ def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_has_a_valid_layout(name):
-    config = on_devices(config_of(name), num_gpus=0)
+    config = fit_to_devices(config_of(name), num_gpus=0)
     spec = replace(config.model or model_registry("tiny"), batch_invariant=bool(config.batch_invariant))
     assert list(config_faults(config, spec=spec, num_gpus=0)) == []
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.stop_request import StopRequest
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.failures import NonFiniteLossError
 from rl.types import LoopPosition
-from rl.utils.errors import RunError
+from rl.utils.errors import RunError, StopRequestedError
 from tests.support.fakes import ListSink, SimulatedPolicy
 from tests.support.loops import make_loop, number_of, problems, run, some_right
 from tests.support.virtual_time import run_in_virtual_time

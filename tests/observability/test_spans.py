@@ -9,8 +9,17 @@ import time
 import pytest
 
 from rl.observability import spans as spans_module
-from rl.observability.spans import STATE_BYTES, SpanRecorder, TimelineConfig, read_state, read_states, span
+from rl.observability.spans import (
+    STATE_BYTES,
+    SpanRecorder,
+    TimelineConfig,
+    error_context,
+    read_state,
+    read_states,
+    span,
+)
 from rl.observability.timeline import read_spans
+from rl.utils.errors import RunError
 from rl.utils.files import BoundedFile
 from tests.support.forked import answer_in_fork, limit_files
 
@@ -188,3 +197,14 @@ def test_full_disk_loses_only_spans(tmp_path):
 
     answer_in_fork(act)
     assert names(tmp_path) == ["setup", "load", "push"]
+
+
+def test_a_run_error_names_the_innermost_position():
+    with pytest.raises(RunError, match=r"^step 3: no good$"), error_context("run"), error_context("step 3"):
+        raise RunError("no good")
+
+
+def test_other_errors_get_the_positions_as_notes():
+    with pytest.raises(KeyError, match="'x'") as raised, error_context("run"), error_context("step 3"):
+        raise KeyError("x")
+    assert raised.value.__notes__ == ["step 3", "run"]

@@ -373,7 +373,7 @@ async def test_sampling_sessions_do_not_keep_the_metadata_of_their_weights(clien
     saved = client.save_sampler(client.model(), 1, "a", user_metadata={"a": "b"})
     path = (await client.result(saved)).path
     sampler = client.create_sampler(session := client.session(), 0, model_path=path)
-    assert client.service.sessions._sessions[session].samplers[sampler].record.user_metadata is None
+    assert client.service.sampling._sources[session][sampler].record.user_metadata is None
     assert await client.token(sampler) == 0
 
 
@@ -558,7 +558,7 @@ async def test_a_session_remembers_a_bounded_number_of_samplers_and_failed_model
         client.base_sampler(number, session)
         await client.token(kept, number)
     found = client.service.sessions._sessions[session]
-    assert len(found.samplers) == KEPT
+    assert len(client.service.sampling._sources[session]) == KEPT
     with pytest.raises(NotFoundError):
         client.sample(snapshot)
     await settled()

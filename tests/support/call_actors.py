@@ -8,7 +8,8 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
-from rl.utils.errors import RunError, error_context
+from rl.observability.spans import error_context
+from rl.utils.errors import RunError
 
 
 class Answerer(Actor):

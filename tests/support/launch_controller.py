@@ -30,8 +30,9 @@ from actors.calls import ActorCallError, ActorGroup
 from actors.config import LaunchConfig, SlurmConfig, Timeouts
 from actors.placement import Placement
 from actors.processes import free_port, with_descendants
-from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.stop_request import StopRequest
 from rl.utils import processes
+from rl.utils.errors import StopRequestedError
 from tests.support.placed import placed
 
 TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "RELAY_ROLE", "A")

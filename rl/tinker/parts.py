@@ -1,0 +1,30 @@
+"""Collaborators that the calls of the service share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.futures import Background, Futures
+from rl.tinker.sessions import Sessions
+from rl.tinker.storage import Storage
+from rl.tinker.types import HttpLimits, Limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Collaborators of the calls about training, sampling and checkpoints.
+
+    The parts do not know this class: each gets what it needs of the others one by one.
+    """
+
+    backend: TinkerBackend
+    storage: Storage
+    sessions: Sessions
+    futures: Futures
+    limits: Limits
+    http: HttpLimits
+    wall_time_s: Callable[[], float]
+    """Unix time, by which checkpoints are stamped and expire."""
+    background: Background = field(default_factory=Background)
