@@ -61,12 +61,6 @@ TORCH_ONLY = (
     "rl/tasks/generated.py", "rl/tasks/sum_digits.py",
 )  # fmt: skip
 
-KNOWN_CIRCLES = (
-    {"actors/run.py", "actors/training.py"},
-    {"rl/tinker/futures.py", "rl/tinker/models.py", "rl/tinker/sampling.py", "rl/tinker/sessions.py"},
-)
-"""Files among which imports under `if TYPE_CHECKING` still close a circle; an entry goes with its circle."""
-
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60
 ANY_SIZE = ("tests/", "examples/")
 
@@ -184,8 +178,6 @@ def cycles(sources: Sources) -> list[str]:
     modules = {module_name(path) for path in sources}
     edges: dict[str, set[str]] = {module: set() for module in modules}
     for imported in imports(sources):
-        if imported.type_checking and _is_in_known_circle(imported):
-            continue
         parts = imported.target.split(".")
         # To import a.b.c is to run a and a.b first, unless they are what is being imported anyway.
         for end in range(1, len(parts) + 1):
@@ -199,11 +191,6 @@ def cycles(sources: Sources) -> list[str]:
     except CycleError as error:
         return [" -> ".join(reversed(error.args[1]))]
     return []
-
-
-def _is_in_known_circle(imported: Import) -> bool:
-    target_path = f"{imported.target.replace('.', '/')}.py"
-    return any({imported.path, target_path} <= circle for circle in KNOWN_CIRCLES)
 
 
 def misplaced_imports(sources: Sources) -> list[str]:
