@@ -7,7 +7,7 @@ import pytest
 
 from configs import algorithms, sum_digits
 from losses.cross_entropy import CrossEntropyLoss
-from losses.policy import DrGRPOLoss, ReinforcePlusPlusLoss
+from losses.policy import DAPOLoss, DrGRPOLoss, ReinforcePlusPlusLoss
 from rl.config.cli import parse_cli
 from rl.config.registry import registry_functions
 from rl.rollouts.advantage import Advantage
@@ -30,6 +30,16 @@ def test_dr_grpo_divides_by_max_tokens_and_not_by_the_standard_deviation():
     changed = algorithms.dr_grpo(config)
     assert changed.trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
     assert changed.loop.advantage == Advantage(baseline="group_mean", scale="none")
+
+
+def test_dapo_samples_dynamically_and_clips_higher():
+    config = sum_digits.tiny()
+    config.loop.drop_zero_advantage_groups = False
+    changed = algorithms.dapo(config)
+    assert changed.loop.drop_zero_advantage_groups
+    assert changed.loop.overlong.enable
+    assert isinstance(changed.trainer.loss, DAPOLoss)
+    assert changed.trainer.loss.clip_high > changed.trainer.loss.clip_low
 
 
 def test_dapo_buffer_follows_max_tokens():
