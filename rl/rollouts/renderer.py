@@ -98,6 +98,7 @@ class Renderer:
         tools = tokens_in(tokenizer, template.tool_framing)
         self._turns = ControlTokens(tokenizer, turns)
         """Tokens that begin and end turns, which are no part of a reply."""
+        self._turn_ids = sorted(self._turns.token_ids)
         self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
         # A mark that a turn's token follows is only mentioned, such as by an instruction after the question.
@@ -147,18 +148,13 @@ class Renderer:
         return np.append(token_ids, np.int32(self.end_token_id))
 
     def text(self, token_ids: np.ndarray, *, prompt_ids: np.ndarray | None = None) -> str:
-        """Decode a completion, without the tokens of turns at its beginning and end.
+        """Decode a completion, without the tokens that open and end turns.
 
         Everything else that the model wrote stays, other special tokens too. If its prompt ended in an opened thought,
         the text begins with that thought, so that readers can tell it from the answer.
         """
-        of_turns = self._turns.token_ids
-        start, end = 0, len(token_ids)
-        while end > start and int(token_ids[end - 1]) in of_turns:
-            end -= 1
-        while end > start and int(token_ids[start]) in of_turns:
-            start += 1
-        return self._opened_thought(prompt_ids) + self._decode(token_ids[start:end])
+        is_of_turn = np.isin(token_ids, self._turn_ids)
+        return self._opened_thought(prompt_ids) + self._decode(token_ids[~is_of_turn])
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""

@@ -327,10 +327,10 @@ def test_stop_token_that_closes_an_answer_is_part_of_the_reply(tmp_path, mark):
 
 
 @pytest.mark.parametrize("kind", ["template", "chatml", "qwen3"])
-def test_token_that_begins_a_turn_is_removed_at_the_ends_and_shown_within(tagged, kind):
+def test_tokens_of_turns_are_no_part_of_a_reply_wherever_they_stand(tagged, kind):
     renderer = renderer_of(tagged, kind=kind)
     begin, end = tagged.encode("<|im_start|>")[0], tagged.eos_token_id
-    assert renderer.text(np.array([begin, 49, begin, 50, begin, end])) == "1<|im_start|>2"
+    assert renderer.text(np.array([begin, 49, begin, 50, begin, end])) == "12"
 
 
 def test_spaces_of_a_reply_are_not_cleaned_up():
