@@ -98,7 +98,6 @@ class Renderer:
         tools = tokens_in(tokenizer, template.tool_framing)
         self._turns = ControlTokens(tokenizer, turns)
         """Tokens that begin and end turns, which are no part of a reply."""
-        self._turn_ids = sorted(self._turns.token_ids)
         self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
         # A mark that a turn's token follows is only mentioned, such as by an instruction after the question.
@@ -153,8 +152,13 @@ class Renderer:
         Everything else that the model wrote stays, other special tokens too. If its prompt ended in an opened thought,
         the text begins with that thought, so that readers can tell it from the answer.
         """
-        is_of_turn = np.isin(token_ids, self._turn_ids)
-        return self._opened_thought(prompt_ids) + self._decode(token_ids[~is_of_turn])
+        of_turns, ids = self._turns.token_ids, token_ids.tolist()
+        if ids and ids[-1] in of_turns:
+            ids.pop()
+        # Nearly every reply has only that one, and this runs for each reply in the event loop.
+        if not of_turns.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in of_turns]
+        return self._opened_thought(prompt_ids) + self._decode(ids)
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
@@ -177,16 +181,16 @@ class Renderer:
             return ""
         known_ids, opened = self._opened
         if prompt_ids is not known_ids:  # the samples of a group share one prompt
-            end = self._decode(prompt_ids[-MAX_MARK_TOKENS - len(self._prefilled) :])
+            end = self._decode(prompt_ids[-MAX_MARK_TOKENS - len(self._prefilled) :].tolist())
             opened = self._prefilled if end.endswith(self._prefilled) else ""
             opened = opened or opened_thought(end)
             self._opened = (prompt_ids, opened)
         return opened
 
-    def _decode(self, token_ids: np.ndarray) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         # The clean-up of spaces would change what the model wrote.
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(token_ids.tolist(), **options))
+        return str(self.tokenizer.decode(token_ids, **options))
 
     def check_multi_turn(self) -> None:
         """Raise ValueError with the reason if a conversation cannot continue after a reply."""
