@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import AsyncIterator, Iterator, Mapping, Set
 from decimal import Decimal
 from inspect import isawaitable
 from itertools import islice
@@ -50,7 +50,8 @@ def as_numbers(values: Any, *, most: int) -> list[float]:
 def as_truth(value: Any) -> bool:
     """Return the truth of True, False, 0, 1 or an object such as a match or None.
 
-    A text and a coroutine are always true, and a partial reward such as 0.5 would be, which nobody means.
+    A text, a tuple, a mapping, a function and a coroutine are always true, and a partial reward such as 0.5 would be,
+    which nobody means.
 
     Raises:
         TypeError: the value is one of these.
@@ -60,6 +61,7 @@ def as_truth(value: Any) -> bool:
     if not isinstance(value, _NUMBERS) and callable(item):
         value = item()
     is_partial = isinstance(value, _NUMBERS) and float(value) not in (0.0, 1.0)
-    if is_partial or isinstance(value, (complex, *_TEXTS)) or isawaitable(value):
+    is_never_false = isinstance(value, (complex, tuple, Mapping, Iterator, AsyncIterator, *_TEXTS))
+    if is_partial or is_never_false or callable(value) or isawaitable(value):
         raise TypeError(f"a {type(value).__name__} says neither")
     return bool(value)

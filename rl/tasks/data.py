@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from rl.config.tree import check_bounds
 from rl.tasks.rows import WrittenRows, filled_lines, read_written_rows
 from rl.types import Problem
@@ -64,6 +66,11 @@ class TypedRows:
 
     def __init__(self, table: Any) -> None:
         self.table = table
+        self._narrow: dict[str, type[np.floating[Any]]] = {}
+        """Columns of numbers with fewer digits than a Python float has."""
+        for name, feature in table.features.items():
+            if getattr(feature, "dtype", "") in ("float16", "float32"):
+                self._narrow[name] = np.dtype(feature.dtype).type
 
     def column_names(self, needed: Iterable[str] = ()) -> list[str]:
         return list(self.table.column_names)
@@ -72,11 +79,18 @@ class TypedRows:
         return len(self.table)
 
     def __getitem__(self, number: int) -> Mapping[str, Any]:
-        values: Mapping[str, Any] = self.table[number]
-        return values
+        return self._widen(self.table[number])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.table)
+        return map(self._widen, self.table)
+
+    def _widen(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python float."""
+        wide = dict(values)
+        for name, narrow in self._narrow.items():
+            if wide.get(name) is not None:
+                wide[name] = float(str(narrow(wide[name])))
+        return wide
 
     def place(self, number: int) -> str:
         return f"row {number + 1}"

@@ -134,6 +134,11 @@ class DatasetTask(Configurable):
         def __post_init__(self) -> None:
             check_bounds(self, "held_out", at_least=0, below=1)
             check_bounds(self, "num_eval", "max_problems", at_least=1)
+            if "system" in self.columns.info and self.columns.system != "system":
+                raise ValueError(
+                    "columns.info has a column 'system', under which problem.info keeps the system message: rename "
+                    "the column, or set columns.system='system'"
+                )
             if "{question}" not in self.template:
                 raise ValueError(f"template={self.template!r}: must contain {{question}}")
             if self.held_out and HELD_OUT in self.eval_files:

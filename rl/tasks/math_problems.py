@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 import threading
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,9 +22,16 @@ from rl.tasks.dataset import DatasetTask
 from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
 from rl.utils.excerpts import shortened
-from rl.utils.numbers import number_value, with_ascii_digits
+from rl.utils.numbers import find_numbers, number_value, with_ascii_digits
 
 GOLD_TIMEOUT_S = 5
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_FRACTIONS = "\u00bc\u00bd\u00be\u2153\u2154\u2155\u2156\u2157\u2158\u2159\u215a\u215b\u215c\u215d\u215e"
+_MATHEMATICAL = {ord("\u00b2"): "^{2}", ord("\u00b3"): "^{3}"}
+for _one in _FRACTIONS:
+    _above, _below = unicodedata.normalize("NFKC", _one).split("\u2044")
+    _MATHEMATICAL[ord(_one)] = f"\\frac{{{_above}}}{{{_below}}}"
+"""Powers and fractions of one character, which math-verify leaves out, as it reads them."""
 BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed{answer}."
 
 
@@ -116,10 +125,12 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
     value = number_value(gold)
     if value is not None and value == number_value(answer):
         return True
-    answer = with_ascii_digits(answer)
+    answer = with_ascii_digits(answer).translate(_MATHEMATICAL)
     parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
-    if place != "boxed":
-        parsed += _parse(answer, timeout_s=None)  # also finds an answer in words, such as "18 dollars."
+    # An answer in words, such as "18 dollars.", has one number; of several, it would be any of them.
+    in_words = _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
+    if place == "whole" or (place == "hashes" and (not parsed or in_words)):
+        parsed += _parse(answer, timeout_s=None)
     if not parsed:
         return None
     # math-verify warns that its time limits are off.

@@ -7,6 +7,8 @@ overrides two methods. Any object with these five methods will do.
 from __future__ import annotations
 
 import pickle
+import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Rubric, UnparsedAnswer
 from rl.types import Problem, Rollout, Turn
 from rl.utils.numbers import last_number
+
+_BOX = re.compile(r"\\boxed\s*\{")
 
 
 class Task(Protocol):
@@ -107,14 +111,15 @@ def required_answer(rollout: Rollout, place: Place) -> str:
 
 
 def _last_boxed(text: str) -> str:
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    # The last box counts, also one that is never closed.
+    last = deque(_BOX.finditer(text), maxlen=1)
+    if not last:
         return ""
-    depth = 0
-    for end in range(start + len("\\boxed"), len(text)):
+    depth = 1
+    for end in range(last[0].end(), len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if not depth:
-            return text[start + len("\\boxed{") : end]
+            return text[last[0].end() : end]
     return ""  # the brace was never closed
 
 

@@ -65,7 +65,7 @@ _NUMBER = re.compile(
 )
 _ALONE = re.compile(rf"^{_CURRENCY}")
 """Currency before a number without a sign."""
-_UNFINISHED = re.compile(r"[\s.,'\u2019_\\{}/+-]*[eE]?")
+_UNFINISHED = re.compile(r"(?:[\s.,'\u2019_\\{}/+~-]|\\[!:;])*(?:[eE][-+]?)?")
 """Characters after a number at the end of a cut text, with which the number could go on."""
 
 
@@ -98,7 +98,8 @@ def number_value(text: str) -> Fraction | None:
     if match is None or re.match("0[0-9]", match["magnitude"]) or _has_decimal_comma(match["magnitude"]):
         return None
     try:
-        return Fraction(_written(match))
+        whole, _, divisor = _written(match).partition("/")
+        return Fraction(whole) / Fraction(divisor or 1)
     except ZeroDivisionError:
         return None
 
@@ -117,12 +118,12 @@ def _matches(text: str) -> Iterator[re.Match[str]]:
 
 
 def _plain(text: str) -> str:
-    """Return the text with ASCII digits and simple LaTeX fractions as 1/2; a mixed number stays two numbers."""
+    """Return the text with ASCII digits, LaTeX's commas, and simple fractions as 1/2; 3 1/2 stays two numbers."""
 
     def separate(part: re.Match[str]) -> str:
         return f"{part[1]}{' ' * bool(part[1])}{part[2] or part[3]}/{part[4] or part[5]}"
 
-    return _FRACTION.sub(separate, with_ascii_digits(text))
+    return _FRACTION.sub(separate, with_ascii_digits(text).replace("{,}", ","))
 
 
 def _written(match: re.Match[str]) -> str:

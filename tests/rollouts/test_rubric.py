@@ -243,7 +243,11 @@ def test_correct_takes_truth_values(value, expected):
     assert rubric_of(number, correct=lambda r: value).score(replied("1")).correct is expected
 
 
-@pytest.mark.parametrize("value", ["False", b"0", 0.5, math.nan])
+@pytest.mark.parametrize(
+    "value",
+    ["False", b"0", 0.5, math.nan, (False, "why"), {"correct": False}, "x".isdigit, iter([])],
+    ids=repr,
+)
 def test_correct_that_would_always_be_true_is_refused(value):
     assert "correct gave " in failure(number, correct=lambda r: value)
 

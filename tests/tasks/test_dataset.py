@@ -174,6 +174,11 @@ def test_invalid_settings_are_refused(build, options, message):
     assert message in refused(build, **options)
 
 
+def test_column_of_infos_does_not_become_the_system_message():
+    with pytest.raises(ValueError, match=r"columns\.info has a column 'system', .* rename"):
+        DatasetTask.Config(train_files=("x.jsonl",), columns=Columns(info=("system",)))
+
+
 def test_difficulty_filter_that_drops_everything_is_refused(build, tmp_path):
     rows = [{**row, "rate": 1.0} for row in ROWS]
     below = DifficultyFilter(column="rate", max=0.5)

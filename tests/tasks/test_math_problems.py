@@ -81,6 +81,7 @@ def test_answer_is_only_found_in_its_place(text, place, answer):
         ("#### 12\n", "hashes", "12"),
         ("#### 12\nThat", "hashes", "12"),
         (r"so \boxed{12}", "boxed", "12"),
+        (r"\boxed{5}, no, \boxed {6}", "boxed", "6"),
         (r"so \boxed{12", "boxed", None),
         ("<answer>12</answer>", "tags", "12"),
         ("<answer>12", "tags", None),
@@ -115,6 +116,14 @@ def test_answer_that_nothing_ends_is_none_in_a_reply_that_was_cut_off(text, plac
         ("72", "It is $72$.", "whole", True),
         ("72", r"\frac{1", "boxed", None),
         ("72", "?", "hashes", None),
+        *(
+            ("5", several, "hashes", False)
+            for several in ("1, 2, 3, 4, 5", "6 or 5", "5!", r"\pm 5", "x > 5", "5^x")
+        ),
+        ("5", "5\u00b2", "hashes", False),
+        ("25", "5\u00b2", "hashes", True),
+        ("3.5", "3\u00bd", "hashes", True),
+        ("0.5", r"\frac{1}{2} cups", "hashes", True),
     ],
 )
 def test_answers_are_compared_by_meaning(gold, answer, place, same):

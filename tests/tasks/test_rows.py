@@ -203,6 +203,15 @@ def test_malformed_file_is_one_line_that_names_the_place(problems, content, name
     assert "\n" not in str(caught.value)
 
 
+def test_narrow_numbers_of_parquet_have_the_digits_of_their_type(tmp_path):
+    types = datasets.Features(question=datasets.Value("string"), answer=datasets.Value("float32"))
+    rows = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [0.1, 1e22]}, features=types)
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    config = DatasetTask.Config(train_files=(str(tmp_path / "rows.parquet"),), cache_folder=str(tmp_path))
+    problems = config.build().train_problems(seed=0)
+    assert {next(problems).answer for _ in range(2)} == {"0.1", "1e+22"}
+
+
 def test_types_of_parquet_are_those_of_its_writer(tmp_path):
     rows = [{"question": "q1", "answer": 72.0}, {"question": "q2", "answer": None}]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))

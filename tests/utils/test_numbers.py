@@ -23,6 +23,7 @@ from rl.utils.numbers import find_numbers, last_number, number_value, same_answe
         ("(3,4) or [1,2] or (1,000)", "3 4 1 2 1000"),
         ("1.000.000 or 1.000,50 or 1.000", "1000000 1000.50 1.000"),
         ("3,14 or 0,125 or 12345,678", "3.14 0.125 12345.678"),
+        ("3{,}14 and 1{,}000 and 1{,}234{,}567", "3.14 1000 1234567"),
         ("\u22125, \u20135, -5, +5", "-5 -5 -5 5"),
         ("= .5 and -.5, so...5", "0.5 -0.5 5"),
         ("-$5, $-5$, \u2212\u20ac5, \\$5, -\u20a95, -US$5", "-5 -5 -5 5 -5 -5"),
@@ -53,6 +54,7 @@ def test_every_writing_of_a_number_is_read_alike(text, numbers):
         ("-5", "\u22125", True),
         ("0.5", " .5\n", True),
         ("1/2", "0.5", True),
+        ("0.75", "1.5/2", True),
         ("yes", " yes", True),
         ("5", "$5", True),
         ("-5", "\u20ac-5", True),
@@ -68,7 +70,7 @@ def test_answers_are_equal_by_text_or_by_value(expected, answer, same):
     assert same_answer(expected, answer) is same
 
 
-@pytest.mark.parametrize("end", ["", ".", ",", " ", ".\n", "/", "e", "\\,"])
+@pytest.mark.parametrize("end", ["", ".", ",", " ", ".\n", "/", "e", "\\,", "e-", "E+", "~", "\\!"])
 def test_a_number_at_the_end_of_a_cut_text_might_go_on(end):
     assert last_number(f"5, no, 12{end}", is_cut_off=True) is None
     assert last_number(f"5, no, 12{end}") == "12"
