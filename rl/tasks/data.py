@@ -86,6 +86,8 @@ class TypedRows:
 
     def _widen(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python float."""
+        if not self._narrow:
+            return values
         wide = dict(values)
         for name, narrow in self._narrow.items():
             if wide.get(name) is not None:

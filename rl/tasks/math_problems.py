@@ -26,12 +26,10 @@ from rl.utils.numbers import find_numbers, number_value, with_ascii_digits
 
 GOLD_TIMEOUT_S = 5
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
-_FRACTIONS = "\u00bc\u00bd\u00be\u2153\u2154\u2155\u2156\u2157\u2158\u2159\u215a\u215b\u215c\u215d\u215e"
-_MATHEMATICAL = {ord("\u00b2"): "^{2}", ord("\u00b3"): "^{3}"}
-for _one in _FRACTIONS:
-    _above, _below = unicodedata.normalize("NFKC", _one).split("\u2044")
-    _MATHEMATICAL[ord(_one)] = f"\\frac{{{_above}}}{{{_below}}}"
-"""Powers and fractions of one character, which math-verify leaves out, as it reads them."""
+"""Word of an answer, but no LaTeX command."""
+_POWERS = {"\u00b2": "^{2}", "\u00b3": "^{3}"}
+_SYMBOL = re.compile("[\u00b2\u00b3\u00bc-\u00be\u2150-\u215e]")
+"""Powers and fractions of one character, which math-verify would leave out."""
 BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed{answer}."
 
 
@@ -125,11 +123,9 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
     value = number_value(gold)
     if value is not None and value == number_value(answer):
         return True
-    answer = with_ascii_digits(answer).translate(_MATHEMATICAL)
+    answer = _as_latex(answer)
     parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
-    # An answer in words, such as "18 dollars.", has one number; of several, it would be any of them.
-    in_words = _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
-    if place == "whole" or (place == "hashes" and (not parsed or in_words)):
+    if place == "whole" or (place == "hashes" and (not parsed or _is_number_in_words(answer))):
         parsed += _parse(answer, timeout_s=None)
     if not parsed:
         return None
@@ -140,13 +136,30 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
 
 @functools.lru_cache(maxsize=4096)
 def _gold(gold: str) -> tuple[Any, ...]:
-    return tuple(_parse(_in_box(with_ascii_digits(gold)), timeout_s=None))
+    return tuple(_parse(_in_box(_as_latex(gold)), timeout_s=None))
 
 
 def _is_readable(gold: str) -> bool:
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = GOLD_TIMEOUT_S if in_main_thread else None
-    return bool(_parse(_in_box(with_ascii_digits(gold)), timeout_s=timeout_s))
+    return bool(_parse(_in_box(_as_latex(gold)), timeout_s=timeout_s))
+
+
+def _is_number_in_words(answer: str) -> bool:
+    """Return True for an answer such as "18 dollars."; of several numbers, math-verify would accept any."""
+    return _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
+
+
+def _as_latex(text: str) -> str:
+    """Return the text with ASCII digits, and with powers and fractions of one character in LaTeX."""
+
+    def write(symbol: re.Match[str]) -> str:
+        if symbol[0] in _POWERS:
+            return _POWERS[symbol[0]]
+        above, below = unicodedata.normalize("NFKC", symbol[0]).split("\u2044")
+        return f"\\frac{{{above}}}{{{below}}}"
+
+    return with_ascii_digits(_SYMBOL.sub(write, text))
 
 
 def _parse(text: str, *, timeout_s: int | None) -> list[Any]:

@@ -122,6 +122,8 @@ def test_answer_that_nothing_ends_is_none_in_a_reply_that_was_cut_off(text, plac
         ),
         ("5", "5\u00b2", "hashes", False),
         ("25", "5\u00b2", "hashes", True),
+        ("5\u00b2", "25", "boxed", True),
+        ("5\u00b2", "5", "boxed", False),
         ("3.5", "3\u00bd", "hashes", True),
         ("0.5", r"\frac{1}{2} cups", "hashes", True),
     ],
