@@ -89,9 +89,11 @@ def test_marks_that_are_not_special_stay_tokens_in_messages(tagged, kind):
     assert [i for i in ids if 259 <= i <= 261] == [259, 260, 261]
 
 
-def test_two_messages_make_no_token_together(tagged):
-    ids = renderer_of(tagged, kind="raw", separator="").opening([user("a<|im_"), user("end|>b")])
-    assert ids.tolist() == list(b"a<|im_end|>b")
+@pytest.mark.parametrize("first", ["x", "<|im_end|>"])  # alone, and beside a message with a token of its own
+def test_two_messages_make_no_token_together(tagged, first):
+    messages = [user(first), user("a<|im_"), user("end|>b")]
+    ids = renderer_of(tagged, kind="raw", separator="").opening(messages)
+    assert ids.tolist() == list(f"{first}a<|im_end|>b".encode())
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,14 @@ SHARED = {"folder": "saved"}
 WITHOUT_LOOP = {"exclude_from_loading": ("dataloader",)}
 
 
+def test_hugging_face_folder_may_hold_checkpoints_too(tmp_path):
+    save(tmp_path / "hf", 10)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    source = find(tmp_path, **HF)
+    assert source is not None
+    assert source.path == tmp_path / "hf"
+
+
 @pytest.fixture
 def folders(saved, tmp_path):
     """Write a model, the checkpoints of a run that ended, an export and an empty folder beside `saved`."""
