@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -339,23 +340,32 @@ def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
         for _, line in _lines(file):
             yield from _LINE_OF_CSV.findall(line)
 
-    limit = csv.field_size_limit(sys.maxsize)  # a cell may be a long solution
-    try:
-        reader = csv.reader(lines(), delimiter=delimiter, strict=True)
-        while True:
-            number = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                says = (
-                    f"{error} (a quote inside a quoted cell is written twice)"
-                    if "after" in str(error)
-                    else error
-                )
-                raise ValueError(f"line {number}: {says}") from error
-            if any(cells):
-                yield number, cells
-    finally:
-        csv.field_size_limit(limit)
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            with _cells_of_any_length():
+                cells = next(reader, None)
+        except csv.Error as error:
+            says = (
+                f"{error} (a quote inside a quoted cell is written twice)" if "after" in str(error) else error
+            )
+            raise ValueError(f"line {number}: {says}") from error
+        if cells is None:
+            return
+        if any(cells):
+            yield number, cells
+
+
+_LIMIT_OF_CELLS = threading.Lock()
+
+
+@contextmanager
+def _cells_of_any_length() -> Iterator[None]:
+    """Lift the limit on a cell, which belongs to the whole process, while one row is read."""
+    with _LIMIT_OF_CELLS:
+        limit = csv.field_size_limit(sys.maxsize)  # a cell may be a long solution
+        try:
+            yield
+        finally:
+            csv.field_size_limit(limit)

@@ -1,5 +1,6 @@
 """Files as strangers write them: numbers as written, no types inferred, every fault with its place."""
 
+import csv
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import pytest
 
 from rl.tasks.data import DifficultyFilter, read_rows
 from rl.tasks.dataset import Columns, DatasetTask, is_correct
+from rl.tasks.rows import _cells
 from tests.support.scored import reply
 
 
@@ -117,6 +119,16 @@ def test_nan_of_an_optional_column_is_none(problems):
 
 def test_a_cell_may_be_as_long_as_a_solution(problems):
     assert answers(problems(f"question,answer\nq,{'x' * 200_000}\n", name="rows.csv")) == {"q": "x" * 200_000}
+
+
+def test_reads_that_overlap_leave_the_limit_on_cells_as_it_was(tmp_path):
+    file = tmp_path / "cells.csv"
+    file.write_text("a,b\n1,2\n")
+    before = csv.field_size_limit()
+    first, second = _cells(file, ","), _cells(file, ",")
+    assert next(first) == next(second) == (1, ["a", "b"])
+    assert [*first] == [*second] == [(2, ["1", "2"])]
+    assert csv.field_size_limit() == before
 
 
 def test_info_keeps_the_values_of_json_and_missing_ones_are_none(problems):
