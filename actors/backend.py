@@ -98,7 +98,9 @@ class GeneratorClient:
         try:
             await self.generator.call("abort", [call_id])
         except RunError as error:
-            logger.debug("a call to %s that was given up was not ended: %s", self.generator.name, error)
+            logger.debug(
+                "a call to %s that was given up was not ended: %s", self.generator.name, error
+            )
 
 
 class RewardClient:
@@ -109,14 +111,20 @@ class RewardClient:
     """
 
     def __init__(
-        self, reward: Role, *, num_procs: int, longest_s: Callable[[int], float] = lambda num_rollouts: 0.0
+        self,
+        reward: Role,
+        *,
+        num_procs: int,
+        longest_s: Callable[[int], float] = lambda num_rollouts: 0.0,
     ) -> None:
         self._reward = reward
         self._longest_s = longest_s
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
 
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+    async def score(
+        self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
+    ) -> list[list[Score]]:
         return await all_or_cancel(self._score(group, alone=alone) for group in groups)
 
     async def _score(self, group: Sequence[Rollout], *, alone: bool) -> list[Score]:
@@ -129,11 +137,15 @@ class RewardClient:
                     actors = await self._reward.current()
                 except RestartsUsedUpError as error:
                     ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
-                    raise RestartsUsedUpError(f"{error}; rollouts of {ids} were being scored") from error
+                    raise RestartsUsedUpError(
+                        f"{error}; rollouts of {ids} were being scored"
+                    ) from error
                 # The process first scores what it was sent before, so all of its rollouts count.
                 work_s = self._longest_s(self._num_asked[rank])
                 try:
-                    ((scores,),) = await actors.at_rank(rank).call("score", [group], alone, extra_s=work_s)
+                    ((scores,),) = await actors.at_rank(rank).call(
+                        "score", [group], alone, extra_s=work_s
+                    )
                     return list(scores)
                 except ActorLostError as error:
                     self._reward.lose(actors, error)

@@ -32,7 +32,9 @@ TIMEOUT_OF_ENDPOINT = {
     "score": "score_s",
     **dict.fromkeys(("push_model_state_dict", "pull_model_state_dict", "use_store"), "sync_s"),
     **dict.fromkeys(("sleep", "wake"), "sync_s"),
-    **dict.fromkeys(("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter"), "checkpoint_s"),
+    **dict.fromkeys(
+        ("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter"), "checkpoint_s"
+    ),
     **dict.fromkeys(("save_model", "load_model", "finish_saving"), "checkpoint_s"),
     **dict.fromkeys(("close", "abort"), "close_s"),
 }
@@ -57,7 +59,9 @@ class ActorLostError(ActorCallError):
     `is_dead` is False where a process has only not answered, as far as anybody knows.
     """
 
-    def __init__(self, message: str, *, role: str, ranks: Sequence[int] = (), is_dead: bool = False) -> None:
+    def __init__(
+        self, message: str, *, role: str, ranks: Sequence[int] = (), is_dead: bool = False
+    ) -> None:
         super().__init__(message)
         self.role = role
         self.ranks = tuple(ranks)
@@ -65,7 +69,9 @@ class ActorLostError(ActorCallError):
 
 
 @asynccontextmanager
-async def deadline(timeout_s: float, what: str, *, option: str = "", role: str = "") -> AsyncIterator[None]:
+async def deadline(
+    timeout_s: float, what: str, *, option: str = "", role: str = ""
+) -> AsyncIterator[None]:
     """Limit the block to `timeout_s`, and name what was waited for in its errors, with the option of the limit.
 
     Raises:
@@ -81,11 +87,15 @@ async def deadline(timeout_s: float, what: str, *, option: str = "", role: str =
         raise ActorTimeoutError(f"{what}: no answer within {limit}", role=role) from error
     except SupervisionError as error:
         is_dead = end_of_process(str(error)) is not None
-        raise _lost_or_failed(f"{what}: {describe_loss(error)}", role=role, is_dead=is_dead) from error
+        raise _lost_or_failed(
+            f"{what}: {describe_loss(error)}", role=role, is_dead=is_dead
+        ) from error
     except ValueError as error:  # Monarch's, if a host does not start processes
         if (end := end_of_process(str(error))) is None:
             raise ActorCallError(f"{what}: {error}") from error
-        raise _lost_or_failed(f"{what}: a process is dead: {end}", role=role, is_dead=True) from error
+        raise _lost_or_failed(
+            f"{what}: a process is dead: {end}", role=role, is_dead=True
+        ) from error
 
 
 def _lost_or_failed(message: str, *, role: str, is_dead: bool) -> ActorCallError:
@@ -144,7 +154,9 @@ class ActorGroup:
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
         return self._in_rank_order(answers, endpoint=endpoint, extra_s=extra_s)
 
-    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, extra_s: float) -> list[Any]:
+    async def _in_rank_order(
+        self, answers: Awaitable[Any], *, endpoint: str, extra_s: float
+    ) -> list[Any]:
         timeout = TIMEOUT_OF_ENDPOINT.get(endpoint, "train_s")
         limit_s = getattr(self.timeouts, timeout) + extra_s
         deadline = asyncio.timeout(limit_s)
@@ -168,7 +180,9 @@ class ActorGroup:
         except SupervisionError as error:
             message = f"{self.name}.{endpoint} failed: {describe_loss(error)}"
             is_dead = end_of_process(str(error)) is not None
-            raise ActorLostError(message, role=self.name, ranks=self.dead(), is_dead=is_dead) from error
+            raise ActorLostError(
+                message, role=self.name, ranks=self.dead(), is_dead=is_dead
+            ) from error
 
     def dead(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""
@@ -181,7 +195,9 @@ class ActorGroup:
             await asyncio.sleep(within_s / 20)
         return dead
 
-    async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = REPORT_GRACE_S) -> T:
+    async def while_alive(
+        self, answer: Awaitable[T], what: str, *, grace_s: float = REPORT_GRACE_S
+    ) -> T:
         """Wait for an answer that a dead process of the group could not give, without a deadline.
 
         Args:
@@ -228,7 +244,9 @@ class ActorGroup:
 
     def _lost(self, dead: Sequence[int], endpoint: str) -> ActorLostError:
         ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()
-        message = f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
+        message = (
+            f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
+        )
         return ActorLostError(message, role=self.name, ranks=dead)
 
 
@@ -244,7 +262,8 @@ def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
 def is_caused_by_timeout(error: BaseException) -> bool:
     """Return whether a timeout caused an error, here or in an actor."""
     return any(
-        isinstance(cause, TimeoutError) or isinstance(getattr(cause, "exception", None), TimeoutError)
+        isinstance(cause, TimeoutError)
+        or isinstance(getattr(cause, "exception", None), TimeoutError)
         for cause in causes(error)
     )
 
@@ -265,7 +284,9 @@ def end_of_process(report: str) -> str | None:
     """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it does not say so."""
     if killed := re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report):
         return f"killed by {signal_name(int(killed[1]))}"
-    if ended := re.search(r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report):
+    if ended := re.search(
+        r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report
+    ):
         return f"it ended with status {ended[1]}"
     return None
 

@@ -79,14 +79,18 @@ class Faults(list[str]):
             self.append(f"{prefix}{error}")
 
 
-def check_config(config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False) -> None:
+def check_config(
+    config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False
+) -> None:
     """Raise ValueError for the first fault of a config that would run with this model on this machine."""
     faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
     for fault in faults or machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
 
 
-def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False) -> Faults:
+def config_faults(
+    config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
+) -> Faults:
     """Return what is wrong with degrees, lengths, devices and settings that depend on each other.
 
     `num_gpus` are on this machine. With `resumes` the run replaces the results of its earlier end.
@@ -94,7 +98,9 @@ def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes:
     trainer, loop, faults = config.trainer, config.loop, Faults()
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
     device_type = "cuda" if on_gpu else "cpu"
-    for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
+    for check in trainer_checks(
+        trainer, spec, world_size=trainer.num_procs, device_type=device_type
+    ):
         with faults.caught(), named_as_options("trainer", trainer):
             check()
     faults += _contradictions(config)
@@ -125,7 +131,12 @@ def _place(config: RunConfig, *, num_gpus: int) -> None:
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
-    trainer, generator, loop, timeouts = config.trainer, config.generator, config.loop, config.timeouts
+    trainer, generator, loop, timeouts = (
+        config.trainer,
+        config.generator,
+        config.loop,
+        config.timeouts,
+    )
     max_model_len, training = generator.max_model_len, trainer.training
     if loop.sampling.max_tokens >= max_model_len:
         yield (
@@ -167,7 +178,12 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
     for inner, inner_s, outer, outer_s in (
         ("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s),
-        ("trainer.checkpoint.timeout_s", checkpoint_s, "timeouts.checkpoint_s", timeouts.checkpoint_s),
+        (
+            "trainer.checkpoint.timeout_s",
+            checkpoint_s,
+            "timeouts.checkpoint_s",
+            timeouts.checkpoint_s,
+        ),
     ):
         if inner_s > outer_s:
             yield f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run stops: raise that too"
@@ -176,7 +192,12 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
 def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
     """Yield what would fail only when an adapter is loaded, or is written at the end."""
     checkpoint = config.trainer.checkpoint
-    if has_lora(config) and checkpoint.saves and checkpoint.shared_folder is not None and not resumes:
+    if (
+        has_lora(config)
+        and checkpoint.saves
+        and checkpoint.shared_folder is not None
+        and not resumes
+    ):
         adapter = checkpoint.shared_folder / ADAPTER_FOLDER
         if adapter.exists():
             yield (
@@ -184,7 +205,11 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
                 "ended; move it away"
             )
     for number, converter in enumerate(config.trainer.converters):
-        if config.warmup and isinstance(converter, LoRA.Config) and converter.initial_adapter is not None:
+        if (
+            config.warmup
+            and isinstance(converter, LoRA.Config)
+            and converter.initial_adapter is not None
+        ):
             yield (
                 f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
                 "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "

@@ -105,7 +105,9 @@ class Cluster:
         self._rubric = rubric
         self._trainer_arguments = dict(trainer_arguments or {})
         self.launcher = launcher
-        self._supervisor = Supervisor(config.recovery, in_background=launcher.in_background, events=events)
+        self._supervisor = Supervisor(
+            config.recovery, in_background=launcher.in_background, events=events
+        )
         self._store_started = asyncio.Event()
         self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
         self._has_new_store = False
@@ -118,7 +120,9 @@ class Cluster:
         config = self.config
         remote = self._rubric.remote if self._rubric is not None and config.reward.num_procs else ()
         asks = f"the reward function {remote[0]!r}, called in reward actors," if remote else None
-        self.network = await self.launcher.start_hosts(config.launch, self.placements, needs_network=asks)
+        self.network = await self.launcher.start_hosts(
+            config.launch, self.placements, needs_network=asks
+        )
         trainer, *started = await self._start_all()
         if self.placements.reward is not None:
             reward = started.pop()
@@ -138,7 +142,11 @@ class Cluster:
             )
             self.trainer, members = lock.trainer, lock.generators
         self.pool = GeneratorPool(
-            members, trainer=self.trainer, store=self.store, parity=self._parity, drains=self._drains
+            members,
+            trainer=self.trainer,
+            store=self.store,
+            parity=self._parity,
+            drains=self._drains,
         )
         if self._has_new_store:
             await self.pool.use_store()
@@ -149,14 +157,20 @@ class Cluster:
         """Start all roles together: trainer, generators, and the reward processes if there are any."""
         at = self.placements
         # No role waits for another's set-up: the start takes as long as the slowest role.
-        starts = [self._start_role(at.trainer, self._start_trainer, again=self._start_trainer_again)]
+        starts = [
+            self._start_role(at.trainer, self._start_trainer, again=self._start_trainer_again)
+        ]
         for number, placement in enumerate(at.generators):
             start = partial(self._start_generator, number)
             starts.append(
-                self._start_role(placement, start, again=partial(self._start_generator_again, number))
+                self._start_role(
+                    placement, start, again=partial(self._start_generator_again, number)
+                )
             )
         if at.reward is not None:
-            starts.append(self._start_role(at.reward, self._start_reward, again=self._restart_reward))
+            starts.append(
+                self._start_role(at.reward, self._start_reward, again=self._restart_reward)
+            )
         reporting = asyncio.create_task(self._report_slow_start())
         try:
             return await all_or_cancel(starts)
@@ -183,7 +197,9 @@ class Cluster:
                 raise
             lost = error
         self._phases[at.role] = "is started again"
-        return await self._supervisor.restart(at.role, reason=first_line(lost), start=again, cause=lost)
+        return await self._supervisor.restart(
+            at.role, reason=first_line(lost), start=again, cause=lost
+        )
 
     async def _report_slow_start(self) -> None:
         began_s = now_s()
@@ -265,7 +281,9 @@ class Cluster:
         self._has_new_store = True
         self.store.forget()
         limit_s = self.store.config.timeout_s
-        await run_aside(self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s)
+        await run_aside(
+            self.store.discard, name="removing the lost trainer's versions", limit_s=limit_s
+        )
         return await self._start_trainer()
 
     async def _restart_generator(self, number: int) -> ActorGroup:
@@ -287,7 +305,9 @@ class Cluster:
             await setup_process_group_env(role, timeout_s=self.config.timeouts.start_s)
             await self.store.start(role.mesh)
             self._store_started.set()
-            group = self._group(at, role, config=config, store=self.store, **self._trainer_arguments)
+            group = self._group(
+                at, role, config=config, store=self.store, **self._trainer_arguments
+            )
             return await self._set_up(group)
 
         return await self._spawn(at, start, imports=(config.owner.__module__,))
@@ -301,10 +321,14 @@ class Cluster:
             # An actor gets a copy of the store as it is when the actor is spawned. If the trainer fails, so does
             # the whole start, which ends this wait.
             await self._store_started.wait()
-            group = self._group(at, role, config=config, model_spec=self._model_spec, store=self.store)
+            group = self._group(
+                at, role, config=config, model_spec=self._model_spec, store=self.store
+            )
             return await self._set_up(group)
 
-        return await self._spawn(at, start, imports=self._engine_imports(), env=generator_env(config))
+        return await self._spawn(
+            at, start, imports=self._engine_imports(), env=generator_env(config)
+        )
 
     async def _start_reward(self) -> ActorGroup:
         at, config = self.placements.reward, self.config.reward
@@ -357,13 +381,17 @@ class Cluster:
         async def finish() -> ActorGroup:
             self._phases[at.role] = "imports modules"
             importing = f"importing modules in role {at.role!r}"
-            async with deadline(timeouts.setup_s, importing, option="timeouts.setup_s", role=at.role):
+            async with deadline(
+                timeouts.setup_s, importing, option="timeouts.setup_s", role=at.role
+            ):
                 # Importing is faster before there are actors.
                 await role.members.import_modules.call(imports)
             self._phases[at.role] = "is set up"
             return await start(role)
 
-        processes = ActorGroup(name=at.role, mesh=role.mesh, timeouts=timeouts, processes=role.local)
+        processes = ActorGroup(
+            name=at.role, mesh=role.mesh, timeouts=timeouts, processes=role.local
+        )
         try:
             group = await processes.unless_lost(finish(), "start")
         except ActorLostError as error:
@@ -374,9 +402,13 @@ class Cluster:
         del self._phases[at.role]
         return group
 
-    def _group(self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any) -> ActorGroup:
+    def _group(
+        self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any
+    ) -> ActorGroup:
         actors = role.mesh.spawn(at.role, config.owner, config=config, **arguments)
-        return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local)
+        return ActorGroup(
+            name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local
+        )
 
     def _engine_imports(self) -> tuple[str, ...]:
         """Return the modules that generators import first, which takes most of the time of a start."""

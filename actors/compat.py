@@ -15,7 +15,9 @@ from typing import Any
 import monarch.actor
 
 # A call to a dead process raises SupervisionError; no public module exports it.
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
+from monarch._rust_bindings.monarch_hyperactor.supervision import (
+    SupervisionError as SupervisionError,
+)
 from monarch.actor import MeshFailure
 
 CLIENT_EXIT_S = 2.0
@@ -50,7 +52,11 @@ def is_client_started() -> bool:
 def monarch_threads() -> list[int]:
     """Return the threads that Monarch's runtime has started in this process, at its import."""
     tasks = Path("/proc/self/task").iterdir()
-    return [int(task.name) for task in tasks if (task / "comm").read_text().startswith("monarch-pytokio")]
+    return [
+        int(task.name)
+        for task in tasks
+        if (task / "comm").read_text().startswith("monarch-pytokio")
+    ]
 
 
 def quiet_jobs() -> None:

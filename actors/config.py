@@ -87,7 +87,9 @@ class RecoveryConfig:
         check_bounds(self, "max_restarts", "pause_s", at_least=0)
         check_bounds(self, "window_s", above=0)
         if not self.max_pause_s >= self.pause_s:
-            raise ValueError(f"max_pause_s={self.max_pause_s}: must be at least pause_s={self.pause_s:g}")
+            raise ValueError(
+                f"max_pause_s={self.max_pause_s}: must be at least pause_s={self.pause_s:g}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,8 +137,12 @@ class SlurmConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "port", at_least=1024, at_most=65535)
-        _check_pattern("time_limit", self.time_limit, _SLURM_TIME, "such as 90, 12:00:00 or 2-00:00")
-        _check_pattern("memory_per_host", self.memory_per_host, _SLURM_MEMORY, "such as 512G or 64000M")
+        _check_pattern(
+            "time_limit", self.time_limit, _SLURM_TIME, "such as 90, 12:00:00 or 2-00:00"
+        )
+        _check_pattern(
+            "memory_per_host", self.memory_per_host, _SLURM_MEMORY, "such as 512G or 64000M"
+        )
         for name in ("partition", "account", "qos"):
             _check_pattern(name, getattr(self, name), _WORD, "a name without spaces, or None")
         check_bounds(self, "cpus_per_host", at_least=1)
@@ -182,14 +188,24 @@ class KubernetesConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "port", at_least=1024, at_most=65535)
-        _check_pattern("namespace", self.namespace, _DNS_LABEL, "a name of lowercase letters, digits and -")
-        for name in ("cpus", "memory", "shared_memory"):
-            _check_pattern(name, getattr(self, name), _QUANTITY, "a quantity such as 16, 500m or 64Gi")
         _check_pattern(
-            "gpu_resource", self.gpu_resource, _RESOURCE, "a name with its domain such as nvidia.com/gpu"
+            "namespace", self.namespace, _DNS_LABEL, "a name of lowercase letters, digits and -"
+        )
+        for name in ("cpus", "memory", "shared_memory"):
+            _check_pattern(
+                name, getattr(self, name), _QUANTITY, "a quantity such as 16, 500m or 64Gi"
+            )
+        _check_pattern(
+            "gpu_resource",
+            self.gpu_resource,
+            _RESOURCE,
+            "a name with its domain such as nvidia.com/gpu",
         )
         _check_pattern(
-            "volume_claim", self.volume_claim, _DNS_NAME, "a name of lowercase letters, digits, - and ."
+            "volume_claim",
+            self.volume_claim,
+            _DNS_NAME,
+            "a name of lowercase letters, digits, - and .",
         )
         if not self.volume_path.startswith("/") or self.volume_path.rstrip("/") in ("", "/dev/shm"):
             raise ValueError(
@@ -223,7 +239,9 @@ class LaunchConfig:
     share_gpus: bool | None = None
     """Trainer and generators use the same devices alternately; refused with other hosts than this. None: if
     this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
-    isolate_network: bool | None = field(default=None, metadata=unless("hosts", "slurm", "kubernetes"))
+    isolate_network: bool | None = field(
+        default=None, metadata=unless("hosts", "slurm", "kubernetes")
+    )
     """Give the actors a network of their own, so that no other user of this machine reaches them. None: where
     the system permits it and no reward actor needs the network; True refuses to start without it."""
     keep_env: tuple[str, ...] = ()
@@ -233,7 +251,9 @@ class LaunchConfig:
     """Start of the names that the job and its hosts get."""
     python: str | None = field(default=None, metadata=unless("hosts", "this"))
     """Path of the Python on the other hosts; None: the path of this process's Python."""
-    controller_address: str | None = field(default=None, metadata=only_if("hosts", "slurm", "kubernetes"))
+    controller_address: str | None = field(
+        default=None, metadata=only_if("hosts", "slurm", "kubernetes")
+    )
     """Address of this process for hosts of slurm or kubernetes; None: what its hostname resolves to."""
     start_timeout_s: float = field(default=86400.0, metadata=unless("hosts", "this"))
     """Longest wait in seconds for slurm or kubernetes to provide the hosts."""
@@ -248,11 +268,17 @@ class LaunchConfig:
         check_bounds(self, "trainer_hosts", "generator_hosts", "replicas_per_host", at_least=1)
         check_bounds(self, "reward_hosts", "gpus_per_host", at_least=0)
         check_bounds(self, "start_timeout_s", above=0)
-        _check_pattern("job_name", self.job_name, _JOB_NAME, "at most 30 lowercase letters and digits")
+        _check_pattern(
+            "job_name", self.job_name, _JOB_NAME, "at most 30 lowercase letters and digits"
+        )
         for name in ("trainer_gpus", "generator_gpus"):
             devices = getattr(self, name)
-            if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
-                raise ValueError(f"{name}={devices}: must name devices from 0 on, each once, or be None")
+            if devices is not None and (
+                not devices or min(devices) < 0 or len(set(devices)) < len(devices)
+            ):
+                raise ValueError(
+                    f"{name}={devices}: must name devices from 0 on, each once, or be None"
+                )
         for name in ("trainer_hosts", "generator_hosts", "replicas_per_host", "reward_hosts"):
             default = type(self).__dataclass_fields__[name].default
             if self.hosts == "this" and getattr(self, name) != default:
@@ -275,7 +301,9 @@ class LaunchConfig:
                 "reach each other over its network"
             )
         if self.hosts == "kubernetes" and not self.kubernetes.image:
-            raise ValueError("kubernetes.image=None: hosts='kubernetes' needs an image with this project")
+            raise ValueError(
+                "kubernetes.image=None: hosts='kubernetes' needs an image with this project"
+            )
         if self.share_gpus and (self.hosts != "this" or self.generator_gpus is not None):
             raise ValueError(
                 f"share_gpus=True with hosts={self.hosts!r}, generator_gpus={self.generator_gpus}: must be 'this' "
@@ -340,7 +368,9 @@ class RunConfig(ClusterConfig):
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
     """Take the model's family and sizes from `hf_assets_path` instead of requiring those of this config."""
     task: Configurable.Config
-    warmup: SupervisedWarmup.Config | None = field(default=None, metadata=only_if("hf_assets_path", None))
+    warmup: SupervisedWarmup.Config | None = field(
+        default=None, metadata=only_if("hf_assets_path", None)
+    )
     """Supervised steps that make the starting point; their result is kept for later runs."""
     renderer: RendererConfig = field(default_factory=RendererConfig)
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)
@@ -358,7 +388,9 @@ class RunConfig(ClusterConfig):
         check_bounds(self, "seed", at_least=0, below=2**63)
         made = getattr(self.task, "owner", type(self.task))
         if not has_members(made, Task):
-            raise ValueError(f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)")
+            raise ValueError(
+                f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)"
+            )
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose another"

@@ -19,7 +19,9 @@ from rl.types import ServeResult
 
 Side = Literal["trainer", "generators"]
 
-Pull = Callable[[int, Sequence[ActorGroup]], Awaitable[tuple[ServeResult, Sequence[ActorLostError]]]]
+Pull = Callable[
+    [int, Sequence[ActorGroup]], Awaitable[tuple[ServeResult, Sequence[ActorLostError]]]
+]
 """`GeneratorPool.pull`."""
 
 _NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving"})
@@ -29,8 +31,13 @@ _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 class DeviceLock:
     """Owner of the shared devices; at first the trainer holds them and the generators sleep."""
 
-    def __init__(self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], pull: Pull) -> None:
-        self._groups: dict[Side, Sequence[ActorGroup]] = {"trainer": [trainer], "generators": generators}
+    def __init__(
+        self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], pull: Pull
+    ) -> None:
+        self._groups: dict[Side, Sequence[ActorGroup]] = {
+            "trainer": [trainer],
+            "generators": generators,
+        }
         self._pull = pull
         self._holder: Side = "trainer"
         self._num_calls = 0
@@ -48,7 +55,11 @@ class DeviceLock:
             await self._changed.wait_for(lambda: self._holder == side or self._num_calls == 0)
             if self._holder != side:
                 await self._hand_over(side)
-            if side == "generators" and endpoint not in _NEEDS_NO_WEIGHTS and not self._have_weights:
+            if (
+                side == "generators"
+                and endpoint not in _NEEDS_NO_WEIGHTS
+                and not self._have_weights
+            ):
                 await self._pull_again()
             self._num_calls += 1
         try:
@@ -87,7 +98,9 @@ class LockedRole(Role):
         self._lock = lock
         self._side: Side = side
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
+    async def call(
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
+    ) -> list[Any]:
         """Call `endpoint` on every rank; the deadline counts from when the devices are available."""
         if endpoint in _NEEDS_NO_DEVICE:
             return await super().call(endpoint, *args, extra_s=extra_s, **kwargs)

@@ -20,7 +20,14 @@ import yaml
 from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
 from actors.config import RunConfig
 from actors.placement import count_gpus, fit_to_devices, place_actors, trains_on_gpu
-from actors.plan import asked_source, describe_skip, find_resumed, renderer_of, spec_for, untrained_start
+from actors.plan import (
+    asked_source,
+    describe_skip,
+    find_resumed,
+    renderer_of,
+    spec_for,
+    untrained_start,
+)
 from actors.task_checks import check_problems
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
@@ -73,12 +80,16 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     config = fit_to_devices(config, num_gpus=machine.num_gpus)
     spec = spec_for(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
-    refused = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None)
+    refused = config_faults(
+        config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None
+    )
     if not refused:
         refused_here += machine_faults(config, spec=spec, machine=machine)
         with refused_here.caught():
             if found.start is not None:
-                check_source(found.source, start=found.start, config=config, num_gpus=machine.num_gpus)
+                check_source(
+                    found.source, start=found.start, config=config, num_gpus=machine.num_gpus
+                )
         with refused_here.caught():
             if found.task is not None:
                 exclude = config.trainer.checkpoint.exclude_from_loading
@@ -114,7 +125,9 @@ def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
 def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
     """Return the options that were changed from the registry's config and have no effect on this machine."""
     on_gpu = trains_on_gpu(run.config.launch, num_gpus=count_gpus())
-    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))["set_without_effect"]
+    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))[
+        "set_without_effect"
+    ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -192,11 +205,15 @@ def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[
         return with_gpus, f"GPUs of {size} on the hosts of {launch.hosts}"
     named = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
     of_role = (trainer.num_procs, generator.num_replicas * generator.tensor_parallel_degree)
-    takes_turns = launch.share_gpus or (launch.share_gpus is None and not config.loop.max_off_policy_steps)
+    takes_turns = launch.share_gpus or (
+        launch.share_gpus is None and not config.loop.max_off_policy_steps
+    )
     needed = max(max(of_role) if takes_turns else sum(of_role), 1 + max(named, default=-1))
     lacks_gpus = not launch.on_cluster and needed > here.num_gpus
     if lacks_gpus and (
-        here.num_gpus or named or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
+        here.num_gpus
+        or named
+        or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
         devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
@@ -286,7 +303,10 @@ def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
             "cache_tokens": tokens,
             "fits": fits,
         },
-        "publish": {"pushed_gb": _gb(work.parameters * itemsize), "pulled_by_rank_gb": _gb(on_rank)},
+        "publish": {
+            "pushed_gb": _gb(work.parameters * itemsize),
+            "pulled_by_rank_gb": _gb(on_rank),
+        },
     }
 
 
@@ -320,7 +340,9 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
     degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
     with suppress(ValueError):  # The layout is refused anyway.
         degrees = _degrees(config)
-    is_whole = degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
+    is_whole = (
+        degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
+    )
     on_policy = loop.max_off_policy_steps == 0
     parallelism = trainer.parallelism
     has_names = parallelism.module_fqns_per_model_part is not None
@@ -362,4 +384,6 @@ def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
     if trainer.training.dtype == "bfloat16":
         return True
     parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))
-    return any(part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts)
+    return any(
+        part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts
+    )

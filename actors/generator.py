@@ -112,7 +112,9 @@ class VLLMGenerator(Actor, Configurable):
         world = World.from_env()
         if world.rank:
             return None
-        measure = partial(machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device())
+        measure = partial(
+            machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device()
+        )
         return await self._running().aside(measure)
 
     async def _pull(
@@ -120,7 +122,9 @@ class VLLMGenerator(Actor, Configurable):
     ) -> tuple[BoxSum, ...]:
         """Pull from the store that was used when the call arrived; its turn may come after `use_store`."""
         if store is not self.store:
-            raise GeneratorError(f"the weight store was lost before version {snapshot.version} was pulled")
+            raise GeneratorError(
+                f"the weight store was lost before version {snapshot.version} was pulled"
+            )
         pulling = asyncio.create_task(store.pull(snapshot, state_dict=state_dict))
         self._pulling.add(pulling)
         pulling.add_done_callback(self._pulling.discard)

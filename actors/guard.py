@@ -84,14 +84,20 @@ def _guarded_folder() -> tuple[str, Guard]:
     try:
         parent = Path(tempfile.gettempdir())
     except OSError as error:  # none of the usual folders can be written
-        raise RunError(f"no folder for temporary files: {error.strerror or error}; set TMPDIR") from error
+        raise RunError(
+            f"no folder for temporary files: {error.strerror or error}; set TMPDIR"
+        ) from error
     if len(str(parent / f"{PREFIX}12345678")) > MAX_PATH:
         parent = Path("/tmp")
     try:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
     except OSError as error:
-        raise RunError(f"no folder for temporary files in {parent}: {error.strerror or error}") from error
-    return folder, Guard(functools.partial(shutil.rmtree, folder, ignore_errors=True), name=GUARD_NAME)
+        raise RunError(
+            f"no folder for temporary files in {parent}: {error.strerror or error}"
+        ) from error
+    return folder, Guard(
+        functools.partial(shutil.rmtree, folder, ignore_errors=True), name=GUARD_NAME
+    )
 
 
 def main(run: str) -> None:
@@ -102,7 +108,9 @@ def main(run: str) -> None:
     if not clean_up:
         return
     signal.alarm(END_LIMIT_S)  # ends this process if a scheduler does not answer
-    while left := carrying_environment(RUN_VARIABLE, run):  # again, as one of them may have started another
+    while left := carrying_environment(
+        RUN_VARIABLE, run
+    ):  # again, as one of them may have started another
         for process in left:
             kill(process)
         while any(map(is_alive, left)):  # they may still write files

@@ -62,8 +62,12 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
 async def report_run(roles: Sequence[RoleProcesses], logs: Path) -> list[ProcessReport]:
     """Return the reports of all processes of these roles, and of other live processes in the same logs."""
     known = {role.name: role for role in roles}
-    states = [state for state in read_states(logs) if state.role in known or is_alive(state.process)]
-    stacks = await asyncio.gather(*(_stacks(state, logs, known.get(state.role)) for state in states))
+    states = [
+        state for state in read_states(logs) if state.role in known or is_alive(state.process)
+    ]
+    stacks = await asyncio.gather(
+        *(_stacks(state, logs, known.get(state.role)) for state in states)
+    )
     return [
         ProcessReport(role=state.role, name=state.name, spans=state.describe(), stacks=text)
         for state, text in zip(states, stacks, strict=True)
@@ -84,7 +88,9 @@ async def _stacks(state: ProcessState, logs: Path, role: RoleProcesses | None) -
 
 def write_reports(reports: Sequence[ProcessReport], logs: Path, *, title: str) -> Path | None:
     """Write the full reports as logs/stacks-<n>.txt; return None if the file cannot be written."""
-    texts = [f"==== {report.name}: {report.spans}\n{report.stacks.rstrip()}\n" for report in reports]
+    texts = [
+        f"==== {report.name}: {report.spans}\n{report.stacks.rstrip()}\n" for report in reports
+    ]
     paths = (logs / f"stacks-{number}.txt" for number in itertools.count(1))
     file = next(path for path in paths if not path.exists())
     try:
@@ -98,7 +104,10 @@ def format_reports(reports: Sequence[ProcessReport], file: Path | None) -> str:
     """Return the lines that follow an error's message."""
     lines = []
     for report in reports[:MAX_REPORTED]:
-        lines += [f"  {report.name}: {report.spans}", *(f"    {line}" for line in excerpt(report.stacks))]
+        lines += [
+            f"  {report.name}: {report.spans}",
+            *(f"    {line}" for line in excerpt(report.stacks)),
+        ]
     if len(reports) > MAX_REPORTED:
         lines.append(f"  and {len(reports) - MAX_REPORTED} more processes")
     return "\n".join([*lines, *([] if file is None else [f"  all stacks: {file}"])])

@@ -26,7 +26,12 @@ from monarch.job import ProcessJob
 
 from actors import slurm_job
 from actors.calls import ActorCallError
-from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
+from actors.compat import (
+    prepare_client_gateway,
+    quiet_client_start,
+    quiet_jobs,
+    simulated_host_pids,
+)
 from actors.config import LaunchConfig
 from actors.guard import Guard
 from actors.isolation import inside
@@ -113,7 +118,9 @@ class Hosts:
             if before not in self._job_of_group.values():
                 await before.end()
             # The old job may still hold its name.
-            named = replace(self.launch, job_name=f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}")
+            named = replace(
+                self.launch, job_name=f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}"
+            )
             await self._ask_for({group: self._placements.host_groups()[group]}, named)
 
     async def end(self) -> None:
@@ -151,7 +158,9 @@ class Hosts:
                 + (f": {error}" if str(error) else "")
             ) from error
         except Exception as error:  # a scheduler's client may raise anything
-            raise ActorCallError(f"no hosts from {asked.name}: {type(error).__name__}: {error}") from error
+            raise ActorCallError(
+                f"no hosts from {asked.name}: {type(error).__name__}: {error}"
+            ) from error
         self._failed -= set(groups)
         for group in groups:
             name = _kubernetes().mesh_name(launch, group) if launch.hosts == "kubernetes" else group

@@ -92,7 +92,9 @@ def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
     if against is None:
         return _line(None)
     if launch.isolate_network:
-        raise ValueError(f"launch.isolate_network=True: {against}; None starts the run without it ({DOCS})")
+        raise ValueError(
+            f"launch.isolate_network=True: {against}; None starts the run without it ({DOCS})"
+        )
     others = _other_users() if is_possible else ()
     if others:
         named = ", ".join(others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
@@ -114,7 +116,9 @@ def _line(against: str | None) -> str:
 
 def _reason_against(launch: LaunchConfig, needs_network: str | None) -> str | None:
     if launch.on_cluster:
-        return f"launch.hosts={launch.hosts!r}; who reaches their ports can run code as you ({DOCS})"
+        return (
+            f"launch.hosts={launch.hosts!r}; who reaches their ports can run code as you ({DOCS})"
+        )
     if launch.isolate_network is False:
         return "launch.isolate_network=False"
     if needs_network is not None:

@@ -25,7 +25,9 @@ class PodsOfRun(KubernetesJob):
 
     def __init__(self, *, config: KubernetesConfig, timeout_s: float) -> None:
         kubeconfig = None if config.kubeconfig is None else KubeConfig.from_path(config.kubeconfig)
-        super().__init__(namespace=config.namespace, timeout=max(1, round(timeout_s)), kubeconfig=kubeconfig)
+        super().__init__(
+            namespace=config.namespace, timeout=max(1, round(timeout_s)), kubeconfig=kubeconfig
+        )
         self.config = config
 
     def _build_worker_pod_template(  # static there
@@ -49,14 +51,22 @@ def mesh_name(launch: LaunchConfig, group: str) -> str:
     return f"{launch.job_name}{RUN}{group}"
 
 
-def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> PodsOfRun:
+def make_job(
+    launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
+) -> PodsOfRun:
     """Return the job of these groups of hosts, with the devices of each host; it is not yet applied."""
     config = launch.kubernetes
     assert config.image is not None, "refused by LaunchConfig"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
     for group, num_hosts in groups.items():
-        asked = {config.gpu_resource: gpus_of[group] or None, "cpu": config.cpus, "memory": config.memory}
+        asked = {
+            config.gpu_resource: gpus_of[group] or None,
+            "cpu": config.cpus,
+            "memory": config.memory,
+        }
         resources = {name: value for name, value in asked.items() if value is not None}
-        image = ImageSpec(config.image, resources=resources or None, shared_memory_size=config.shared_memory)
+        image = ImageSpec(
+            config.image, resources=resources or None, shared_memory_size=config.shared_memory
+        )
         job.add_mesh(mesh_name(launch, group), num_hosts, image_spec=image, port=config.port)
     return job

@@ -124,7 +124,8 @@ class Launcher:
         logger.info(network)
         if names := secret_names(config.keep_env):
             logger.info(
-                "secrets of the environment that actors do not get (launch.keep_env): %s", ", ".join(names)
+                "secrets of the environment that actors do not get (launch.keep_env): %s",
+                ", ".join(names),
             )
         self.hosts = Hosts(config, placements)
         await self.hosts.start()
@@ -161,7 +162,10 @@ class Launcher:
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
         if at.hosts is not None:
             assert self.hosts is not None
-            host, command.program = self.hosts.meshes[at.hosts], self.hosts.launch.python or sys.executable
+            host, command.program = (
+                self.hosts.meshes[at.hosts],
+                self.hosts.launch.python or sys.executable,
+            )
         else:
             with quiet_client_start():
                 host = inside(this_host)
@@ -176,7 +180,9 @@ class Launcher:
         try:
             what = f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
             async with deadline(timeout_s, what, option="timeouts.start_s", role=at.role):
-                answers = await self._unless_dead(at, started.members.set_up.call(at.role, logs), what)
+                answers = await self._unless_dead(
+                    at, started.members.set_up.call(at.role, logs), what
+                )
         except (ActorCallError, ActorTimeoutError) as error:
             started.is_lost = isinstance(error, ActorLostError)
             if at.hosts is not None and self.hosts is not None:
@@ -200,13 +206,19 @@ class Launcher:
                     return waiting.result()
                 if not all(map(is_alive, seen)):
                     grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
-                elif is_here and len(seen) < at.num_procs:  # a search reads all processes of this machine
+                elif (
+                    is_here and len(seen) < at.num_procs
+                ):  # a search reads all processes of this machine
                     seen |= set(
-                        await asyncio.to_thread(processes_of_role, at.role, parents=self._parents(at))
+                        await asyncio.to_thread(
+                            processes_of_role, at.role, parents=self._parents(at)
+                        )
                     )
         finally:
             waiting.cancel()
-        raise self.with_signal(ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True))
+        raise self.with_signal(
+            ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True)
+        )
 
     def _parents(self, at: Placement) -> list[int]:
         """Return the processes of this machine that start those of a role."""
@@ -238,10 +250,14 @@ class Launcher:
         """
         if role not in self.roles:
             return
-        own = role.local.values() or processes_of_role(role.name, parents=[os.getpid()])  # before it answered
+        own = role.local.values() or processes_of_role(
+            role.name, parents=[os.getpid()]
+        )  # before it answered
         tree = with_descendants(filter(is_alive, own))
         if role.is_lost or not all(map(is_alive, role.local.values())):
-            timeout_s = min(timeout_s, LOST_STOP_TIMEOUT_S)  # Monarch would wait for the dead as well.
+            timeout_s = min(
+                timeout_s, LOST_STOP_TIMEOUT_S
+            )  # Monarch would wait for the dead as well.
         shm_files = mapped_shared_memory(process.pid for process in tree)
         self._stopping.append(role.name)
         try:
@@ -274,7 +290,9 @@ class Launcher:
         """
         try:
             await until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
-            results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
+            results = await asyncio.gather(
+                *map(self.stop, list(self.roles)), return_exceptions=True
+            )
             if self.hosts is not None:
                 await until_event(self._hurry, self.hosts.end(), grace_s=HURRIED_HOSTS_S)
         finally:
@@ -314,7 +332,9 @@ class Launcher:
         report = failure.report()
         if (end := end_of_process(report)) is not None:
             for name in {role.name for role in self.roles}.difference(self._stopping):
-                if re.search(rf"{re.escape(name)}(?!\d)", report):  # not generator_1 in generator_10
+                if re.search(
+                    rf"{re.escape(name)}(?!\d)", report
+                ):  # not generator_1 in generator_10
                     self._ends[name] = end
         # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
         is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
@@ -328,7 +348,9 @@ async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
         await role.mesh.stop()
 
 
-async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = START_TIMEOUT_S) -> None:
+async def setup_process_group_env(
+    role: RoleProcesses, *, timeout_s: float = START_TIMEOUT_S
+) -> None:
     """Give every process of the role the variables that `torch.distributed.init_process_group` reads.
 
     MASTER_ADDR is the loopback address when all are on one host, else that of rank 0's host; the port is free there.
@@ -340,7 +362,9 @@ async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = STA
     what = f"setting the process group of role {role.name!r}"
     async with deadline(timeout_s, what, option="timeouts.start_s", role=role.name):
         address, port = await first.listen_address.call_one(len(set(role.hostnames)) == 1)
-        await role.members.set_env.call(process_group_envs(role.hostnames, address=address, port=port))
+        await role.members.set_env.call(
+            process_group_envs(role.hostnames, address=address, port=port)
+        )
 
 
 @asynccontextmanager
@@ -392,7 +416,9 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
             raise
 
 
-def run(main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest | None = None) -> T:
+def run(
+    main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest | None = None
+) -> T:
     """Run a controller's coroutine with a launcher, under `supervised`."""
 
     async def body() -> T:
@@ -408,4 +434,6 @@ def allow_start(timeout_s: float) -> None:
     Monarch waits longer, as its clock starts earlier and what it raises looks like the loss of a process.
     """
     limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
-    configure(host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit)
+    configure(
+        host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit
+    )

@@ -39,7 +39,9 @@ class LogSettings:
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
 
 
-def record_process(logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> None:
+def record_process(
+    logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None
+) -> None:
     """Record the spans of this process in the run's logs, and write its stacks there on request."""
     try:
         # Before the state file, which tells other processes that they may request stacks.
@@ -111,7 +113,9 @@ class RoleProcesses:
             file.unlink(missing_ok=True)
 
 
-def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> list[dict[str, str]]:
+def process_group_envs(
+    hostnames: Sequence[str], *, address: str, port: int
+) -> list[dict[str, str]]:
     """Return, for each rank, the variables of `torch.distributed.init_process_group`."""
     return [
         {

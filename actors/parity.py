@@ -39,7 +39,9 @@ class ParityText:
     def sample(self) -> TrainingSample:
         return demonstration_sample(self.token_ids[:1], self.token_ids[1:])
 
-    def check(self, *, policy_version: int, expected_T: np.ndarray, found: Mapping[str, np.ndarray]) -> float:
+    def check(
+        self, *, policy_version: int, expected_T: np.ndarray, found: Mapping[str, np.ndarray]
+    ) -> float:
         """Return the largest mean difference of a generator, in nats a token.
 
         Args:

@@ -39,7 +39,11 @@ class Placement:
 
     def describe(self) -> str:
         where = "where the controller runs" if self.hosts is None else f"hosts {self.hosts!r}"
-        devices = "no device of its own" if self.gpus is None else f"GPUs {', '.join(map(str, self.gpus))}"
+        devices = (
+            "no device of its own"
+            if self.gpus is None
+            else f"GPUs {', '.join(map(str, self.gpus))}"
+        )
         return (
             f"{self.role}: {where}, {self.num_hosts} x {self.procs_per_host} processes of {self.threads} "
             f"threads, {devices}"
@@ -111,7 +115,11 @@ def _check_divisible(config: ClusterConfig) -> None:
     launch = config.launch
     for name, of_name, num_procs in (
         ("trainer_hosts", "trainer.num_procs", config.trainer.num_procs),
-        ("generator_hosts", "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree),
+        (
+            "generator_hosts",
+            "generator.tensor_parallel_degree",
+            config.generator.tensor_parallel_degree,
+        ),
         ("reward_hosts", "reward.num_procs", config.reward.num_procs),
     ):
         num_hosts: int = getattr(launch, name)
@@ -127,7 +135,9 @@ def _check_divisible(config: ClusterConfig) -> None:
 Devices = tuple[int, ...]
 
 
-def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, list[Devices] | None]:
+def _devices(
+    config: ClusterConfig, *, num_gpus: int
+) -> tuple[Devices | None, list[Devices] | None]:
     """Return the trainer's devices and those of each generator, on each host; None without devices.
 
     On this machine, whose hosts may be simulated, the roles divide the devices. On a cluster a host has one
@@ -161,7 +171,9 @@ def _devices(config: ClusterConfig, *, num_gpus: int) -> tuple[Devices | None, l
         )
     every = range(available)
     taken = launch.generator_gpus or () if divided else ()
-    trainer = launch.trainer_gpus or tuple([gpu for gpu in every if gpu not in taken][:num_trainers])
+    trainer = launch.trainer_gpus or tuple(
+        [gpu for gpu in every if gpu not in taken][:num_trainers]
+    )
     others = [gpu for gpu in every if gpu not in trainer]
     order = [*trainer, *others] if launch.share_gpus else others if divided else every
     generators = launch.generator_gpus or tuple(order[:num_generators])

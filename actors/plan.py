@@ -34,7 +34,12 @@ from rl.starting_point import (
 )
 from rl.tasks.fingerprint import fingerprint_problems
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source, own_checkpoint
+from rl.training.checkpoint_config import (
+    LoadSource,
+    find_load_source,
+    initial_source,
+    own_checkpoint,
+)
 from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
 from rl.types import ProblemsFingerprint
 from rl.utils.printing import say
@@ -63,7 +68,9 @@ class Plan:
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""
-        return {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
+        return {
+            field: path for field, path in input_paths(config).items() if field != "dump_folder"
+        }
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
@@ -74,7 +81,9 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     """
     check_sinks(config.sinks)
     task: Task = config.task.build()
-    environments = Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
+    environments = Environments(
+        make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s
+    )
     skip = _would_set_aside if config.launch.dry_run else None
     resumed = None if resumes is None else find_resumed(config, resumes, skip=skip)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
@@ -145,7 +154,9 @@ def describe_source(plan: Plan) -> list[str]:
     return [*lines, *plan.differences]
 
 
-def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = None) -> LoadSource | None:
+def find_resumed(
+    config: RunConfig, folder: RunFolder, *, skip: Skip | None = None
+) -> LoadSource | None:
     """Return the latest checkpoint of a run that goes on, or None.
 
     `skip` is called for each damaged checkpoint; None sets them aside.
@@ -164,11 +175,15 @@ def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = No
     if config.trainer.checkpoint.saves:
         resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
     if folder.is_finished and (resumed is None or resumed.position is None):
-        raise ValueError(f"{folder.path} holds a finished run and no checkpoint that it could go on from")
+        raise ValueError(
+            f"{folder.path} holds a finished run and no checkpoint that it could go on from"
+        )
     return resumed
 
 
-def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool) -> LoadSource | None:
+def asked_source(
+    config: RunConfig, resumed: LoadSource | None, *, repairs: bool
+) -> LoadSource | None:
     """Return the checkpoint that the config starts from, or None.
 
     `resumed` is the run's own latest checkpoint; `repairs` is that of `find_load_source`.
@@ -207,7 +222,9 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
 
 def spec_for(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     """Return the spec with the run's choice of arithmetic."""
-    return replace(spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head)
+    return replace(
+        spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head
+    )
 
 
 def starting_points(dump_folder: str) -> Path:

@@ -96,7 +96,9 @@ class GeneratorPool:
     async def wait_until_one_is_up(self) -> None:
         """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too often."""
         while not self.up():
-            restarts = [member.restarting for member in self.members if member.restarting is not None]
+            restarts = [
+                member.restarting for member in self.members if member.restarting is not None
+            ]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
     async def push(self, *, model_id: str | None = None, version: int | None = None) -> int:
@@ -108,7 +110,9 @@ class GeneratorPool:
         )
         expected = None
         if self.parity is not None:
-            expected = asyncio.ensure_future(self.trainer.call("compute_logprobs", [self.parity.sample]))
+            expected = asyncio.ensure_future(
+                self.trainer.call("compute_logprobs", [self.parity.sample])
+            )
         try:
             pushed = self.store.announce(await push).version
         except BaseException:

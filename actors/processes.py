@@ -33,7 +33,9 @@ async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s:
     deadline = time.monotonic() + grace_s
     while left := [process for process in processes if is_alive(process)]:
         if time.monotonic() > deadline:
-            raise RunError(f"{role}: processes {[p.pid for p in left]} outlived SIGKILL for {grace_s:g} s")
+            raise RunError(
+                f"{role}: processes {[p.pid for p in left]} outlived SIGKILL for {grace_s:g} s"
+            )
         await asyncio.sleep(0.02)
 
 
@@ -65,7 +67,10 @@ def carrying_environment(name: str, value: str) -> list[ProcessId]:
     found: list[ProcessId] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(name) == value and (living := identify(process.pid)) is not None:
+            if (
+                process.environ().get(name) == value
+                and (living := identify(process.pid)) is not None
+            ):
                 found.append(living)
     return found
 
@@ -115,7 +120,10 @@ def free_port() -> int:
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
+            contextlib.suppress(OSError),
+        ):
             probe.bind(("", port))
             return port
 
@@ -123,5 +131,7 @@ def free_port() -> int:
 def import_path() -> str:
     """Return a PYTHONPATH with which actors can import what the controller can, also a user's modules."""
     paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
-    outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
+    outside = [
+        p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))
+    ]
     return os.pathsep.join(outside)

@@ -80,7 +80,9 @@ class Supervisor:
             ) from cause
         self._restarts[role] = [*earlier, now_s]
         doublings = min(len(earlier) - 1, 60)
-        return len(earlier) + 1, min(config.pause_s * 2**doublings, config.max_pause_s) if earlier else 0.0
+        return len(earlier) + 1, min(
+            config.pause_s * 2**doublings, config.max_pause_s
+        ) if earlier else 0.0
 
     async def restart(
         self,
@@ -104,7 +106,12 @@ class Supervisor:
             number, pause_s = self.count(role, reason=reason, cause=cause, at_least=counted)
             again = f"starting it again in {pause_s:g} s" if pause_s else "starting it again"
             logger.warning(
-                "%s is lost: %s; %s (%d of %d)", role, reason, again, number, self.config.max_restarts
+                "%s is lost: %s; %s (%d of %d)",
+                role,
+                reason,
+                again,
+                number,
+                self.config.max_restarts,
             )
             self._events("lost", role=role, reason=reason)
             await asyncio.sleep(pause_s)
@@ -180,7 +187,9 @@ class Role:
             raise lost from error
 
     async def _refuse(self, endpoint: str) -> list[Any]:
-        raise ActorLostError(f"{self.name}.{endpoint} failed: it is being started again", role=self.name)
+        raise ActorLostError(
+            f"{self.name}.{endpoint} failed: it is being started again", role=self.name
+        )
 
     async def current(self) -> ActorGroup:
         """Return the current actors, after a restart that is under way; raise `failure`, if there is one."""
@@ -198,14 +207,22 @@ class Role:
         """
         if group is not self.group or not self.is_up:
             return
-        if self._start is None or self._supervisor is None or not self._supervisor.config.max_restarts:
+        if (
+            self._start is None
+            or self._supervisor is None
+            or not self._supervisor.config.max_restarts
+        ):
             self.failure = error
             raise error
         restart = self._restart(self._start, self._supervisor, error=error)
         self.restarting = self._supervisor.in_background(restart, name=f"restart of {self.name}")
 
     async def _restart(
-        self, start: Callable[[], Awaitable[ActorGroup]], supervisor: Supervisor, *, error: ActorLostError
+        self,
+        start: Callable[[], Awaitable[ActorGroup]],
+        supervisor: Supervisor,
+        *,
+        error: ActorLostError,
     ) -> None:
         try:
             self.group = await supervisor.restart(
@@ -215,7 +232,9 @@ class Role:
             self.failure = failure
         except BaseException as failure:
             # Also if it is cancelled: no caller may wait for this role any longer.
-            self.failure = RunError(f"{self.name} was not started again: {type(failure).__name__}: {failure}")
+            self.failure = RunError(
+                f"{self.name} was not started again: {type(failure).__name__}: {failure}"
+            )
             self.failure.__cause__ = failure
             raise
         finally:

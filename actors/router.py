@@ -34,7 +34,9 @@ class CallSeeds:
     generator. A run that goes on from a checkpoint counts its calls anew, at a later version.
     """
 
-    def __init__(self, seed: int = 0, *, policy_version: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self, seed: int = 0, *, policy_version: Callable[[], int | None] = lambda: None
+    ) -> None:
         self._seed = seed
         self._policy_version = policy_version
         self._numbers = itertools.count()
@@ -88,7 +90,9 @@ class Router:
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
         if begun is not None and len(begun) != len(prompts):
-            raise ValueError(f"begun has completions of {len(begun)} prompts, there are {len(prompts)}")
+            raise ValueError(
+                f"begun has completions of {len(begun)} prompts, there are {len(prompts)}"
+            )
         groups: dict[int, list[Completion]] = {}
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.draw())

@@ -15,7 +15,13 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,7 +114,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         RunError: a process did not come up, or ran into an error.
     """
     if Launcher.current is not None:
-        raise RuntimeError("this process runs actors already: leave the block of the other run first")
+        raise RuntimeError(
+            "this process runs actors already: leave the block of the other run first"
+        )
     exempt_loopback()
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
@@ -163,7 +171,9 @@ def _lock_shared_checkpoints(config: CheckpointConfig, stack: ExitStack) -> None
             "trainer.checkpoint.load_only"
         )
         stack.enter_context(
-            locked_folder(config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise)
+            locked_folder(
+                config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise
+            )
         )
 
 
@@ -215,7 +225,9 @@ def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
 
 @contextmanager
 def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
-    undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
+    undo_logging = setup_logging(
+        "controller", folder=folder.logs, console_level=config.console_level
+    )
     try:
         yield
     finally:
@@ -223,13 +235,18 @@ def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
+def recorded(
+    config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool
+) -> Iterator[Events]:
     """Record the controller's events and spans in the folder."""
     for file in (folder.logs / STATE_FOLDER).glob("*"):
         file.unlink()  # processes of the earlier attempt would count as dead
     catch_signal()
     record_process(folder.logs, role="controller", rank=0, timeline=config.timeline)
-    events, position = Events(folder.events), None if plan.resumed is None else plan.resumed.position
+    events, position = (
+        Events(folder.events),
+        None if plan.resumed is None else plan.resumed.position,
+    )
     if not resumes:
         events.add("started")
     elif position is None:
@@ -252,7 +269,9 @@ def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool)
 
 
 @asynccontextmanager
-async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -> AsyncIterator[Run]:
+async def started_run(
+    checked: CheckedRun, *, stop: StopRequest | None = None
+) -> AsyncIterator[Run]:
     """Start the actors of a run, and end them with the block, however it ends.
 
     The trainer holds the starting point's weights; `load_start` loads the checkpoint of the config or makes
@@ -266,7 +285,9 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
     # On policy nothing runs during a pull that it would wait for.
     drains = config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain"
     # The folder of temporary files is on this machine only.
-    on_disk: AbstractContextManager[None] = nullcontext() if config.launch.on_cluster else temporary_files()
+    on_disk: AbstractContextManager[None] = (
+        nullcontext() if config.launch.on_cluster else temporary_files()
+    )
     try:
         with on_disk:
             async with supervised(stop=stop) as launcher:
@@ -278,12 +299,17 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                     hf_assets_path=str(plan.start.folder),
                     store=store,
                     logs=LogSettings(
-                        folder=folder.logs, console_level=config.console_level, timeline=config.timeline
+                        folder=folder.logs,
+                        console_level=config.console_level,
+                        timeline=config.timeline,
                     ),
                     parity=plan.parity,
                     drains=drains,
                     rubric=rubric,
-                    trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
+                    trainer_arguments={
+                        "model_spec": plan.start.spec,
+                        "failure_folder": str(folder.path),
+                    },
                     events=checked.events.add,
                 )
                 with progress("starting the actors (import, load, compile)"):
@@ -297,7 +323,9 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                         events=checked.events,
                         cluster=cluster,
                         rubric=rubric,
-                        generator=make_router(cluster.pool, strategy=config.router, seed=config.seed),
+                        generator=make_router(
+                            cluster.pool, strategy=config.router, seed=config.seed
+                        ),
                         trainer=TrainerClient(cluster.trainer),
                         publisher=cluster.pool,
                         rewarder=rewarder,
@@ -317,11 +345,16 @@ def _with_steps(config: RunConfig) -> RunConfig:
     return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
 
 
-def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded", seed: int = 0) -> Router:
+def make_router(
+    pool: GeneratorPool, *, strategy: Strategy = "least_loaded", seed: int = 0
+) -> Router:
     """Return the router of a run with this seed."""
     seeds = CallSeeds(seed, policy_version=lambda: pool.policy_version)
     return Router(
-        [GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool, seeds=seeds
+        [GeneratorClient(member) for member in pool.members],
+        strategy=strategy,
+        pool=pool,
+        seeds=seeds,
     )
 
 
@@ -358,7 +391,9 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
         trainer=found[0],
         num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
         generator=found[1],
-        num_generator_ranks=_at_once(generator.num_replicas * tp, generator.num_threads, on_cluster),
+        num_generator_ranks=_at_once(
+            generator.num_replicas * tp, generator.num_threads, on_cluster
+        ),
         num_replicas=generator.num_replicas,
         shares_devices=bool(config.launch.share_gpus),
         trained=trained,
@@ -378,7 +413,9 @@ def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
 
 
 @asynccontextmanager
-async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) -> AsyncIterator[Rewarder]:
+async def _rewarder(
+    cluster: Cluster, *, config: ClusterConfig, rubric: Rubric
+) -> AsyncIterator[Rewarder]:
     """Yield the reward processes, or a scoring process of this one if the cluster has none."""
     reward = config.reward
     if cluster.reward is not None:

@@ -26,7 +26,9 @@ def secret_names(keep: Collection[str] = ()) -> list[str]:
 
     A proxy's address stays, even with a password: without it an actor has no network.
     """
-    return [name for name, value in os.environ.items() if name not in keep and _is_secret(name, value)]
+    return [
+        name for name, value in os.environ.items() if name not in keep and _is_secret(name, value)
+    ]
 
 
 def _is_secret(name: str, value: str) -> bool:

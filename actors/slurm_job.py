@@ -51,10 +51,18 @@ class NodesOfRun(SlurmJob):
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{self._job_name}_{os.getpid()}"
         logs = [f"--{kind}={folder}/slurm_%j_{name}.{kind[:3]}" for kind in ("output", "error")]
-        own = [f"--job-name={name}", f"--nodes={num_nodes}", "--ntasks-per-node=1", *logs, "--parsable"]
+        own = [
+            f"--job-name={name}",
+            f"--nodes={num_nodes}",
+            "--ntasks-per-node=1",
+            *logs,
+            "--parsable",
+        ]
         identities, code = slurm_worker(self)
         script = f"#!/bin/bash\nexport {identities}\n{shlex.join([*SRUN, self._python_exe, '-c', code])}\n"
-        return _output(["sbatch", *self._slurm_args, *own], stdin=script).split()[-1].partition(";")[0]
+        return (
+            _output(["sbatch", *self._slurm_args, *own], stdin=script).split()[-1].partition(";")[0]
+        )
 
     def _get_job_info_json(self, job_id: str) -> dict[str, Any] | None:
         """Return the job's state and nodes in Monarch's form.
@@ -68,7 +76,9 @@ class NodesOfRun(SlurmJob):
             if not answer:
                 return None
             state, node_list, reason = answer.split("|", maxsplit=2)
-            nodes = _output(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
+            nodes = (
+                _output(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
+            )
         except RuntimeError as error:
             logger.warning("SLURM job %s: %s", job_id, error)
             self._num_failures += 1
@@ -109,7 +119,9 @@ def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
     return done.stdout
 
 
-def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> NodesOfRun:
+def make_job(
+    launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
+) -> NodesOfRun:
     """Return the job of these groups of hosts; its nodes are alike, so each has the most devices that any needs."""
     slurm = launch.slurm
     asked = {

@@ -44,7 +44,9 @@ async def load_start(
     find = find or (lambda: plan.source)
     patterns = config.trainer.checkpoint.exclude_from_loading
     while (source := find()) is not None:
-        exclude = exclusions_of_own(patterns, model_only=source.model_only) if source.whole else None
+        exclude = (
+            exclusions_of_own(patterns, model_only=source.model_only) if source.whole else None
+        )
         try:
             version = await trainer.load_checkpoint(
                 str(source.path), model_only=source.model_only, exclude=exclude
@@ -61,7 +63,9 @@ async def load_start(
     return None
 
 
-async def _warm_up(trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path) -> None:
+async def _warm_up(
+    trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path
+) -> None:
     """Train supervised steps, save them as a Hugging Face folder, and load it, as every later run does."""
     assert config.warmup is not None
     if not destination.exists():  # else a trainer that was lost since has made it

@@ -30,7 +30,9 @@ NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
-def check_problems(source: LoadSource | None, task: Task, *, seed: int, exclude: Iterable[str]) -> list[str]:
+def check_problems(
+    source: LoadSource | None, task: Task, *, seed: int, exclude: Iterable[str]
+) -> list[str]:
     """Check that a checkpoint to continue from was saved with this task's problems; return what to tell.
 
     Raises:
@@ -40,7 +42,9 @@ def check_problems(source: LoadSource | None, task: Task, *, seed: int, exclude:
         return []
     saved = source.position.problems
     if saved is None:
-        return [f"{source.path} does not say with which problems it was saved, so they are not compared"]
+        return [
+            f"{source.path} does not say with which problems it was saved, so they are not compared"
+        ]
     changes, of_sets = describe_changes(saved, task, seed=seed)
     if changes and not excluded(PROBLEMS, exclude):
         raise ValueError(
@@ -88,7 +92,9 @@ def check_task(
         with suppress(PromptTooLongError) if may_drop else nullcontext():
             render_prompt(problem, messages, renderer=renderer, max_tokens=room)
     prompt = render_prompt(probed[0], openings[0], renderer=renderer, max_tokens=room)
-    example = _demonstration(prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0)
+    example = _demonstration(
+        prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0
+    )
     _check_rubric(
         task.rubric(seed=seed),
         example or _one_turn(prompt, openings[0]),
@@ -98,7 +104,9 @@ def check_task(
         in_actors=rewards_in_actors,
         start_timeout_s=start_timeout_s,
     )
-    _check_sample_limit(openings[len(held_out) :], loop, renderer=renderer, max_model_len=max_model_len)
+    _check_sample_limit(
+        openings[len(held_out) :], loop, renderer=renderer, max_model_len=max_model_len
+    )
     if warms_up:
         check_demonstrations(
             task.warmup_problems(seed=seed),
@@ -111,7 +119,11 @@ def check_task(
 
 
 def _check_sample_limit(
-    openings: Sequence[Sequence[Message]], loop: LoopConfig, *, renderer: Renderer, max_model_len: int
+    openings: Sequence[Sequence[Message]],
+    loop: LoopConfig,
+    *,
+    renderer: Renderer,
+    max_model_len: int,
 ) -> None:
     """Raise ValueError for a `loop.max_sample_tokens` that no training sample meets, or every one."""
     limit = loop.max_sample_tokens
@@ -191,7 +203,9 @@ def _check_rubric(
         groups.append([replace(attempt, sample=sample) for sample in range(size)])
     try:
         check_sendable(rubric, to_actors=in_actors)
-        scores = run_now(_scores(rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s))
+        scores = run_now(
+            _scores(rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s)
+        )
     except (RunError, TimeoutError) as error:
         raise ValueError(f"the task's rubric cannot be used: {error}") from error
     for score in chain.from_iterable(scores):
@@ -204,10 +218,16 @@ def _check_rubric(
 
 
 async def _scores(
-    rubric: Rubric, groups: Sequence[Sequence[Rollout]], *, time_limit_s: float, start_timeout_s: float
+    rubric: Rubric,
+    groups: Sequence[Sequence[Rollout]],
+    *,
+    time_limit_s: float,
+    start_timeout_s: float,
 ) -> list[list[Score]]:
     """Score groups as a run does, in a reward process that ends afterwards."""
-    process = RewardProcess(rubric=rubric, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s)
+    process = RewardProcess(
+        rubric=rubric, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s
+    )
     try:
         await process.start()
         return await process.score(groups)
@@ -268,6 +288,9 @@ def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
         finish_reason="stop",
     )
     turn = Turn(
-        messages=messages, prompt_ids=prompt.token_ids, completion=completion, text=prompt.problem.answer
+        messages=messages,
+        prompt_ids=prompt.token_ids,
+        completion=completion,
+        text=prompt.problem.answer,
     )
     return Rollout(prompt=prompt, sample=0, turns=(turn,))

@@ -77,10 +77,14 @@ class TinkerTrainer(PolicyTrainer):
     @concurrent_endpoint
     @span("load")
     async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._change_weights(partial(self._models.load, optimizer=optimizer), model_id, folder)
+        await self._change_weights(
+            partial(self._models.load, optimizer=optimizer), model_id, folder
+        )
 
     def _open(self, hf_assets_path: str) -> None:
-        self._models = TrainedModels(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
+        self._models = TrainedModels(
+            self.config, spec=self.model_spec, hf_assets_path=hf_assets_path
+        )
 
     def _close(self) -> None:
         self._models.close()
@@ -97,7 +101,9 @@ class ActorBackend(TinkerBackend):
             default_factory=lambda: VLLMGenerator.Config(dtype="float32", max_model_len=1024)
         )
         """Its `max_model_len` is the context that is offered, for training too."""
-        weights: WeightStore.Config = field(default_factory=lambda: WeightStore.Config(keep_versions=16))
+        weights: WeightStore.Config = field(
+            default_factory=lambda: WeightStore.Config(keep_versions=16)
+        )
         """Its `keep_versions` is the largest number of snapshots, the base among them: whole models each."""
         timeouts: Timeouts = field(default_factory=lambda: Timeouts(close_s=5.0))
         launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -108,7 +114,9 @@ class ActorBackend(TinkerBackend):
         super().__init__(config=config)
         self.config = config
         if not isinstance(config.trainer, TinkerTrainer.Config):
-            raise ValueError(f"trainer={type(config.trainer).__qualname__}: must be TinkerTrainer.Config")
+            raise ValueError(
+                f"trainer={type(config.trainer).__qualname__}: must be TinkerTrainer.Config"
+            )
         check_config(config.trainer)
         if config.launch.share_gpus:
             raise ValueError(
@@ -116,8 +124,14 @@ class ActorBackend(TinkerBackend):
                 "trainer and generators devices of their own"
             )
         if config.generator.can_sleep:
-            raise ValueError("generator.can_sleep=True: must be False, as sessions sample at any time")
-        if config.weights.transport == "files" and config.launch.on_cluster and config.log_folder is None:
+            raise ValueError(
+                "generator.can_sleep=True: must be False, as sessions sample at any time"
+            )
+        if (
+            config.weights.transport == "files"
+            and config.launch.on_cluster
+            and config.log_folder is None
+        ):
             raise ValueError(
                 f"weights.transport='files' with launch.hosts={config.launch.hosts!r} and log_folder=None: set "
                 "log_folder to a folder that all hosts share, where the files lie"
@@ -141,10 +155,14 @@ class ActorBackend(TinkerBackend):
         spec = base.spec
         with named_as_options("trainer", trainer):
             device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=count_gpus()) else "cpu"
-            for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
+            for check in trainer_checks(
+                trainer, spec, world_size=trainer.num_procs, device_type=device_type
+            ):
                 check()
         config.generator.check_model(spec.model)
-        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
+        base.model = replace(
+            base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False
+        )
         return base
 
     async def _start_workers(self, base: Base) -> Workers:
@@ -154,7 +172,11 @@ class ActorBackend(TinkerBackend):
         if not config.launch.on_cluster:
             left.enter_context(temporary_files())
         folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
-        logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
+        logs = (
+            Path(config.log_folder).expanduser().absolute()
+            if config.log_folder
+            else folder / "logs"
+        )
         launcher = Launcher()
         try:
             make_folder(logs, "the folder of the logs")
@@ -172,7 +194,9 @@ class ActorBackend(TinkerBackend):
                 trainer_arguments={"model_spec": base.spec},
             )
             await cluster.start()
-            print_line(cluster.network, stream=sys.stderr)  # the first line on stdout is the address
+            print_line(
+                cluster.network, stream=sys.stderr
+            )  # the first line on stdout is the address
         except BaseException:
             with left:
                 await launcher.stop_all()
@@ -243,7 +267,9 @@ class ActorWorkers:
         except WeightStoreError as error:
             await self._cluster.store.delete(version)
             if isinstance(error, SharedMemoryError):
-                raise LimitReachedError(f"there is no room for another snapshot: {error}") from error
+                raise LimitReachedError(
+                    f"there is no room for another snapshot: {error}"
+                ) from error
             raise
         self._versions.add(version)
         return version
@@ -267,7 +293,9 @@ class ActorWorkers:
         if all(one.finish_reason != "abort" for group in groups for one in group):
             return groups
         go_on = partial(self.generate_in_turns, prompts, sampling=sampling, begun=groups)
-        return Interrupted(resume=go_on, has_advanced=_num_tokens(groups) > _num_tokens(begun or ()))
+        return Interrupted(
+            resume=go_on, has_advanced=_num_tokens(groups) > _num_tokens(begun or ())
+        )
 
     async def interrupt(self) -> None:
         await self._router.abort()

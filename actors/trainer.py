@@ -49,7 +49,9 @@ def _on_engine(
 
     @concurrent_endpoint
     @span(span_name or name)
-    async def on_engine(self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any) -> Any:
+    async def on_engine(
+        self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any
+    ) -> Any:
         call = partial(getattr(self.engine_of(model_id), name), *args, **options)
         steps_early = name == "forward_backward" and self.config.optimizer.early_step_in_backward
         changes = changes_weights or steps_early
@@ -130,7 +132,9 @@ class PolicyTrainer(Actor, Configurable):
     compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
     compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
     save_checkpoint = _on_engine(TrainingEngine.save_checkpoint, span_name="save")
-    load_checkpoint = _on_engine(TrainingEngine.load_checkpoint, span_name="load", changes_weights=True)
+    load_checkpoint = _on_engine(
+        TrainingEngine.load_checkpoint, span_name="load", changes_weights=True
+    )
     export_hf = _on_engine(TrainingEngine.export_hf, span_name="export")
     save_adapter = _on_engine(TrainingEngine.save_adapter, span_name="export")
 
@@ -142,7 +146,9 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("push")
-    async def push_model_state_dict(self, model_id: str | None = None, version: int | None = None) -> Shard:
+    async def push_model_state_dict(
+        self, model_id: str | None = None, version: int | None = None
+    ) -> Shard:
         """Put this rank's shards into the store under the current or the given version; not yet announced.
 
         The engine computes on meanwhile. Calls that change weights, made later, wait.
@@ -231,7 +237,9 @@ class PolicyTrainer(Actor, Configurable):
     def _open(self, hf_assets_path: str) -> None:
         self._turns = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
-        logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
+        logger.info(
+            "ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9
+        )
 
     def _close(self) -> None:
         self._turns.engine.close()

@@ -78,12 +78,18 @@ class Training:
                     # Attempts that begin at the same step made no progress between their losses.
                     from_here = self._starts.count(self._starts[-1]) if self._starts else 1
                     await self.run_of_actors.cluster.restart_trainer(error, at_least=from_here)
-                    logger.warning("the trainer is there again; the run goes back to its last checkpoint")
+                    logger.warning(
+                        "the trainer is there again; the run goes back to its last checkpoint"
+                    )
 
     async def _attempt(self, sinks: RunSinks) -> None:
         run, trainer = self.run_of_actors, self.run_of_actors.trainer
         source = await load_start(
-            trainer, config=self.config, plan=self.plan, find=self._find, may_set_aside=self._may_set_aside
+            trainer,
+            config=self.config,
+            plan=self.plan,
+            find=self._find,
+            may_set_aside=self._may_set_aside,
         )
         position = None if source is None else _position(source)
         self._starts.append(0 if position is None else position.step)
@@ -99,7 +105,9 @@ class Training:
         ends = [self._export(trainer)]
         if self.config.loop.num_steps or self.config.loop.eval_every:
             # In a thread: importing matplotlib takes as long as the export.
-            draws = asyncio.to_thread(draw_learning_curve, self.folder.metrics, self.folder.learning_curve)
+            draws = asyncio.to_thread(
+                draw_learning_curve, self.folder.metrics, self.folder.learning_curve
+            )
             ends.append(draws)
         await asyncio.gather(*ends)
 
@@ -116,7 +124,9 @@ class Training:
 
     def _may_set_aside(self, source: LoadSource) -> bool:
         """Return whether a damaged checkpoint is in the run's own folder; others belong to other runs."""
-        return self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
+        return (
+            self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
+        )
 
     def _report_damaged(self) -> None:
         for path in damaged_folders(self.folder.checkpoints):
@@ -127,7 +137,9 @@ class Training:
     def _go_back(self, source: LoadSource | None) -> None:
         """Drop the records of steps after the checkpoint."""
         position = None if source is None or not source.whole else source.position
-        step = self._starts[-1]  # may be of another run's checkpoint, which the records do not belong to
+        step = self._starts[
+            -1
+        ]  # may be of another run's checkpoint, which the records do not belong to
         logger.info("going on after step %d", step)
         cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
         self.run_of_actors.events.add("went_back", to_step=step)
@@ -181,7 +193,9 @@ class Training:
         if checkpoint.saves and has_lora(self.config):
             exports.append((folder / ADAPTER_FOLDER, trainer.save_adapter))
         for path, export in exports:
-            if path.exists():  # of this run's earlier end: another run's was refused before the start
+            if (
+                path.exists()
+            ):  # of this run's earlier end: another run's was refused before the start
                 remove(path)
             await export(str(path))
 

@@ -23,16 +23,25 @@ def main() -> None:
     parser = step_options(__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens at most")
     parser.add_argument(
-        "--ages", type=int, nargs="+", default=[1, 2], help="max_off_policy_steps of the async sides"
+        "--ages",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="max_off_policy_steps of the async sides",
     )
     args = parser.parse_args()
     sides = {str(age): {"age": age} for age in (0, *args.ages)}
     medians = measure_steps(run_side, sides, args=args, tokens=args.tokens)
     ratio = {
-        str(age): medians[str(age)]["samples_per_s"] / medians["0"]["samples_per_s"] for age in args.ages
+        str(age): medians[str(age)]["samples_per_s"] / medians["0"]["samples_per_s"]
+        for age in args.ages
     }
     figures = {"tokens": args.tokens, "threads": args.threads, "repeats": num_repeats(args)}
-    print(json.dumps({"benchmark": "async_overlap", **figures, "by_steps_ahead": medians, "ratio": ratio}))
+    print(
+        json.dumps(
+            {"benchmark": "async_overlap", **figures, "by_steps_ahead": medians, "ratio": ratio}
+        )
+    )
 
 
 def run_side(age: int, num_threads: int, **how: Any) -> dict[str, float]:
@@ -45,7 +54,9 @@ def run_side(age: int, num_threads: int, **how: Any) -> dict[str, float]:
     threads = [max(1, num_threads // 2) if age else num_threads] * 2
     records = loop_steps(config, threads=threads, num_cooldown=age, **how)
     total_s = sum(record["time/step_s"] for record in records)
-    idle = {f"{role}_idle": sum(r[f"time/{role}_idle_s"] for r in records) / total_s for role in ROLES}
+    idle = {
+        f"{role}_idle": sum(r[f"time/{role}_idle_s"] for r in records) / total_s for role in ROLES
+    }
     samples_per_s = len(records) * loop.groups_per_batch * loop.group_size / total_s
     return {"samples_per_s": samples_per_s, "age_max": max(r["age/max"] for r in records), **idle}
 

@@ -25,7 +25,14 @@ def main(arguments: list[str] | None = None) -> None:
     medians = measure_steps(run_side, SIDES, args=args, tokens=args.tokens)
     cost = medians["on"]["step_s"] / medians["off"]["step_s"] - 1
     print(
-        json.dumps({"threads": args.threads, "repeats": num_repeats(args), **medians, "cost": round(cost, 4)})
+        json.dumps(
+            {
+                "threads": args.threads,
+                "repeats": num_repeats(args),
+                **medians,
+                "cost": round(cost, 4),
+            }
+        )
     )
 
 
@@ -42,7 +49,10 @@ def run_side(batch_invariant: bool, num_threads: int, **how: Any) -> dict[str, f
         "step_s": "time/step_s",
         "logprob_diff_max": "logprob_diff/max",
     }
-    return {short: statistics.median(record[name] for record in records) for short, name in names.items()}
+    return {
+        short: statistics.median(record[name] for record in records)
+        for short, name in names.items()
+    }
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ NUM_WAITING = 1_280
 WAIT_S = 5.0
 PROMPT_TOKENS = 16
 SCORES = [
-    Score(reward=float(right), correct=right, parts={"answer": float(right)}) for right in (True, False)
+    Score(reward=float(right), correct=right, parts={"answer": float(right)})
+    for right in (True, False)
 ] * (GROUP_SIZE // 2)
 
 
@@ -147,7 +148,9 @@ class FakeMesh:
     def _draw(self, num_prompts: int) -> list[list[Completion]]:
         """Return the same completions to all prompts, so that drawing them takes no time."""
         if self.version not in self._drawn:
-            self._drawn[self.version] = [completion_of(self._tokens, self.version) for _ in range(GROUP_SIZE)]
+            self._drawn[self.version] = [
+                completion_of(self._tokens, self.version) for _ in range(GROUP_SIZE)
+            ]
         return [self._drawn[self.version]] * num_prompts
 
     def size(self) -> int:
@@ -186,12 +189,18 @@ class FakeActors:
         (answer,) = await self._group.call("generate", len(prompts), late=late)
         return list(answer)
 
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+    async def score(
+        self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
+    ) -> list[list[Score]]:
         (scores,) = await self._group.call("score", len(groups))
         return list(scores)
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, return_logprobs: bool | Sequence[int] = False, **_: Any
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        return_logprobs: bool | Sequence[int] = False,
+        **_: Any,
     ) -> ForwardBackwardResult:
         await asyncio.sleep(0)
         places = () if isinstance(return_logprobs, bool) else return_logprobs
@@ -207,7 +216,8 @@ class FakeActors:
             logprob_diff_mean=0.0,
             logprob_diff_max=0.0,
             logprobs_identical=True,
-            logprobs=tuple(np.zeros(len(samples[i].token_ids), dtype=np.float32) for i in places) or None,
+            logprobs=tuple(np.zeros(len(samples[i].token_ids), dtype=np.float32) for i in places)
+            or None,
         )
 
     async def optim_step(
@@ -307,7 +317,9 @@ async def measure_run(folder: Path, *, samples: int, straggler: bool, tokens: in
         sinks=[metrics],
         recorder=Recorder(folder / "rollouts.jsonl", config=RecorderConfig()),
         checkpoints=StepCheckpoints(
-            trainer=actors, config=CheckpointConfig(enable=False), folder=str(folder / "checkpoints")
+            trainer=actors,
+            config=CheckpointConfig(enable=False),
+            folder=str(folder / "checkpoints"),
         ),
     )
     pauses = Pauses()
@@ -319,7 +331,9 @@ async def measure_run(folder: Path, *, samples: int, straggler: bool, tokens: in
     watch.cancel()
     metrics.close()
     to_us = 1e6 / (samples * num_steps)
-    return Cost(us_per_sample=process_s * to_us, loop=thread_s * to_us, pause_ms=pauses.longest_s * 1e3)
+    return Cost(
+        us_per_sample=process_s * to_us, loop=thread_s * to_us, pause_ms=pauses.longest_s * 1e3
+    )
 
 
 async def measure_waiting(num: int) -> float:
@@ -330,7 +344,9 @@ async def measure_waiting(num: int) -> float:
         for sleeper in sleepers:
             stack.callback(sleeper.kill)
         groups = [
-            ActorGroup(name="generator", mesh=mesh, timeouts=Timeouts(), processes=processes(sleeper.pid))
+            ActorGroup(
+                name="generator", mesh=mesh, timeouts=Timeouts(), processes=processes(sleeper.pid)
+            )
             for sleeper in sleepers
         ]
         calls = [asyncio.ensure_future(groups[i % 8].call("never")) for i in range(num)]
@@ -344,7 +360,9 @@ async def measure_waiting(num: int) -> float:
     return share
 
 
-def measure(*, sizes: Sequence[int], repeats: int, tokens: int) -> dict[tuple[int, bool], list[Cost]]:
+def measure(
+    *, sizes: Sequence[int], repeats: int, tokens: int
+) -> dict[tuple[int, bool], list[Cost]]:
     """Return the costs of all repeats by samples of a step, without and with a straggler."""
     costs: dict[tuple[int, bool], list[Cost]] = {}
     for repeat in range(repeats):
@@ -355,7 +373,10 @@ def measure(*, sizes: Sequence[int], repeats: int, tokens: int) -> dict[tuple[in
                         measure_run(Path(name), samples=samples, straggler=straggler, tokens=tokens)
                     )
                 costs.setdefault((samples, straggler), []).append(cost)
-                print(f"repeat {repeat + 1}, {samples} samples, straggler {straggler}: {cost}", flush=True)
+                print(
+                    f"repeat {repeat + 1}, {samples} samples, straggler {straggler}: {cost}",
+                    flush=True,
+                )
     return costs
 
 
@@ -394,7 +415,9 @@ def figures(costs: dict[tuple[int, bool], list[Cost]], *, waiting_calls: float) 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two sizes, once")
     parser.add_argument("--repeats", type=int, help="of each run; 3")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a sample")
@@ -402,7 +425,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     repeats = args.repeats or (1 if args.quick else 3)
     sizes = args.sizes or (SIZES[:3:2] if args.quick else SIZES)
-    if repeats < 1 or args.tokens < 1 or any(size < GROUP_SIZE or size % GROUP_SIZE for size in sizes):
+    if (
+        repeats < 1
+        or args.tokens < 1
+        or any(size < GROUP_SIZE or size % GROUP_SIZE for size in sizes)
+    ):
         raise SystemExit("--repeats and --tokens must be at least 1, --sizes multiples of 16")
     with without_collections():  # like a run, which imports everything within it
         gc.collect()
@@ -415,7 +442,9 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['us_per_sample']:7.1f} us a sample, {row['loop']:7.1f} in the loop, "
             f"longest pause {row['pause_ms']:8.1f} ms"
         )
-    print(json.dumps({"benchmark": "controller", "tokens": args.tokens, "repeats": repeats, **result}))
+    print(
+        json.dumps({"benchmark": "controller", "tokens": args.tokens, "repeats": repeats, **result})
+    )
 
 
 if __name__ == "__main__":

@@ -32,13 +32,17 @@ MAX_DRIFT = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the first seed alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument(
         "--controls", action="store_true", help="a control for every seed, not the first alone"
     )
-    parser.add_argument("--dump_folder", help="where the runs stay; default: they are removed again")
+    parser.add_argument(
+        "--dump_folder", help="where the runs stay; default: they are removed again"
+    )
     args = parser.parse_args()
     seeds = args.seeds[:1] if args.quick else args.seeds
     load = os.getloadavg()[0]
@@ -74,7 +78,9 @@ def shortfalls(curves: Sequence[Mapping[str, Any]]) -> list[str]:
                     f"{run}: correct moved by {made['correct_rose']:+}, at most {MAX_DRIFT} is noise"
                 )
         elif made["reward_rose"] < MIN_RISE:
-            missed.append(f"{run}: the reward rose by {made['reward_rose']:+}, should by {MIN_RISE}")
+            missed.append(
+                f"{run}: the reward rose by {made['reward_rose']:+}, should by {MIN_RISE}"
+            )
     return missed
 
 
@@ -84,9 +90,17 @@ def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, A
         folder, f"{task}-{config}-{seed}", "--module", task, "--config", config, "--seed", str(seed),
         "--overwrite", timeout_s=RUN_TIMEOUT_S,
     )  # fmt: skip
-    run = {"task": task, "config": config, "seed": seed, "seconds": round(time.monotonic() - started, 1)}
+    run = {
+        "task": task,
+        "config": config,
+        "seed": seed,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     made = run | curve(records)
-    print(f"{task}, {config}, seed {seed}: correct {made['correct']} in {made['seconds']} s", flush=True)
+    print(
+        f"{task}, {config}, seed {seed}: correct {made['correct']} in {made['seconds']} s",
+        flush=True,
+    )
     return made
 
 
@@ -113,10 +127,20 @@ def curve(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def table(curves: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with the first and last share of right answers and reward of each run."""
-    lines = ["| task | config | seed | steps | correct | reward | seconds |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| task | config | seed | steps | correct | reward | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for made in curves:
         ends = [f"{made[name][0]:.3f} -> {made[name][-1]:.3f}" for name in ("correct", "reward")]
-        said = [made["task"], made["config"], made["seed"], made["steps"][-1], *ends, made["seconds"]]
+        said = [
+            made["task"],
+            made["config"],
+            made["seed"],
+            made["steps"][-1],
+            *ends,
+            made["seconds"],
+        ]
         lines.append(f"| {' | '.join(map(str, said))} |")
     return "\n".join(lines)
 

@@ -108,7 +108,10 @@ def vllms_model(engine: GeneratorEngine, folder: str) -> nn.Module:
     """Return vLLM's own model with the folder's weights, over the cache of ours; call it in the engine's thread."""
     from safetensors.torch import load_file
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
     from vllm.model_executor.models import ModelRegistry
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -147,7 +150,9 @@ async def one_call(
     return {"wall": wall_s / steps * 1e3, "steps": steps, "cpu": cpu_s / steps * 1e3} | row
 
 
-def summary(rows: list[dict[str, float]], *, sequences: int, tokens: int, limit_s: float) -> dict[str, Any]:
+def summary(
+    rows: list[dict[str, float]], *, sequences: int, tokens: int, limit_s: float
+) -> dict[str, Any]:
     parts = {name: statistics.median(row[name] for row in rows) for name in (*PARTS, "hand over")}
     wall_ms, steps = min(row["wall"] for row in rows), rows[0]["steps"]
     call_s, cpu_ms = wall_ms * steps / 1e3, sum(parts.values())
@@ -163,11 +168,15 @@ def summary(rows: list[dict[str, float]], *, sequences: int, tokens: int, limit_
     }
 
 
-def least_s(work: ModelWork, limits: MachineLimits, *, sequences: int, tokens: int, itemsize: int) -> float:
+def least_s(
+    work: ModelWork, limits: MachineLimits, *, sequences: int, tokens: int, itemsize: int
+) -> float:
     """Return the shortest possible duration of a call, as runs report it (`rl.observability.machine`)."""
     drawn = sequences * tokens
     attended = drawn * (PROMPT_LENGTH + tokens / 2)
-    flops = work.sampling_flops(tokens=drawn + PROMPT_LENGTH * sequences // NUM_SAMPLES, attended=attended)
+    flops = work.sampling_flops(
+        tokens=drawn + PROMPT_LENGTH * sequences // NUM_SAMPLES, attended=attended
+    )
     read = work.sampling_bytes(steps=tokens, tokens=drawn, attended=attended, itemsize=itemsize)
     return max(flops / limits.flops_per_s, read / limits.memory_bytes_per_s)
 
@@ -187,7 +196,9 @@ async def start_engine(args: argparse.Namespace, folder: str) -> GeneratorEngine
         from actors.vllm import core
 
         make = core.engine_args
-        core.engine_args = lambda *values, **options: replace(make(*values, **options), enforce_eager=False)
+        core.engine_args = lambda *values, **options: replace(
+            make(*values, **options), enforce_eager=False
+        )
     engine = GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
     await engine.start()
 
@@ -210,7 +221,12 @@ async def benchmark(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     work = model_work(engine._core.model.config)
     itemsize = getattr(torch, args.dtype).itemsize
     limits = await engine.aside(
-        partial(machine_limits, dtype=args.dtype, num_bytes=work.read * itemsize, device=torch.device("cpu"))
+        partial(
+            machine_limits,
+            dtype=args.dtype,
+            num_bytes=work.read * itemsize,
+            device=torch.device("cpu"),
+        )
     )
     figures: dict[str, Any] = {}
     for sequences, tokens in itertools.product(args.sequences, args.tokens):
@@ -221,7 +237,9 @@ async def benchmark(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 rows[name] += [row] * (repeat > 0)  # the first allocates
         size = {"sequences": sequences, "tokens": tokens}
         limit_s = least_s(work, limits, itemsize=itemsize, **size)
-        figure: dict[str, Any] = {name: summary(of, limit_s=limit_s, **size) for name, of in rows.items()}
+        figure: dict[str, Any] = {
+            name: summary(of, limit_s=limit_s, **size) for name, of in rows.items()
+        }
         if args.vllm:
             pairs = zip(rows["ours"], rows["vllm"], strict=True)
             figure["ratio"] = round(statistics.median(b["wall"] / a["wall"] for a, b in pairs), 3)
@@ -239,9 +257,13 @@ async def benchmark(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few repeats")
-    parser.add_argument("--model", help="Hugging Face folder; without one, random weights of the tiny model")
+    parser.add_argument(
+        "--model", help="Hugging Face folder; without one, random weights of the tiny model"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--sequences", type=int, nargs="+", default=[128], help="running requests")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens")

@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="of smollm2; what hf_assets_path takes",
     )
-    options.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), help="of smollm2; both")
+    options.add_argument(
+        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="of smollm2; both"
+    )
     options.add_argument(
         "--tokens", type=int, nargs="+", help="new tokens at most; tiny 16 and 64, smollm2 64"
     )
@@ -123,14 +125,19 @@ def _real_assets(given: str) -> Path:
     from rl.models.hf import HFFolder
     from rl.observability.run_files import STARTING_POINTS
 
-    return HFFolder(resolve_assets(given, cache=Path("outputs", STARTING_POINTS)), tokenizer=True).path
+    return HFFolder(
+        resolve_assets(given, cache=Path("outputs", STARTING_POINTS)), tokenizer=True
+    ).path
 
 
 def measure(
     folder: Path, *, real_assets: Path | None, dtype: str, tokens: int, args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Return the medians of each side's figures."""
-    steps = args.steps or {"tiny": 4 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
+    steps = (
+        args.steps
+        or {"tiny": 4 if args.quick else 12, "smollm2": 1 if args.quick else 2}[args.model]
+    )
     if real_assets is None:
         assets = tiny_assets(folder)
     else:
@@ -138,11 +145,17 @@ def measure(
 
         assets = str(folder / "model")
         write_endless_model(Path(assets), assets=real_assets, dtype=dtype)
-        write_prompts(folder / "prompts.jsonl", assets=assets, num_prompts=NUM_PROMPTS * (steps + 4))
+        write_prompts(
+            folder / "prompts.jsonl", assets=assets, num_prompts=NUM_PROMPTS * (steps + 4)
+        )
     return medians_of_sides(
         run,
         # In float32 TRL has nothing to cast.
-        {side: {"side": side} for side in args.sides if (side, dtype) != ("trl_autocast", "float32")},
+        {
+            side: {"side": side}
+            for side in args.sides
+            if (side, dtype) != ("trl_autocast", "float32")
+        },
         repeats=args.repeats or num_repeats(args),
         threads=args.threads,
         model=args.model,
@@ -191,7 +204,10 @@ def run_relay(
         return statistics.mean(r[name] for r in records)
 
     steps = [
-        {"step": r["time/step_s"], **{ours: r[f"time/{theirs}_s"] for ours, theirs in PHASES.items()}}
+        {
+            "step": r["time/step_s"],
+            **{ours: r[f"time/{theirs}_s"] for ours, theirs in PHASES.items()},
+        }
         for r in records
     ]
     return _summary(steps, tokens_mean=mean("completion/tokens_mean")) | {
@@ -218,7 +234,15 @@ def _real_model(*, ahead: bool, prompts: str, dtype: Any) -> Any:
 
 
 def run_trl(
-    side: str, *, model: str, assets: str, prompts: str, dtype: str, tokens: int, steps: int, num_threads: int
+    side: str,
+    *,
+    model: str,
+    assets: str,
+    prompts: str,
+    dtype: str,
+    tokens: int,
+    steps: int,
+    num_threads: int,
 ) -> dict[str, float]:
     """Measure TRL's trainer."""
     from benchmarks.trl_sides import Workload, trl_steps
@@ -261,10 +285,13 @@ def _tiny_prompts(assets: str, *, num_prompts: int) -> Sequence[tuple[str, str]]
     from rl.tasks.sum_digits import SumDigits
 
     tokenizer = AutoTokenizer.from_pretrained(assets)
-    renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
+    renderer = make_renderer(
+        RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,)
+    )
     problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), num_prompts)
     return [
-        (tokenizer.decode(renderer.opening(SingleTurn.of(p).opening()).tolist()), p.answer) for p in problems
+        (tokenizer.decode(renderer.opening(SingleTurn.of(p).opening()).tolist()), p.answer)
+        for p in problems
     ]
 
 
@@ -276,7 +303,9 @@ def _tiny_reward(completion: str, answer: str) -> float:
 
 def _summary(steps: Sequence[Mapping[str, float]], *, tokens_mean: float) -> dict[str, float]:
     # Not the median step: asynchronous steps wait in some and not in others.
-    mean_s = {name: statistics.mean(step.get(name, 0.0) for step in steps) for name in ("step", *PHASES)}
+    mean_s = {
+        name: statistics.mean(step.get(name, 0.0) for step in steps) for name in ("step", *PHASES)
+    }
     samples_per_s = NUM_PROMPTS * NUM_SAMPLES / mean_s["step"]
     return {
         "samples_per_s": samples_per_s,
@@ -293,7 +322,9 @@ def _speeds(sides: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _ratios(speeds: Mapping[str, float]) -> dict[str, float]:
     """Return each side of relay over TRL."""
-    return {side: speeds[side] / speeds["trl"] for side in RELAY_SIDES if {side, "trl"} <= speeds.keys()}
+    return {
+        side: speeds[side] / speeds["trl"] for side in RELAY_SIDES if {side, "trl"} <= speeds.keys()
+    }
 
 
 if __name__ == "__main__":

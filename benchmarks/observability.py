@@ -93,7 +93,12 @@ class Sides:
     """Sink that times the steps, and switches to the next side after each of them."""
 
     def __init__(
-        self, *, recorded: SwitchedSpans, recorder: SwitchedRecorder, sinks: Sequence[Sink], told: RunSinks
+        self,
+        *,
+        recorded: SwitchedSpans,
+        recorder: SwitchedRecorder,
+        sinks: Sequence[Sink],
+        told: RunSinks,
     ) -> None:
         self.times: dict[str, list[float]] = {side: [] for side in SIDES}
         self._recorded, self._recorder, self._sinks, self._told = recorded, recorder, sinks, told
@@ -125,7 +130,9 @@ class Sides:
         until = time.monotonic() + CAUGHT_UP_S
         for thread in self._told.threads:
             while thread.num_lost:
-                assert time.monotonic() < until, f"{thread.name} has not written step {self._num_steps + 1}"
+                assert time.monotonic() < until, (
+                    f"{thread.name} has not written step {self._num_steps + 1}"
+                )
                 time.sleep(0.0005)
 
 
@@ -153,7 +160,9 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
     recorded.start(folder / "logs", role="controller", rank=0, timeline=spans.TimelineConfig())
     recorder = SwitchedRecorder(folder / "rollouts.jsonl", config=RecorderConfig())
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    opened = open_sinks(SINKS, folder=folder, title="observed", num_steps=num_steps, stream=io.StringIO())
+    opened = open_sinks(
+        SINKS, folder=folder, title="observed", num_steps=num_steps, stream=io.StringIO()
+    )
     backend = LocalBackend(engine, spec=spec, hf_assets_path=str(assets), device="cpu")
     async with opened as told, backend as local:
         with told.attempt():
@@ -166,7 +175,9 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
                 rollouts=RolloutSetup(
                     generator=local,
                     rewarder=rewards,
-                    renderer=make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends),
+                    renderer=make_renderer(
+                        config.renderer, tokenizer=tokenizer, stop_token_ids=ends
+                    ),
                     task=task,
                     max_sequence_tokens=config.generator.max_model_len,
                     seed=config.seed,
@@ -174,7 +185,9 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
                 sinks=[sides],
                 recorder=recorder,
                 checkpoints=StepCheckpoints(
-                    trainer=local, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
+                    trainer=local,
+                    config=config.trainer.checkpoint,
+                    folder=str(folder / "checkpoints"),
                 ),
             )
             await loop.run()
@@ -193,7 +206,9 @@ def order(number: int) -> list[str]:
 def figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return medians and overheads by round."""
     by_round = {
-        side: np.divide(of_side, times["off"]) - 1.0 for side, of_side in times.items() if side != "off"
+        side: np.divide(of_side, times["off"]) - 1.0
+        for side, of_side in times.items()
+        if side != "off"
     }
     overhead = {side: float(np.median(rounds)) for side, rounds in by_round.items()}
     return {
@@ -214,7 +229,9 @@ def interval(rounds: np.ndarray) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="eight rounds")
     parser.add_argument("--rounds", type=int, help="of a step of each side; 60")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens")
@@ -228,7 +245,12 @@ def main(arguments: list[str] | None = None) -> None:
         times = asyncio.run(measure(folder, rounds=rounds, tokens=args.tokens))
         num_spans = len(read_spans(folder / "logs"))
     spans_per_step = round(num_spans / (2 * (NUM_WARMUP_ROUNDS + rounds)))
-    told = {"tokens": args.tokens, "rounds": rounds, "spans_per_step": spans_per_step, **figures(times)}
+    told = {
+        "tokens": args.tokens,
+        "rounds": rounds,
+        "spans_per_step": spans_per_step,
+        **figures(times),
+    }
     print(json.dumps({"benchmark": "observability", **told}))
 
 

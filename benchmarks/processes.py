@@ -32,7 +32,9 @@ NUM_WARMUP_STEPS = 3
 class Worker:
     """A process with one object, whose methods can be called."""
 
-    def __init__(self, factory: Callable[..., Any] | str, *, threads: int, **arguments: Any) -> None:
+    def __init__(
+        self, factory: Callable[..., Any] | str, *, threads: int, **arguments: Any
+    ) -> None:
         """Start the process.
 
         Args:
@@ -77,7 +79,9 @@ class Worker:
         self._process.join()
 
 
-def _serve(pipe: Connection, factory: Callable[..., Any] | str, arguments: Mapping[str, Any]) -> None:
+def _serve(
+    pipe: Connection, factory: Callable[..., Any] | str, arguments: Mapping[str, Any]
+) -> None:
     """Make the object at the first call, and answer each call."""
     made: Any = None
     while True:
@@ -99,7 +103,9 @@ def _serve(pipe: Connection, factory: Callable[..., Any] | str, arguments: Mappi
 
 def step_options(description: str | None) -> argparse.ArgumentParser:
     """Return the options of benchmarks that measure whole steps."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
     options.add_argument("--quick", action="store_true", help="one short repeat of each")
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return options
@@ -145,8 +151,12 @@ def medians_of_sides(
     measured: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side, of_side in sides.items():
-            with Worker(function, threads=threads, num_threads=threads, **arguments, **of_side) as worker:
-                measured[side].append(worker.call("copy"))  # of the dictionary that the function returned
+            with Worker(
+                function, threads=threads, num_threads=threads, **arguments, **of_side
+            ) as worker:
+                measured[side].append(
+                    worker.call("copy")
+                )  # of the dictionary that the function returned
             figures = ", ".join(f"{name} {value:.4g}" for name, value in measured[side][-1].items())
             print(f"repeat {repeat + 1}, {side}: {figures}", flush=True)
     return {
@@ -205,7 +215,9 @@ def loop_steps(
     num_steps = num_warmup + steps + num_cooldown
     config.trainer.num_threads, config.generator.num_threads = threads
     config.hf_assets_path, config.warmup = assets, None
-    config.loop.num_steps = config.loop.max_empty_steps = num_steps  # random weights are never right
+    config.loop.num_steps = config.loop.max_empty_steps = (
+        num_steps  # random weights are never right
+    )
     config.loop.sampling.max_tokens = tokens
     config.loop.eval_every = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,9 @@ class Sums(DatasetTask):
         shuffle: bool = False
 
     def rubric(self, *, seed: int) -> Rubric:
-        return Rubric(criteria=(Criterion(name="answer", function=contains_answer),), correct=contains_answer)
+        return Rubric(
+            criteria=(Criterion(name="answer", function=contains_answer),), correct=contains_answer
+        )
 
 
 def contains_answer(rollout: Rollout) -> bool:
@@ -45,11 +47,15 @@ def write_prompts(file: Path, *, assets: str, num_prompts: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets)
-    source = Source.of("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    source = Source.of(
+        "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    )
     with file.open("w", encoding="utf-8") as lines:
         for problem in map(source.problem, range(num_prompts)):
             message = {"role": "user", "content": problem.question}
-            prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
             lines.write(json.dumps({"question": prompt, "answer": problem.answer}) + "\n")
 
 

@@ -26,7 +26,9 @@ RUN_TIMEOUT_S = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, evaluated less often")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
@@ -78,7 +80,16 @@ def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, 
 def _warmed_up(folder: Path, *, seed: int) -> str:
     """Return the folder of the weights that both sides start from."""
     name = f"start-{seed}"
-    options = ("--config", "tiny", "--seed", str(seed), "--loop.num_steps", "0", "--loop.eval_every", "0")
+    options = (
+        "--config",
+        "tiny",
+        "--seed",
+        str(seed),
+        "--loop.num_steps",
+        "0",
+        "--loop.eval_every",
+        "0",
+    )
     _run(folder, name, *options)
     log = "\n".join(path.read_text() for path in (folder / name / "logs").glob("controller*.log"))
     (start,) = re.findall(r"warmed up; starting from (\S+)", log)

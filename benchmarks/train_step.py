@@ -109,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
             "workload": asdict(workload),
             "num_threads": args.threads,
         }
-        workers = {name: stack.enter_context(Worker(runner, name=name, **settings)) for name in NAMES}
+        workers = {
+            name: stack.enter_context(Worker(runner, name=name, **settings)) for name in NAMES
+        }
         result = compare(
             workload,
             facts=workers["relay"].call("describe"),
@@ -122,22 +124,38 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="a small batch, two steps of each side")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    options.add_argument(
+        "--quick", action="store_true", help="a small batch, two steps of each side"
+    )
     options.add_argument("--flavor", choices=tuple(FLAVORS), help="small on a CPU, 0.6B on a GPU")
     options.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one")
     options.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "mixed"), help="float32 on a CPU, bfloat16 on a GPU"
+        "--dtype",
+        choices=("float32", "bfloat16", "mixed"),
+        help="float32 on a CPU, bfloat16 on a GPU",
     )
     lengths = options.add_mutually_exclusive_group()
     lengths.add_argument("--sequence-length", type=int, metavar="N", help="of each; 4096 on a GPU")
-    lengths.add_argument("--lengths", type=int, nargs=2, metavar=("LO", "HI"), help="16 256 on a CPU")
-    options.add_argument("--tokens", type=int, help="of a step, at least; 8192 on a CPU, 65536 on a GPU")
-    options.add_argument(
-        "--microbatch-tokens", type=int, help="at most, padding counted; 4096 on a CPU, 8192 on a GPU"
+    lengths.add_argument(
+        "--lengths", type=int, nargs=2, metavar=("LO", "HI"), help="16 256 on a CPU"
     )
-    options.add_argument("--logits-chunk-tokens", type=int, help="of the engine's head; not chunked")
-    options.add_argument("--compile", action="store_true", help="torch.compile blocks and loss, on all sides")
+    options.add_argument(
+        "--tokens", type=int, help="of a step, at least; 8192 on a CPU, 65536 on a GPU"
+    )
+    options.add_argument(
+        "--microbatch-tokens",
+        type=int,
+        help="at most, padding counted; 4096 on a CPU, 8192 on a GPU",
+    )
+    options.add_argument(
+        "--logits-chunk-tokens", type=int, help="of the engine's head; not chunked"
+    )
+    options.add_argument(
+        "--compile", action="store_true", help="torch.compile blocks and loss, on all sides"
+    )
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options.add_argument("--repeats", type=int, default=5, help="turns of each side; 5")
     options.add_argument("--steps", type=int, default=2, help="steps of a turn; 2")
@@ -227,7 +245,9 @@ def compare(
         "repeats": repeats,
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
-        "peak_memory_gib": {name: peak / 2**30 for name, peak in median("peak_memory_bytes").items()},
+        "peak_memory_gib": {
+            name: peak / 2**30 for name, peak in median("peak_memory_bytes").items()
+        },
         "loss_difference": {"first": first_difference, "last": largest_difference(last)},
         "ratio": tokens_per_s["relay"] / tokens_per_s["transformers"],
         "ratio_sorted": tokens_per_s["relay"] / tokens_per_s["transformers_sorted"],

@@ -40,7 +40,13 @@ IGNORED = -100
 """Target of padding tokens, the default of `F.cross_entropy`."""
 
 
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 """Dense bfloat16 FLOP/s by NVIDIA's data sheets; the first key contained in the device's name applies."""
 
 
@@ -61,13 +67,17 @@ def model_spec(flavor: str) -> ModelSpec:
 
 def dtypes(workload: Workload) -> tuple[Any, Any]:
     """Return the names of the dtypes of the stored weights and of forward and backward."""
-    return ("float32", "bfloat16") if workload.dtype == "mixed" else (workload.dtype, workload.dtype)
+    return (
+        ("float32", "bfloat16") if workload.dtype == "mixed" else (workload.dtype, workload.dtype)
+    )
 
 
 def draw_sequences(workload: Workload, *, vocab_size: int) -> list[np.ndarray]:
     """Return the token ids of each sequence, [L + 1] for L inputs and their targets."""
     random = np.random.default_rng(workload.seed)
-    return [random.integers(0, vocab_size, length + 1, dtype=np.int32) for length in workload.lengths()]
+    return [
+        random.integers(0, vocab_size, length + 1, dtype=np.int32) for length in workload.lengths()
+    ]
 
 
 def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
@@ -134,7 +144,12 @@ class TransformersSide:
         compile_blocks(self.model.model.layers, compile)
         self.loss_sum = compile_function(sum_of_cross_entropies, compile)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+            self.model.parameters(),
+            lr=LR,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
         )
         self.sequences = draw_sequences(workload, vocab_size=self.model.config.vocab_size)
         self.plan = padded_micro_batches(
@@ -142,14 +157,18 @@ class TransformersSide:
         )
         self.num_tokens = sum(workload.lengths())
         mixed = workload.dtype == "mixed"
-        self.autocast = partial(torch.autocast, workload.device, dtype=torch.bfloat16, enabled=mixed)
+        self.autocast = partial(
+            torch.autocast, workload.device, dtype=torch.bfloat16, enabled=mixed
+        )
 
     def step(self) -> float:
         total = torch.zeros((), device=self.device)
         for indices in self.plan:
             inputs_BL, targets_BL, mask_BL = self._padded([self.sequences[i] for i in indices])
             with self.autocast():
-                logits_BLV = self.model(input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False).logits
+                logits_BLV = self.model(
+                    input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False
+                ).logits
             loss = self.loss_sum(logits_BLV, targets_BL) / self.num_tokens
             loss.backward()
             total += loss.detach()
@@ -162,12 +181,19 @@ class TransformersSide:
         """Return inputs, targets and, where anything is padded, the mask; padding is on the right."""
         lengths_B = np.asarray([len(ids) - 1 for ids in sequences])
         shape = (len(sequences), int(lengths_B.max()))
-        inputs_BL, targets_BL = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        inputs_BL, targets_BL = (
+            np.zeros(shape, dtype=np.int64),
+            np.full(shape, IGNORED, dtype=np.int64),
+        )
         for row, ids in enumerate(sequences):
             inputs_BL[row, : len(ids) - 1], targets_BL[row, : len(ids) - 1] = ids[:-1], ids[1:]
         mask_BL = np.arange(shape[1]) < lengths_B[:, None]
         inputs, targets = (torch.from_numpy(x).to(self.device) for x in (inputs_BL, targets_BL))
-        return inputs, targets, None if mask_BL.all() else torch.from_numpy(mask_BL).long().to(self.device)
+        return (
+            inputs,
+            targets,
+            None if mask_BL.all() else torch.from_numpy(mask_BL).long().to(self.device),
+        )
 
 
 def _transformers_model(workload: Workload, *, device: torch.device) -> Any:
@@ -202,7 +228,9 @@ def describe(workload: Workload) -> dict[str, Any]:
     config = model_spec(workload.flavor).model
     with torch.device("meta"):
         model = config.build()
-    assert config.tie_embeddings, "an embedding of its own multiplies no token, but would be counted"
+    assert config.tie_embeddings, (
+        "an embedding of its own multiplies no token, but would be counted"
+    )
     parameters = sum(p.numel() for p in model.parameters())
     attention = config.block.attention
     width = config.num_layers * attention.num_heads * attention.head_dim

@@ -88,7 +88,9 @@ class PhaseClock:
 
     def end(self) -> None:
         step_s = time.perf_counter() - self._step_start
-        self.steps.append({"step": step_s, **self._seconds, "other": step_s - sum(self._seconds.values())})
+        self.steps.append(
+            {"step": step_s, **self._seconds, "other": step_s - sum(self._seconds.values())}
+        )
         self.begin()
 
     def callback(self) -> Any:
@@ -149,7 +151,9 @@ def trl_steps(
             reward_funcs=reward,
             train_dataset=Dataset.from_list(rows),
             callbacks=[clock.callback()],
-            args=_settings(work, folder=folder, autocast=autocast, vllm=vllm, micro_batch=micro_batch),
+            args=_settings(
+                work, folder=folder, autocast=autocast, vllm=vllm, micro_batch=micro_batch
+            ),
         )
         clock.wrap(trainer, "training_step", "train")
         if vllm:

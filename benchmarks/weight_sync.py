@@ -73,10 +73,14 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     options.add_argument("--quick", action="store_true", help="few layers, few repeats")
     options.add_argument("--layers", type=int, help=f"number of layers; {FULL}")
-    options.add_argument("--model", choices=("0.6b", "8b"), default="0.6b", help="sizes of a layer; 0.6b")
+    options.add_argument(
+        "--model", choices=("0.6b", "8b"), default="0.6b", help="sizes of a layer; 0.6b"
+    )
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu")
     options.add_argument("--only", help="name of the one case to measure, without its peers")
     options.add_argument(
@@ -145,19 +149,26 @@ class Ranks:
     async def __aenter__(self) -> Ranks:
         case = self.case
         every = range(case.num_writers + case.num_readers)
-        for role, ranks in (("writers", every[: case.num_writers]), ("readers", every[case.num_writers :])):
+        for role, ranks in (
+            ("writers", every[: case.num_writers]),
+            ("readers", every[case.num_writers :]),
+        ):
             gpus = tuple(ranks) if case.device == "cuda" else None
             processes = await self.launcher.spawn_role(
                 Placement(role=role, num_procs=len(ranks), threads=self.threads, gpus=gpus)
             )
             self.meshes.append(processes.mesh)
             await setup_process_group_env(processes)
-        self.writers, self.readers = (mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes)
+        self.writers, self.readers = (
+            mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes
+        )
         for ranks in (self.writers, self.readers):
             await ranks.setup.call(case.device)
         dtype = getattr(torch, case.dtype)
         await self.writers.build.call(case.source, case.num_layers, case.model, dtype, 0)
-        sizes = await self.readers.build.call(case.target, case.num_layers, case.model, torch.bfloat16, 1)
+        sizes = await self.readers.build.call(
+            case.target, case.num_layers, case.model, torch.bfloat16, 1
+        )
         self.num_bytes = next(size for _, size in sizes.items())
         return self
 
@@ -198,12 +209,16 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
         await store.stop()
     for name, took_s in (("push", push_s), ("pull", pull_s)):
         first, later = took_s[:NUM_WARM_UP], statistics.median(took_s[NUM_WARM_UP:])
-        print(f"{case.name}: {name} {later:.3f} s, the first {', '.join(f'{took:.3f}' for took in first)} s")
+        print(
+            f"{case.name}: {name} {later:.3f} s, the first {', '.join(f'{took:.3f}' for took in first)} s"
+        )
     figures = speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
     return figures | {"foreign_contexts": foreign}
 
 
-def speeds(name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float]) -> dict[str, Any]:
+def speeds(
+    name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float]
+) -> dict[str, Any]:
     """Return the figures of one case, from the seconds of its calls."""
     figures = {"name": name, "gb": round(gb, 3)}
     for speed, took_s in zip(SPEEDS, (push_s, pull_s), strict=True):
@@ -224,12 +239,16 @@ async def timed(answer: Awaitable[T]) -> tuple[T, float]:
     return await answer, time.perf_counter() - started
 
 
-async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, float]]:
+async def measure_peers(
+    case: Case, *, repeats: int, threads: int
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Measure plain torchstore, and copies within a process by one thread and by all."""
     async with Ranks(case, threads=threads) as ranks:
         name = "plain"
         # As its own default, one volume in a process of its own.
-        volume = await ranks.launcher.spawn_role(Placement(role="volume", num_procs=1, threads=threads))
+        volume = await ranks.launcher.spawn_role(
+            Placement(role="volume", num_procs=1, threads=threads)
+        )
         await torchstore.initialize(mesh=volume.mesh, store_name=name)
         push_s, pull_s = [], []
         for version in range(repeats):
@@ -245,7 +264,9 @@ async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[dict
         one_thread = await ranks.readers.copy_memory.call_one(repeats)
     gb = ranks.num_bytes / 1e9
     copies = {"one_thread": gb / one_thread, f"{threads}_threads": gb / all_threads}
-    return speeds("torchstore", gb, push_s, pull_s), {name: round(speed, 2) for name, speed in copies.items()}
+    return speeds("torchstore", gb, push_s, pull_s), {
+        name: round(speed, 2) for name, speed in copies.items()
+    }
 
 
 if __name__ == "__main__":

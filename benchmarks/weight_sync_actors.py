@@ -96,20 +96,30 @@ class SyncRank(Actor):
 
     @endpoint
     async def setup(self, device_type: str) -> None:
-        self._device = torch.device("cpu") if device_type == "cpu" else World.from_env().default_device()
+        self._device = (
+            torch.device("cpu") if device_type == "cpu" else World.from_env().default_device()
+        )
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
 
     @endpoint
-    async def build(self, plan: Plan, num_layers: int, model: Model, dtype: torch.dtype, seed: int) -> int:
+    async def build(
+        self, plan: Plan, num_layers: int, model: Model, dtype: torch.dtype, seed: int
+    ) -> int:
         """Create random tensors and return the bytes of all ranks together."""
         torch.manual_seed(seed)
-        mesh = None if plan == "whole" else init_device_mesh(self._device.type, (dist.get_world_size(),))
+        mesh = (
+            None
+            if plan == "whole"
+            else init_device_mesh(self._device.type, (dist.get_world_size(),))
+        )
         for name, shape in shapes(num_layers, model).items():
             tensor = torch.randn(shape).to(self._device, dtype)
             if mesh is not None:
-                tensor = distribute_tensor(tensor, mesh, [placement(name, plan)], src_data_rank=None)
+                tensor = distribute_tensor(
+                    tensor, mesh, [placement(name, plan)], src_data_rank=None
+                )
             self._tensors[name] = tensor
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 

@@ -44,7 +44,9 @@ def dr_grpo(config: Controller.Config) -> Controller.Config:
     The constant divisor is `loop.sampling.max_tokens`. To change that on the command line, also set
     `--trainer.loss.tokens_per_sequence`.
     """
-    return _with(config, DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens), Advantage())
+    return _with(
+        config, DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens), Advantage()
+    )
 
 
 def dapo(config: Controller.Config) -> Controller.Config:
@@ -112,10 +114,14 @@ def with_kl(
     return config
 
 
-def _tiny(algorithm: Callable[[Controller.Config], Controller.Config]) -> Callable[[], Controller.Config]:
+def _tiny(
+    algorithm: Callable[[Controller.Config], Controller.Config],
+) -> Callable[[], Controller.Config]:
     def tiny() -> Controller.Config:
         config = algorithm(sum_digits.tiny())
-        config.description = f"Qwen3 of 0.8M parameters on sum-digits, on a CPU, with {algorithm.__name__}"
+        config.description = (
+            f"Qwen3 of 0.8M parameters on sum-digits, on a CPU, with {algorithm.__name__}"
+        )
         return config
 
     return tiny

@@ -91,7 +91,9 @@ QWEN3_30B_A3B = Layout(
     recompute="full",
 )  # fmt: skip
 # Sixteen for training, four for generation, on several machines.
-QWEN3_32B = Layout(size="32B", num_gpus=20, ahead=True, shards=4, tensor_parallel=4, generator_gpus=4)
+QWEN3_32B = Layout(
+    size="32B", num_gpus=20, ahead=True, shards=4, tensor_parallel=4, generator_gpus=4
+)
 
 
 def config(
@@ -117,7 +119,9 @@ def config(
             optimizer=Optimizer.Config(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0),
             lr_scheduler=LRSchedule.Config(warmup_steps=5),
             training=TrainingConfig(
-                max_tokens_per_microbatch=layout.microbatch, param_dtype="bfloat16", logits_chunk_tokens=2048
+                max_tokens_per_microbatch=layout.microbatch,
+                param_dtype="bfloat16",
+                logits_chunk_tokens=2048,
             ),
             activation_checkpoint=ActivationCheckpointConfig(mode=layout.recompute),
             compile=CompileConfig(enable=layout.compile),

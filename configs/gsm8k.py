@@ -66,4 +66,6 @@ def math_qwen3_1_7b() -> Controller.Config:
         gold="boxed",
         unparsed_gold="skip",
     )
-    return sum_digits.on_task(sum_digits.qwen3_1_7b(), "MATH", task, max_model_len=4096, max_tokens=3072)
+    return sum_digits.on_task(
+        sum_digits.qwen3_1_7b(), "MATH", task, max_model_len=4096, max_tokens=3072
+    )

@@ -29,7 +29,9 @@ def tiny_noise() -> Controller.Config:
 def _on(layout: gpu.Layout) -> Callable[[], Controller.Config]:
     def config() -> Controller.Config:
         task = ReverseText.Config(num_letters=(8, 24), instruction=INSTRUCTION)
-        return gpu.config(layout, name="reverse-text", task=task, max_model_len=1024, max_tokens=768)
+        return gpu.config(
+            layout, name="reverse-text", task=task, max_model_len=1024, max_tokens=768
+        )
 
     return config
 

@@ -101,7 +101,9 @@ def tiny_moe() -> Controller.Config:
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
     config.model = model_spec("qwen3_moe", "tiny")
     config.batch_invariant = False
-    config.generator.enforce_eager = True  # On a GPU the products of experts in float32 wait for the host.
+    config.generator.enforce_eager = (
+        True  # On a GPU the products of experts in float32 wait for the host.
+    )
     # If two experts score almost the same, trainer and generator may choose differently. That is rare, but
     # the logprobs then differ by the difference between two experts.
     config.loop.max_logprob_diff = 1e-3

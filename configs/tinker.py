@@ -26,7 +26,9 @@ def tiny_actors() -> TinkerServer.Config:
         description="Qwen3 of 0.8M parameters, a trainer and a generator",
         backend=ActorBackend.Config(
             base=Base.Config(name="tiny"),
-            generator=VLLMGenerator.Config(dtype="float32", max_model_len=1024, cpu_kv_cache_gib=0.5),
+            generator=VLLMGenerator.Config(
+                dtype="float32", max_model_len=1024, cpu_kv_cache_gib=0.5
+            ),
         ),
     )
 

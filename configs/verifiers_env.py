@@ -20,7 +20,9 @@ def qwen3_1_7b() -> Controller.Config:
 
 def _verifiers(config: Controller.Config) -> Controller.Config:
     task = VerifiersTask.Config(taskset="gsm8k-v1", num_eval=256)
-    sum_digits.on_task(config, "an environment of verifiers", task, max_model_len=4096, max_tokens=1024)
+    sum_digits.on_task(
+        config, "an environment of verifiers", task, max_model_len=4096, max_tokens=1024
+    )
     # Environments may have several turns, and Qwen3's own template would not keep their tokens.
     config.renderer = RendererConfig(kind="qwen3")
     # The first replies wait for the environment's tool servers to start.

@@ -68,7 +68,9 @@ async def train(config: RunConfig) -> list[tuple[float, float]]:
             update = await run.trainer.optim_step()
             await run.publisher.serve(await run.publisher.push())
             history.append((float(rewards_PG.mean()), update.grad_norm))
-            print(f"step {step}: reward {rewards_PG.mean():.3f}, gradient norm {update.grad_norm:.3f}")
+            print(
+                f"step {step}: reward {rewards_PG.mean():.3f}, gradient norm {update.grad_norm:.3f}"
+            )
     return history
 
 

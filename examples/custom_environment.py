@@ -74,7 +74,9 @@ class GuessNumber(GeneratedTask):
 
     def environment(self, problem: Problem) -> HigherOrLower:
         return HigherOrLower(
-            problem=problem, max_guesses=self.config.max_guesses, wrong_guess=self.config.wrong_guess
+            problem=problem,
+            max_guesses=self.config.max_guesses,
+            wrong_guess=self.config.wrong_guess,
         )
 
     def reward(self, rollout: Rollout) -> float:

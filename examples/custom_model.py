@@ -59,7 +59,9 @@ class GraniteDecoder(Decoder):
 
     def tables(self, rope: RoPE, positions: Tensor, *, dtype: Any) -> tuple[Tensor, Tensor]:
         # Queries and keys are multiplied by the same tables, and so the scores by the square of this factor.
-        factor = (self.config.attention_multiplier * self.config.block.attention.head_dim**0.5) ** 0.5
+        factor = (
+            self.config.attention_multiplier * self.config.block.attention.head_dim**0.5
+        ) ** 0.5
         cos, sin = rope(positions)
         return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
@@ -73,9 +75,13 @@ class GraniteAdapter(DecoderAdapter):
     architecture = "GraniteForCausalLM"
 
     @classmethod
-    def sized(cls, *, multipliers: dict[str, float] = MULTIPLIERS, **sizes: Any) -> GraniteDecoder.Config:
+    def sized(
+        cls, *, multipliers: dict[str, float] = MULTIPLIERS, **sizes: Any
+    ) -> GraniteDecoder.Config:
         base, own = super().sized(**sizes), dict(multipliers)
-        block = GraniteBlock.Config(**values(base.block), residual_multiplier=own.pop("residual_multiplier"))
+        block = GraniteBlock.Config(
+            **values(base.block), residual_multiplier=own.pop("residual_multiplier")
+        )
         return GraniteDecoder.Config(**values(base) | own | {"block": block})
 
     @classmethod
@@ -103,7 +109,10 @@ def model_registry(flavor: str) -> ModelSpec:
 def tiny(config: Controller.Config | None = None) -> Controller.Config:
     """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
     config = config or sum_digits.tiny()
-    config.description, config.model = "Granite of 0.8M parameters on sum-digits", model_registry("tiny")
+    config.description, config.model = (
+        "Granite of 0.8M parameters on sum-digits",
+        model_registry("tiny"),
+    )
     return config
 
 

@@ -44,7 +44,9 @@ class AnnealedClipTrainer(PolicyTrainer):
 
 
 class AnnealedClipEngine(TrainingEngine):
-    def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
+    def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
         config = self.config
         assert isinstance(config, AnnealedClipTrainer.Config)
         progress = min(1.0, self.policy_version / config.anneal_steps)

@@ -23,7 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, this is found in its own tree
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, this is found in its own tree
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import GRPOLoss
@@ -37,7 +39,16 @@ from rl.tasks.sum_digits import SumDigits, format_reward, is_correct
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import Completion, Message, OptimParams, Problem, Prompt, Rollout, SamplingParams, Turn
+from rl.types import (
+    Completion,
+    Message,
+    OptimParams,
+    Problem,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Turn,
+)
 
 MAX_TOKENS = 32
 """Most tokens of a completion."""
@@ -68,7 +79,9 @@ def reward(rollout: Rollout) -> float:
 async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Problem]) -> float:
     """Share of right greedy replies."""
     prompts = [prompt_of(problem, renderer) for problem in problems]
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids)
+    sampling = SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids
+    )
     groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
     right = [
         is_correct(rollout_of(prompt, completion, 0, renderer))
@@ -111,18 +124,26 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
             lr = args.warmup_lr * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * cosine)
             await local.optim_step(OptimParams(lr=lr, weight_decay=0.01))
             if step % 50 == 0 or step == args.warmup_steps - 1:
-                print(f"warm-up step {step + 1:3}  loss {gradient.loss_mean:.3f} nats a token", flush=True)
+                print(
+                    f"warm-up step {step + 1:3}  loss {gradient.loss_mean:.3f} nats a token",
+                    flush=True,
+                )
         await local.export_hf(str(output / "warm"), dtype="float32")
-        await local.load_checkpoint(str(output / "warm"))  # The same weights, a new optimizer, step 0.
+        await local.load_checkpoint(
+            str(output / "warm")
+        )  # The same weights, a new optimizer, step 0.
         await local.serve(await local.push())
         curve = [(0, await accuracy(local, renderer, held_out))]
-        print(f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  {time.perf_counter() - started:.0f} s")
+        print(
+            f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  {time.perf_counter() - started:.0f} s"
+        )
 
         train_problems = task.train_problems(seed=args.seed)
         for step in range(1, args.steps + 1):
             # Generate G completions of each of P prompts, from the weights that are served.
             prompts = [
-                prompt_of(problem, renderer) for problem in islice(train_problems, args.groups_per_batch)
+                prompt_of(problem, renderer)
+                for problem in islice(train_problems, args.groups_per_batch)
             ]
             sampling = SamplingParams(
                 max_tokens=MAX_TOKENS,
@@ -130,17 +151,27 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
                 stop_token_ids=renderer.stop_token_ids,
                 seed=args.seed * 1_000_003 + step,
             )
-            groups_PG = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
+            groups_PG = await local.generate(
+                [prompt.token_ids for prompt in prompts], sampling=sampling
+            )
 
             # Reward each; its advantage is what it is better than the mean of its group, for all its tokens.
             samples, rewards_PG = [], []
             for prompt, completions_G in zip(prompts, groups_PG, strict=True):
-                rollouts_G = [rollout_of(prompt, c, i, renderer) for i, c in enumerate(completions_G)]
+                rollouts_G = [
+                    rollout_of(prompt, c, i, renderer) for i, c in enumerate(completions_G)
+                ]
                 rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
                 rewards_PG.append(rewards_G)
-                for rollout, advantage in zip(rollouts_G, rewards_G - rewards_G.mean(), strict=True):
-                    advantages_C = np.full(rollout.num_completion_tokens, advantage, dtype=np.float32)
-                    samples.append(policy_sample(rollout, advantages_C=advantages_C, temperature=1.0))
+                for rollout, advantage in zip(
+                    rollouts_G, rewards_G - rewards_G.mean(), strict=True
+                ):
+                    advantages_C = np.full(
+                        rollout.num_completion_tokens, advantage, dtype=np.float32
+                    )
+                    samples.append(
+                        policy_sample(rollout, advantages_C=advantages_C, temperature=1.0)
+                    )
 
             # The gradient, in as many calls as one likes; one step of the optimizer.
             gradient = await local.forward_backward(samples, loss=GRPOLoss())
@@ -167,13 +198,21 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GRPO on sum-digits in one process, on a CPU or a GPU.")
+    parser = argparse.ArgumentParser(
+        description="GRPO on sum-digits in one process, on a CPU or a GPU."
+    )
     parser.add_argument("--steps", type=int, default=50, help="of GRPO")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the sampling")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the model, the problems and the sampling"
+    )
     parser.add_argument("--lr", type=float, default=4e-5, help="peak learning rate of GRPO")
     parser.add_argument("--output", default="outputs/rl_loop", help="a new folder")
-    parser.add_argument("--warmup_steps", type=int, default=300, help="supervised, of 64 demonstrations")
-    parser.add_argument("--warmup_lr", type=float, default=5e-3, help="peak learning rate of the warm-up")
+    parser.add_argument(
+        "--warmup_steps", type=int, default=300, help="supervised, of 64 demonstrations"
+    )
+    parser.add_argument(
+        "--warmup_lr", type=float, default=5e-3, help="peak learning rate of the warm-up"
+    )
     parser.add_argument("--groups_per_batch", type=int, default=32, help="P, of a step")
     parser.add_argument("--group_size", type=int, default=8, help="G, of each prompt")
     parser.add_argument("--eval_every", type=int, default=10, help="steps between evaluations")

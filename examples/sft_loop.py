@@ -22,7 +22,9 @@ from typing import get_args
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, this is found in its own tree
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, this is found in its own tree
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
@@ -53,9 +55,13 @@ def read_conversations(path: Path) -> list[tuple[Message, ...]]:
             raise ValueError(f"{where} has no list `messages`; it has {has}")
         for message in row["messages"]:
             if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise ValueError(f"{where}: {message!r} is no message with a `role` and a text as `content`")
+                raise ValueError(
+                    f"{where}: {message!r} is no message with a `role` and a text as `content`"
+                )
             if message.get("role") not in get_args(Role):
-                raise ValueError(f"{where}: role={message.get('role')!r}: must be one of {get_args(Role)}")
+                raise ValueError(
+                    f"{where}: role={message.get('role')!r}: must be one of {get_args(Role)}"
+                )
         messages = tuple(Message(role=m["role"], content=m["content"]) for m in row["messages"])
         if len(messages) < 2 or messages[0].role == "assistant" or messages[-1].role != "assistant":
             raise ValueError(
@@ -140,7 +146,9 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         spec = model_registry("tiny")
         folder = write_random_model(output / "random", spec=spec, seed=args.seed)
     tokenizer, ends = open_tokenizer(folder)
-    renderer = make_renderer(RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends)
+    renderer = make_renderer(
+        RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends
+    )
     renderer.check_multi_turn()
     samples = [conversation_sample(messages, renderer) for messages in conversations]
     kept = [sample for sample in samples if len(sample.token_ids) <= args.max_tokens]
@@ -161,7 +169,9 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         curve = [(first, await held_out_loss(local, held_out))]
         print(f"step {first:4}  held-out loss {curve[-1][1]:.4f} nats a token", flush=True)
         for step in range(first, args.steps):
-            places = batch_of_step(step, num_samples=len(train), batch_size=args.batch_size, seed=args.seed)
+            places = batch_of_step(
+                step, num_samples=len(train), batch_size=args.batch_size, seed=args.seed
+            )
             batch = [train[place] for place in places]
             gradient = await local.forward_backward(batch, loss=CrossEntropyLoss())
             update = await local.optim_step(
@@ -183,21 +193,31 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Supervised training on conversations, in one process.")
-    parser.add_argument("--data", help="a JSONL of conversations; by default one of running sums is written")
+    parser = argparse.ArgumentParser(
+        description="Supervised training on conversations, in one process."
+    )
+    parser.add_argument(
+        "--data", help="a JSONL of conversations; by default one of running sums is written"
+    )
     parser.add_argument(
         "--hf_assets_path",
         help="a Hugging Face folder, GGUF file or owner/name; by default a tiny random model",
     )
-    parser.add_argument("--steps", type=int, default=200, help="of the optimizer, those of --resume included")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of the optimizer, those of --resume included"
+    )
     parser.add_argument("--batch_size", type=int, default=32, help="conversations a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warmup_steps", type=int, default=20, help="in which it rises")
-    parser.add_argument("--max_tokens", type=int, default=1024, help="longer conversations are left out")
+    parser.add_argument(
+        "--max_tokens", type=int, default=1024, help="longer conversations are left out"
+    )
     parser.add_argument("--eval_every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", help="a checkpoint folder of an earlier run")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of samples")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the model and of the order of samples"
+    )
     parser.add_argument("--output", default="outputs/sft_loop", help="a new folder")
     args = parser.parse_args(argv)
     for name in ("steps", "batch_size", "max_tokens", "eval_every", "save_every"):

@@ -80,7 +80,9 @@ class ImportanceCorrection:
         if not self.high >= 1.0:
             raise ValueError(f"high={self.high}: must be at least 1, the ratio of on-policy data")
         if not 0.0 <= self.low <= 1.0:
-            raise ValueError(f"low={self.low}: must be between 0 and 1, the ratio of on-policy data")
+            raise ValueError(
+                f"low={self.low}: must be between 0 and 1, the ratio of on-policy data"
+            )
         if self.low and self.mode != "mask":
             raise ValueError(
                 f"low={self.low} has no effect with mode={self.mode!r}: must be 0, or mode 'mask'"

@@ -49,13 +49,17 @@ def over_sequences(
     sums_S = _sum_by_sequence(values_T.double(), inputs)
     if mean:
         sums_S = sums_S / _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(valid_T if to_T is None else to_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0)
+    return torch.where(
+        valid_T if to_T is None else to_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0
+    )
 
 
 def _token_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:
     """Return one over the number of valid tokens in each token's sequence, [T]; 0 for invalid tokens."""
     counts_S = _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0).to(inputs.logprobs.dtype)
+    return torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0).to(
+        inputs.logprobs.dtype
+    )
 
 
 def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
@@ -144,7 +148,9 @@ class NormalizedLoss(ABC):
 
     def shares(self, inputs: LossInputs, valid_T: Tensor) -> Tensor | None:
         """Return the factor of each token's loss, [T], or None if every factor is 1."""
-        return _token_shares(valid_T, inputs=inputs) if self.normalization == "sequence_mean" else None
+        return (
+            _token_shares(valid_T, inputs=inputs) if self.normalization == "sequence_mean" else None
+        )
 
     def denominator(self, inputs: LossInputs, valid_T: Tensor) -> Tensor | None:
         """Return this micro-batch's part of the denominator, [] float32."""

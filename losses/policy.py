@@ -76,9 +76,13 @@ class PolicyTokens:
         """
         inputs, counted_T = self.inputs, self.valid
         if inputs.ratio_mask is not None:
-            counted_T = drawn_tokens(mask_T=inputs.ratio_mask, generator_logprobs_T=inputs.generator_logprobs)
+            counted_T = drawn_tokens(
+                mask_T=inputs.ratio_mask, generator_logprobs_T=inputs.generator_logprobs
+            )
         log_ratios_T = torch.where(counted_T, inputs.logprobs - self.old_logprobs, 0.0)
-        return bounded_exp(over_sequences(log_ratios_T, counted_T, inputs=inputs, mean=True, to_T=self.valid))
+        return bounded_exp(
+            over_sequences(log_ratios_T, counted_T, inputs=inputs, mean=True, to_T=self.valid)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +150,9 @@ class PolicyLoss(NormalizedLoss):
         surrogate = self.surrogate(PolicyTokens(inputs=inputs, valid=valid_T, old_logprobs=old_T))
         values_T = surrogate.values if corrected is None else corrected.weights * surrogate.values
         loss_sum = -masked_sum(values_T, valid_T, shares_T=shares_T)
-        is_clipped_T = torch.zeros_like(valid_T) if surrogate.is_clipped is None else surrogate.is_clipped
+        is_clipped_T = (
+            torch.zeros_like(valid_T) if surrogate.is_clipped is None else surrogate.is_clipped
+        )
         metric_sums = {
             "ratio": masked_sum(surrogate.ratios.detach(), valid_T),
             "clipped_fraction": (is_clipped_T & valid_T).sum().float(),
@@ -167,7 +173,9 @@ class PolicyLoss(NormalizedLoss):
                 raise ValueError(
                     f"entropy_coef={self.entropy_coef}: needs the inputs' entropy, which is None"
                 )
-            loss_sum = loss_sum - self.entropy_coef * masked_sum(inputs.entropy, counted_T, shares_T=shares_T)
+            loss_sum = loss_sum - self.entropy_coef * masked_sum(
+                inputs.entropy, counted_T, shares_T=shares_T
+            )
         return LossOutput(
             loss_sum=loss_sum,
             denominator=self.denominator(inputs, valid_T),
@@ -224,7 +232,9 @@ class PPOLoss(PolicyLoss):
         plain_T = ratios_T * tokens.inputs.advantages
         clipped_T = self.clip(ratios_T) * tokens.inputs.advantages
         return Surrogate(
-            values=torch.minimum(plain_T, clipped_T), ratios=ratios_T, is_clipped=clipped_T < plain_T
+            values=torch.minimum(plain_T, clipped_T),
+            ratios=ratios_T,
+            is_clipped=clipped_T < plain_T,
         )
 
 
@@ -338,7 +348,9 @@ class RLOOLoss(PPOLoss):
     """Divisor of the sum over tokens."""
 
     def ratios(self, tokens: PolicyTokens) -> Tensor:
-        return bounded_exp(over_sequences(tokens.log_ratios, tokens.valid, inputs=tokens.inputs, mean=False))
+        return bounded_exp(
+            over_sequences(tokens.log_ratios, tokens.valid, inputs=tokens.inputs, mean=False)
+        )
 
 
 @dataclass(kw_only=True, slots=True)

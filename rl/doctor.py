@@ -90,7 +90,10 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     if steps:
         age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
         step = f"the last step was step {max(steps):.0f}, {age_s:.1f} s ago"
-    lines = [f"{folder}: {status}; {step}", *(_describe(state, how) for state, how in states.items())]
+    lines = [
+        f"{folder}: {status}; {step}",
+        *(_describe(state, how) for state, how in states.items()),
+    ]
     lines += [f"  event: {json.dumps(event)}" for event in events[-SHOWN_EVENTS:]]
     lines += [f"PROBLEM: {problem}" for problem in problems]
     if end is not None:
@@ -99,7 +102,11 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
 
 
 def _judge(
-    run: RunFolder, states: Mapping[ProcessState, str], *, end: Mapping[str, Any] | None, expected_s: float
+    run: RunFolder,
+    states: Mapping[ProcessState, str],
+    *,
+    end: Mapping[str, Any] | None,
+    expected_s: float,
 ) -> tuple[Literal["running", "finished", "ended"], list[str], str | None]:
     """Return the status, the problems, and the last line for the user if there is one besides the problems.
 
@@ -134,7 +141,9 @@ def _signal_of(reason: str) -> str | None:
     if reason.startswith("KeyboardInterrupt"):
         return "Ctrl-C"
     status = reason.removeprefix("SystemExit: ")
-    return {str(128 + number): number.name for number in (signal.SIGTERM, signal.SIGHUP)}.get(status)
+    return {str(128 + number): number.name for number in (signal.SIGTERM, signal.SIGHUP)}.get(
+        status
+    )
 
 
 def _liveness(state: ProcessState) -> str:
@@ -156,8 +165,13 @@ def _problems(
     if controller is None:
         return ["the controller has recorded nothing"]
     found = [f"{state.name} is dead" for state, how in states.items() if how == "dead"]
-    found += [f"{state.name} is stopped by a signal" for state, how in states.items() if how == "STOPPED"]
-    silent_s, expected = controller.age_s(controller.changed_s), f"expected are at most {expected_s:.0f} s"
+    found += [
+        f"{state.name} is stopped by a signal" for state, how in states.items() if how == "STOPPED"
+    ]
+    silent_s, expected = (
+        controller.age_s(controller.changed_s),
+        f"expected are at most {expected_s:.0f} s",
+    )
     waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
     if silent_s > expected_s:
         found.append(
@@ -170,7 +184,12 @@ def _problems(
 
 
 def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float:
-    took = [record[name] for record in records for name in ("time/step_s", "time/eval_s") if name in record]
+    took = [
+        record[name]
+        for record in records
+        for name in ("time/step_s", "time/eval_s")
+        if name in record
+    ]
     if finite := [seconds for seconds in took if math.isfinite(seconds)]:
         return max(MIN_EXPECTED_S, EXPECTED_STEPS * max(finite))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -183,13 +202,16 @@ def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float
 async def _stacks(health: RunHealth, logs: Path) -> str:
     states = [state for state, how in health.states.items() if how not in ("dead", "ended")]
     texts = await asyncio.gather(*(request_stacks(state, logs) for state in states))
-    blocks = [f"\n==== {s.name}: {s.describe()}\n{t.rstrip()}" for s, t in zip(states, texts, strict=True)]
+    blocks = [
+        f"\n==== {s.name}: {s.describe()}\n{t.rstrip()}" for s, t in zip(states, texts, strict=True)
+    ]
     return "\n".join(blocks)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rl.doctor", description="What a run is doing, and whether it makes progress."
+        prog="python -m rl.doctor",
+        description="What a run is doing, and whether it makes progress.",
     )
     parser.add_argument("folder", help="folder of the run, such as outputs/x")
     parser.add_argument(

@@ -61,9 +61,13 @@ def _engine_call(
     name = method.__name__
 
     @wraps(method)
-    async def asynchronous(self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any) -> ResultT:
+    async def asynchronous(
+        self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any
+    ) -> ResultT:
         return await self._run_in(
-            "trainer", span_name or name, lambda: getattr(self.engine_of(model_id), name)(*args, **options)
+            "trainer",
+            span_name or name,
+            lambda: getattr(self.engine_of(model_id), name)(*args, **options),
         )
 
     return asynchronous
@@ -143,7 +147,9 @@ class LocalBackend:
             make_batch_invariant(model, spec=spec, device=self._device)
             model.float32_head = spec.float32_head
             degrees = ParallelismConfig().degrees(1)
-            ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(model)
+            ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(
+                model
+            )
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=self._device))
@@ -157,7 +163,10 @@ class LocalBackend:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.aclose()
 
@@ -176,7 +185,9 @@ class LocalBackend:
             thread.stop(timeout_s=threading.TIMEOUT_MAX)
         (self.models if self._has_models else self.engine).close()
 
-    async def _run_in(self, thread: str, name: str, function: Callable[..., ResultT], *args: Any) -> ResultT:
+    async def _run_in(
+        self, thread: str, name: str, function: Callable[..., ResultT], *args: Any
+    ) -> ResultT:
         """Return the result of a function in a thread, unless the call is cancelled before its turn."""
         self._check_open()
 
@@ -219,13 +230,17 @@ class LocalBackend:
         """Let the calls of `generate_in_turns` that are under way return at their next token."""
         self._num_interruptions += 1
 
-    async def _go_on(self, own: DrawCall) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
+    async def _go_on(
+        self, own: DrawCall
+    ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Draw a call's completions from where it is."""
         interruption, num_tokens = self._num_interruptions, own.num_drawn
         try:
             if self._has_models:
                 self._calls.waiting.append(own)
-                await asyncio.sleep(GATHER_S)  # also where no call can join, so that calls keep their order
+                await asyncio.sleep(
+                    GATHER_S
+                )  # also where no call can join, so that calls keep their order
             await self._run_in("generator", "generate", self._answer, own, interruption)
         except BaseException:
             own.cancelled.set()
@@ -234,14 +249,18 @@ class LocalBackend:
             if self._has_models:
                 self._calls.waiting.remove(own)
         if own.completions is None:
-            return Interrupted(resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens)
+            return Interrupted(
+                resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens
+            )
         return by_prompt(own.completions, sampling=own.sampling)
 
     def _answer(self, own: DrawCall, interruption: int) -> None:
         """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        is_interrupted = self._num_interruptions != interruption  # while it was queued behind others
+        is_interrupted = (
+            self._num_interruptions != interruption
+        )  # while it was queued behind others
         if own.completions is None and own.error is None and not is_interrupted:
             group = own.group or self._calls.group(own)
 

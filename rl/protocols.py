@@ -100,7 +100,9 @@ class Trainer(Protocol):
         """Return the logprobs of each sample, [T] float32 nats; entry t belongs to token t, entry 0 is 0."""
         ...
 
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    async def compute_reference_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[np.ndarray]:
         """Return logprobs under the frozen reference policy; raise if reference.enable is False."""
         ...
 
@@ -139,7 +141,9 @@ class Publisher(Protocol):
 
 
 class Rewarder(Protocol):
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+    async def score(
+        self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
+    ) -> list[list[Score]]:
         """Return a score for each rollout, in order; that of a failed rollout has its failure.
 
         Args:

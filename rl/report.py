@@ -52,7 +52,10 @@ def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the names of the folders, with one parent, or all parents, where they are equal."""
     paths = [folder.resolve() for folder in folders]
-    for names in ([path.name for path in paths], [f"{path.parent.name}/{path.name}" for path in paths]):
+    for names in (
+        [path.name for path in paths],
+        [f"{path.parent.name}/{path.name}" for path in paths],
+    ):
         if len(set(names)) == len(names):
             return names
     return list(map(str, paths))
@@ -62,8 +65,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rl.report", description="Write a report of a run as one HTML file."
     )
-    parser.add_argument("folders", nargs="+", metavar="folder", help="folder of a run, such as outputs/x")
-    parser.add_argument("--output", metavar="FILE", help=f"the file; by default {REPORT} in the first folder")
+    parser.add_argument(
+        "folders", nargs="+", metavar="folder", help="folder of a run, such as outputs/x"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help=f"the file; by default {REPORT} in the first folder"
+    )
     options = parser.parse_args(argv)
     if len(options.folders) > 2:
         parser.error(f"{len(options.folders)} folders: a report is of one run, or compares two")

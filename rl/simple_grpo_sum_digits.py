@@ -7,5 +7,9 @@ from rl.utils.compat import exit_process
 
 if __name__ == "__main__":
     exit_process(
-        main(default_module="sum_digits", default_config="tiny", prog="python -m rl.simple_grpo_sum_digits")
+        main(
+            default_module="sum_digits",
+            default_config="tiny",
+            prog="python -m rl.simple_grpo_sum_digits",
+        )
     )

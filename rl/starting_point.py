@@ -75,7 +75,9 @@ class StartingPoint:
             yield Path(folder)
 
 
-def given_folder(path: Path, *, spec: ModelSpec | None, batch_invariant: bool = False) -> StartingPoint:
+def given_folder(
+    path: Path, *, spec: ModelSpec | None, batch_invariant: bool = False
+) -> StartingPoint:
     """Open a user's Hugging Face folder.
 
     Args:
@@ -102,7 +104,9 @@ def given_folder(path: Path, *, spec: ModelSpec | None, batch_invariant: bool = 
 def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
     """Return a model to be drawn from the seed; nothing is written yet."""
     key = _key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
-    return StartingPoint(folder=cache / f"{spec.name}-{spec.flavor}-random-{key}", spec=spec, seed=seed)
+    return StartingPoint(
+        folder=cache / f"{spec.name}-{spec.flavor}-random-{key}", spec=spec, seed=seed
+    )
 
 
 def warmed_up_model(
@@ -125,7 +129,9 @@ def warmed_up_model(
         "model": to_dict(spec.model),
         "seed": seed,
         "warmup": to_dict(warmup),
-        "demonstrations": [_digest(sample) for sample in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)],
+        "demonstrations": [
+            _digest(sample) for sample in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)
+        ],
         "arithmetic": arithmetic,
     }
     warm = cache / f"{spec.name}-{spec.flavor}-warm-{_key(made_of)}"

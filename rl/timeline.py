@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     destination = folder / TIMELINE if options.output is None else Path(options.output).expanduser()
     try:
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
-        say(f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing")
+        say(
+            f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing"
+        )
     except (ValueError, OSError) as error:
         say_error(f"error: {error}")
         return 2
@@ -37,7 +39,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rl.timeline", description="Write the timeline of a run for Perfetto."
     )
     parser.add_argument("folder", help="folder of the run, such as outputs/x")
-    parser.add_argument("--output", help="file to write; timeline.json in the run's folder when not given")
+    parser.add_argument(
+        "--output", help="file to write; timeline.json in the run's folder when not given"
+    )
     return parser.parse_args(argv)
 
 

@@ -6,4 +6,6 @@ from rl.config.cli import main
 from rl.utils.compat import exit_process
 
 if __name__ == "__main__":
-    exit_process(main(default_module="sum_digits", default_config="tiny", prog="python -m rl.train"))
+    exit_process(
+        main(default_module="sum_digits", default_config="tiny", prog="python -m rl.train")
+    )

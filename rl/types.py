@@ -65,7 +65,9 @@ def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]
     if type(messages) is tuple:
         return messages
     hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
-    if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(messages, Iterable):
+    if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(
+        messages, Iterable
+    ):
         raise ValueError(f"{name}={shown(messages)} is a {type(messages).__name__}: {hint}")
     return tuple(messages)
 
@@ -170,8 +172,12 @@ class Observation:
             object.__setattr__(self, "messages", as_messages(self.messages))
         if type(self.metrics) is not ReadOnlyDict:
             if not isinstance(self.metrics, Mapping):
-                raise ValueError(f"metrics={shown(self.metrics)} must be a mapping of names to numbers")
-            object.__setattr__(self, "metrics", ReadOnlyDict(self.metrics) if self.metrics else NO_METRICS)
+                raise ValueError(
+                    f"metrics={shown(self.metrics)} must be a mapping of names to numbers"
+                )
+            object.__setattr__(
+                self, "metrics", ReadOnlyDict(self.metrics) if self.metrics else NO_METRICS
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -253,7 +259,9 @@ class Rollout:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, with the environment's answer to the last reply."""
-        messages = [m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))]
+        messages = [
+            m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))
+        ]
         return (*messages, *self.turns[-1].observation.messages)
 
 

@@ -203,11 +203,15 @@ def misplaced_imports(sources: Sources) -> list[str]:
         if top in TOPS:
             continue
         if package in ALLOWED_IN and not imported.path.startswith(ALLOWED_IN[package]):
-            violations.append(f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only")
+            violations.append(
+                f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only"
+            )
         elif top == "losses" and package not in ("losses", "torch", *sys.stdlib_module_names):
             violations.append(f"{imported.where}: losses import torch only, not {package}")
         elif family and top != "configs" and not f"{imported.source}.".startswith(f"{family}."):
-            violations.append(f"{imported.where}: {imported.target} is a model family: use rl.models.spec")
+            violations.append(
+                f"{imported.where}: {imported.target} is a model family: use rl.models.spec"
+            )
     return violations
 
 
@@ -242,7 +246,9 @@ def oversized(sources: Sources) -> list[str]:
                 continue
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > most:
-                violations.append(f"{path}:{node.lineno}: {node.name} has {num_lines} lines, at most {most}")
+                violations.append(
+                    f"{path}:{node.lineno}: {node.name} has {num_lines} lines, at most {most}"
+                )
     return violations
 
 
@@ -254,7 +260,9 @@ def tree() -> dict[str, str]:
     return read_tree(ROOT)
 
 
-@pytest.mark.parametrize("rule", [upward_arrows, cycles, misplaced_imports, repeated_names, oversized])
+@pytest.mark.parametrize(
+    "rule", [upward_arrows, cycles, misplaced_imports, repeated_names, oversized]
+)
 def test_tree_keeps_the_rule(tree, rule):
     assert rule(tree) == []
 
@@ -291,7 +299,9 @@ def test_modules_that_need_only_torch_import_without_the_rest(tree):
 
 # The checks themselves
 
-TREE = dict.fromkeys(("rl/train.py", "actors/b.py", "rl/models/qwen3.py", "rl/models/qwen3_moe.py"), "")
+TREE = dict.fromkeys(
+    ("rl/train.py", "actors/b.py", "rl/models/qwen3.py", "rl/models/qwen3_moe.py"), ""
+)
 CLASS = "class Place: ..."
 
 

@@ -107,7 +107,9 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     start = given_folder(folder, spec=None, batch_invariant=True)
     assert start.spec == replace(llama, flavor="some-llama", batch_invariant=True)
     assert given_folder(folder, spec=llama).spec == llama
-    with pytest.raises(ValueError, match="model_type='llama', not 'qwen3': set any_model_size=True"):
+    with pytest.raises(
+        ValueError, match="model_type='llama', not 'qwen3': set any_model_size=True"
+    ):
         given_folder(folder, spec=SPEC)
     config = sum_digits.tiny()
     config.hf_assets_path, config.batch_invariant = str(folder), True
@@ -120,7 +122,9 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
     config.hf_assets_path = None
     with pytest.raises(ValueError, match="hf_assets_path=None: must name a model"):
         untrained_start(config)
-    engine = TrainingEngine.Config().build(model_spec=None, hf_assets_path=str(folder), device="cpu")
+    engine = TrainingEngine.Config().build(
+        model_spec=None, hf_assets_path=str(folder), device="cpu"
+    )
     assert engine.policy.spec == replace(llama, flavor="some-llama")
 
 

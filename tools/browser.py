@@ -31,7 +31,9 @@ def find_browser(
     if given:
         if os.access(given, os.X_OK) and Path(given).is_file():
             return Path(given)
-        raise NoBrowserError(f"{VARIABLE}={given}: is no program: name a Chromium, or unset the variable")
+        raise NoBrowserError(
+            f"{VARIABLE}={given}: is no program: name a Chromium, or unset the variable"
+        )
     found = next((path for name in NAMES if (path := which(name))), None)
     if found is None:
         raise NoBrowserError(
@@ -65,7 +67,9 @@ def install_browser() -> Path:
             timeout=APT_DEADLINE_S,
         )
         if done.returncode:
-            raise NoBrowserError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise NoBrowserError(
+                f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
     return find_browser()
 
 

@@ -39,7 +39,9 @@ FIXED = (
 NOT_COMPARED = ("time/", "perf/", "limit/")
 
 
-def run(command: Sequence[str], *, log: Path, faults: Sequence[Fault], limit_s: float) -> int | None:
+def run(
+    command: Sequence[str], *, log: Path, faults: Sequence[Fault], limit_s: float
+) -> int | None:
     """Return the exit status, or None after `limit_s`; no process of the run is left."""
     owner = f"{os.getpid()}-{log.stem}"
     variables = os.environ | {OWNER: owner} | (environment(*faults) if faults else {})
@@ -66,7 +68,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics that must be equal in every run."""
     records = read_lines(folder / "metrics.jsonl")
-    return [{k: v for k, v in record.items() if not k.startswith(NOT_COMPARED)} for record in records]
+    return [
+        {k: v for k, v in record.items() if not k.startswith(NOT_COMPARED)} for record in records
+    ]
 
 
 def trained(folder: Path) -> Counter[Any]:
@@ -86,8 +90,12 @@ def check(folder: Path, reference: Path, *, faults: Sequence[Fault]) -> list[str
 
 def recovery_s(folder: Path, faults: Sequence[Fault]) -> float:
     """Return the seconds from the first kill to the last recovery."""
-    killed_at = min(json.loads(fault.marker(folder / "logs").read_text())["time"] for fault in faults)
-    done = [e["time"] for e in read_events(folder / EVENTS) if e["event"] in ("recovered", "went_back")]
+    killed_at = min(
+        json.loads(fault.marker(folder / "logs").read_text())["time"] for fault in faults
+    )
+    done = [
+        e["time"] for e in read_events(folder / EVENTS) if e["event"] in ("recovered", "went_back")
+    ]
     return round(max((at - killed_at for at in done if at > killed_at), default=0.0), 1)
 
 
@@ -109,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = [(pair,) for pair in itertools.product(args.phases, args.victims)]
     failed, times_s = [], {}
     for case in FIXED if args.cases == "fixed" else every:
-        faults = [Fault(phase=phase, victim=victim, count=COUNTS.get(phase, 2)) for phase, victim in case]
+        faults = [
+            Fault(phase=phase, victim=victim, count=COUNTS.get(phase, 2)) for phase, victim in case
+        ]
         victims = [fault.victim for fault in faults]
         name = "_".join(f"{fault.phase}-{fault.victim}" for fault in faults)
         folder, log = args.folder / name, args.folder / f"{name}.log"

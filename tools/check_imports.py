@@ -20,7 +20,13 @@ CORE = (
     "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store", "tyro",
     "safetensors", "rich", "matplotlib", "jinja2", "numba", "losses.types",
 )  # fmt: skip
-ROLES = ("actors.controller", "actors.trainer", "actors.vllm.core", "actors.generator", "actors.reward")
+ROLES = (
+    "actors.controller",
+    "actors.trainer",
+    "actors.vllm.core",
+    "actors.generator",
+    "actors.reward",
+)
 """Modules that the processes of a run import. They need nothing beyond `CORE`; Python keeps their compiled files."""
 GROUPS = {
     "float8": ("torchao.float8",),
@@ -58,7 +64,9 @@ def find_problem(device: str) -> str | None:
             flush=True,
         )
     if device == "cpu" and not shutil.which("lscpu"):
-        return "vLLM reads the processor's layout from lscpu, which is not on PATH: install util-linux"
+        return (
+            "vLLM reads the processor's layout from lscpu, which is not on PATH: install util-linux"
+        )
     return None
 
 

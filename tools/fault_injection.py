@@ -49,13 +49,18 @@ class Fault:
 
 def environment(*faults: Fault) -> dict[str, str]:
     """Return the variables with which a run injects the faults."""
-    return {HOOK_VARIABLE: __name__, FAULT_VARIABLE: json.dumps([asdict(fault) for fault in faults])}
+    return {
+        HOOK_VARIABLE: __name__,
+        FAULT_VARIABLE: json.dumps([asdict(fault) for fault in faults]),
+    }
 
 
 def arm(logs: Path) -> None:
     """Wait for the phases in this process and inject each fault when its phase starts."""
     faults = json.loads(os.environ[FAULT_VARIABLE])
-    triggers = [_Trigger(Fault(**f), logs=logs) for f in (faults if isinstance(faults, list) else [faults])]
+    triggers = [
+        _Trigger(Fault(**f), logs=logs) for f in (faults if isinstance(faults, list) else [faults])
+    ]
 
     def on_begin(phase: str) -> None:
         for trigger in triggers:

@@ -114,7 +114,9 @@ def table(cls: type, leaves: list[dataclasses.Field[Any]]) -> list[str]:
             default_of(field),
             docs.get(field.name, ""),
         )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        rows.append(
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        )
     return rows
 
 

@@ -115,7 +115,10 @@ def has_gpu() -> bool:
     if os.path.exists("/dev/nvidia0"):
         return True
     smi = shutil.which("nvidia-smi")  # WSL has no device file
-    return smi is not None and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
+    return (
+        smi is not None
+        and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
+    )
 
 
 def read_project() -> dict[str, Any]:
@@ -137,7 +140,9 @@ class Environment:
 
     def installed(self) -> list[str]:
         """Return "name-version" of every distribution; reads folder names only."""
-        return sorted(path.name for path in self.venv.glob("lib/python3.*/site-packages/*.dist-info"))
+        return sorted(
+            path.name for path in self.venv.glob("lib/python3.*/site-packages/*.dist-info")
+        )
 
     def read_stamp(self) -> dict[str, Any]:
         """Return key, groups and distributions of the last completed installation."""
@@ -204,7 +209,9 @@ class Environment:
                 timeout=UV_DEADLINE_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise InstallError(f"{' '.join(command)} took longer than {UV_DEADLINE_S:g} s") from error
+            raise InstallError(
+                f"{' '.join(command)} took longer than {UV_DEADLINE_S:g} s"
+            ) from error
         if done.returncode:
             raise InstallError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
@@ -239,7 +246,9 @@ def check_compiler(groups: list[str], *, device: str, installed: list[str]) -> N
         return
     if device == "gpu":
         reason = "on a GPU, Triton compiles kernels while a run starts,"
-    elif COMPILED in groups and not any(name.startswith(f"{COMPILED_PACKAGE}-") for name in installed):
+    elif COMPILED in groups and not any(
+        name.startswith(f"{COMPILED_PACKAGE}-") for name in installed
+    ):
         reason = f"the group {COMPILED!r} compiles a package"
     else:
         return
@@ -256,7 +265,13 @@ def set_up(groups: list[str]) -> None:
     project = read_project()
     check_groups(groups, project=project)
     constraints = ROOT / "tools" / f"constraints-{device}.txt"
-    inputs = [json.dumps(project), constraints.read_text(), Path(__file__).read_text(), device, str(ROOT)]
+    inputs = [
+        json.dumps(project),
+        constraints.read_text(),
+        Path(__file__).read_text(),
+        device,
+        str(ROOT),
+    ]
     key = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
     venv = ROOT / VENVS[device]
     environment = Environment(venv, unwanted=UNWANTED_ON_CPU if device == "cpu" else ())
@@ -281,12 +296,19 @@ def set_up(groups: list[str]) -> None:
         environment.install("--no-deps", TORCHSTORE, *others)
         for package in environment.unwanted:
             environment.pip("uninstall", package)
-        print(f"  [{time.monotonic() - started:4.0f} s] installed; importing everything once", flush=True)
+        print(
+            f"  [{time.monotonic() - started:4.0f} s] installed; importing everything once",
+            flush=True,
+        )
         check = [str(environment.python), "-m", "tools.check_imports", device, *groups]
         # Images of containers often set this variable. Without compiled files, each process of a run would compile
         # thousands of modules again, which takes half of its start.
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        if subprocess.run(check, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, timeout=900).returncode:
+        variables = {
+            name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+        }
+        if subprocess.run(
+            check, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, timeout=900
+        ).returncode:
             raise InstallError("not everything can be imported, see above")
         environment.finish(key, groups=groups)
         print(f"  [{time.monotonic() - started:4.0f} s] ready", flush=True)

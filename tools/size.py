@@ -58,14 +58,20 @@ def imported_files(entries: Iterable[Path]) -> set[Path]:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             for name in names:
                 module = Path(*name.split("."))
-                pending += [p for p in (module.with_suffix(".py"), module / "__init__.py") if p.exists()]
+                pending += [
+                    p for p in (module.with_suffix(".py"), module / "__init__.py") if p.exists()
+                ]
     return found
 
 
 def measure(paths: Iterable[Path]) -> tuple[int, int, int]:
     """Return the number of files, lines and code lines."""
     sources = [path.read_text() for path in paths]
-    return len(sources), sum(text.count("\n") for text in sources), sum(map(num_code_lines, sources))
+    return (
+        len(sources),
+        sum(text.count("\n") for text in sources),
+        sum(map(num_code_lines, sources)),
+    )
 
 
 def main(names: Sequence[str]) -> None:
@@ -80,7 +86,9 @@ def main(names: Sequence[str]) -> None:
     print(f"{'folder':<12}{'files':>8}{'lines':>9}{'code':>9}")
     for name, (files, lines, code) in rows.items():
         print(f"{name:<12}{files:>8}{lines:>9}{code:>9}")
-    print(f"product: {', '.join(PRODUCT)}; RL path: {' and '.join(names or ENTRIES)} with all their imports")
+    print(
+        f"product: {', '.join(PRODUCT)}; RL path: {' and '.join(names or ENTRIES)} with all their imports"
+    )
 
 
 if __name__ == "__main__":

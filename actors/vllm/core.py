@@ -19,7 +19,13 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest
 
-from actors.vllm.compat import adapt_vllm, make_client, model_runner, num_steps_ahead, set_rank_timeout
+from actors.vllm.compat import (
+    adapt_vllm,
+    make_client,
+    model_runner,
+    num_steps_ahead,
+    set_rank_timeout,
+)
 from actors.vllm.config import CPU_BLOCK, GeneratorConfig
 from actors.vllm.model import VLLMPolicy, register_policy
 from actors.vllm.requests import Drawn, Request
@@ -152,7 +158,9 @@ class VLLMCore:
         if self._on_update == "recompute":
             self._client.reset_prefix_cache(reset_running_requests=True)
         elif not self._running and not self._client.reset_prefix_cache():
-            raise RuntimeError("the prefix cache was not reset: some of its blocks are still in use")
+            raise RuntimeError(
+                "the prefix cache was not reset: some of its blocks are still in use"
+            )
         if self._cache_is_tainted and not self._running:
             # A kernel may multiply the old content of a block by 0, and NaN * 0 is NaN.
             for cache in self._caches:
@@ -261,7 +269,9 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         tensor_parallel_size=config.tensor_parallel_degree,
-        distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "external_launcher",
+        distributed_executor_backend="uni"
+        if config.tensor_parallel_degree == 1
+        else "external_launcher",
         distributed_timeout_seconds=START_TIMEOUT_S,
         cpu_distributed_timeout_seconds=START_TIMEOUT_S,
         disable_log_stats=True,

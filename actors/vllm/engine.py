@@ -119,7 +119,9 @@ class GeneratorEngine(Configurable):
         A process can have one engine, as vllm keeps much of its state in globals. Raises ValueError if
         the settings do not fit the model or the memory.
         """
-        self.config.check_model(self._model_spec.adapter.config_from_hf(read_hf_config(self._hf_assets_path)))
+        self.config.check_model(
+            self._model_spec.adapter.config_from_hf(read_hf_config(self._hf_assets_path))
+        )
         self._thread = WorkerThread("vllm-engine")
         try:
             self._core, self._lockstep = await self._thread.run(self._build)
@@ -171,7 +173,9 @@ class GeneratorEngine(Configurable):
             end=end,
         )
         made = await self._queue.answers(samples)
-        return [made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)]
+        return [
+            made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)
+        ]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
         """End the completions of these `generate` calls (None: every call) as they are; return their number on rank 0.
@@ -192,13 +196,17 @@ class GeneratorEngine(Configurable):
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
         self._check_serving()
-        check_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self._core.vocab_size)
+        check_sequences(
+            sequences, max_model_len=self.config.max_model_len, vocab_size=self._core.vocab_size
+        )
         if self.world.rank != 0 or not sequences:
             return []
         self._check_weights()
         return await self._queue.answers(scoring_samples(sequences, ids=self._ids))
 
-    async def update_weights(self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int) -> T:
+    async def update_weights(
+        self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int
+    ) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
         Call it on every rank; it returns the result of `write` when all ranks have written. After a failure
@@ -250,7 +258,9 @@ class GeneratorEngine(Configurable):
             if self._task.done():
                 await thread.run(self._core.close)
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
-            logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
+            logger.warning(
+                "the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S
+            )
 
     def _check_serving(self) -> None:
         if self._failure is not None:
@@ -258,7 +268,9 @@ class GeneratorEngine(Configurable):
 
     def _check_weights(self) -> None:
         if self._core.asleep:
-            raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
+            raise GeneratorError(
+                "the generator sleeps: wake must be called, and a version pulled, first"
+            )
         if self.policy_version is None and not self._pauses.bring_weights:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
@@ -268,7 +280,9 @@ class GeneratorEngine(Configurable):
             return None
         async with self._opening:  # calls that begin together would open one each
             if self._tokenizer is None:
-                self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
+                self._tokenizer, _ = await asyncio.to_thread(
+                    open_tokenizer, Path(self._hf_assets_path)
+                )
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
     @asynccontextmanager
@@ -402,7 +416,9 @@ class GeneratorEngine(Configurable):
             hf_assets_path=self._hf_assets_path,
             world=self.world,
         )
-        lockstep = Lockstep(rank=self.world.rank, size=self.world.size, timeout_s=self.config.rank_timeout_s)
+        lockstep = Lockstep(
+            rank=self.world.rank, size=self.world.size, timeout_s=self.config.rank_timeout_s
+        )
         # The first steps allocate, and on a GPU compile; calls should not wait for that.
         core.add(Request(id=-1, prompt=np.zeros(1, dtype=np.int32), max_tokens=1))
         while core.has_requests:

@@ -68,7 +68,9 @@ class PackedLinear(nn.Module):
     The parameter is what an update writes. `pack` must follow, and costs about as much as a step.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, in_float32: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, in_float32: bool = False
+    ) -> None:
         """`in_float32`: multiply and return float32; without a bias."""
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -206,10 +208,14 @@ class Heads(nn.Module):
         super().__init__()
         self._rotation = rotation
         weight, size = local_tensor(layer.qkv_proj.weight), layer.group_size
-        heads = torch.arange(_num_groups(layer) * (size + 2), device=weight.device).view(-1, size + 2)
+        heads = torch.arange(_num_groups(layer) * (size + 2), device=weight.device).view(
+            -1, size + 2
+        )
         self._sizes = [len(heads) * size, len(heads), len(heads)]
         # A buffer, because vLLM keeps buffers while the engine sleeps.
-        self.register_buffer("order", torch.cat([x.flatten() for x in heads.split((size, 1, 1), 1)]), False)
+        self.register_buffer(
+            "order", torch.cat([x.flatten() for x in heads.split((size, 1, 1), 1)]), False
+        )
         self._is_plain = layer.q_norm is None and layer.query_scale == 1.0
         self._is_fused = (
             isinstance(layer.q_norm, Norm)

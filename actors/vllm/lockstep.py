@@ -167,7 +167,9 @@ class Lockstep:
     def record(self, drawn: Drawn) -> None:
         """Add a step's tokens to the digest that is compared at the next turn."""
         if self._group is not None:
-            tokens = np.array([(request_id, token) for request_id, token, _ in drawn.tokens], dtype=np.int64)
+            tokens = np.array(
+                [(request_id, token) for request_id, token, _ in drawn.tokens], dtype=np.int64
+            )
             self._digest = zlib.crc32(tokens.tobytes(), self._digest)
 
     def all_agree(self, ok: bool) -> bool:

@@ -78,7 +78,9 @@ class VLLMPolicy(nn.Module):
             # The trainer's buffers only: vLLM's attention adds its own.
             self.buffer_names = tuple(persistent_buffers(config.build()))
         if tp_size > 1:
-            mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
+            mesh = DeviceMesh.from_group(
+                get_tp_group().device_group, device.type, mesh_dim_names=("tp",)
+            )
             parallelize_decoder_generator(self.model, mesh)
         make_batch_invariant(self.model, spec=self.spec, device=device)
         self.model.float32_head = self.spec.float32_head

@@ -84,7 +84,9 @@ class Sample:
     policy_versions: list[int] = field(default_factory=list)
     prompt_logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     """[T - 2] float32 nats of a scored sequence's tokens but the first and the last."""
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     """The `Completion`, or the logprobs [T] of a scored sequence."""
 
     def add(self, token_id: int, logprob: float, policy_version: int) -> None:

@@ -45,7 +45,9 @@ class PolicySampler(Sampler):
     def add(self, request: Request) -> None:
         """Draw a request's random numbers; call it before the engine gets the request."""
         request_id, begun = str(request.id), request.num_begun
-        self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[begun:].numpy()
+        self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[
+            begun:
+        ].numpy()
         if request.scored is not None:
             self._scored[request_id] = request.scored
 
@@ -59,7 +61,9 @@ class PolicySampler(Sampler):
         assert num_logprobs == 0, "only the tokens' own logprobs are gathered"
         token_ids_T1 = token_ids.unsqueeze(-1)
         return LogprobsTensors(
-            token_ids_T1.to(torch.int32), logprobs.gather(-1, token_ids_T1), torch.zeros_like(token_ids)
+            token_ids_T1.to(torch.int32),
+            logprobs.gather(-1, token_ids_T1),
+            torch.zeros_like(token_ids),
         )
 
     def forward(
@@ -72,20 +76,33 @@ class PolicySampler(Sampler):
         """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be overwritten."""
         settings = sampling_metadata
         temperature_B = settings.temperature
-        if temperature_B is not None and (self.runner.input_batch.temperature_cpu[: len(logits)] == 1).all():
+        if (
+            temperature_B is not None
+            and (self.runner.input_batch.temperature_cpu[: len(logits)] == 1).all()
+        ):
             temperature_B = None
         uniforms_B = None if settings.all_greedy else self._uniforms_now(logits)
-        inputs = (temperature_B, settings.top_k, settings.top_p, uniforms_B, self._forced_tokens(logits))
+        inputs = (
+            temperature_B,
+            settings.top_k,
+            settings.top_p,
+            uniforms_B,
+            self._forced_tokens(logits),
+        )
         num_rows = len(logits) if logits.is_cuda else max(1, NUMBERS_AT_ONCE // logits.size(1))
         parts = [
-            _sample(logits[i : i + num_rows], *(x if x is None else x[i : i + num_rows] for x in inputs))
+            _sample(
+                logits[i : i + num_rows], *(x if x is None else x[i : i + num_rows] for x in inputs)
+            )
             for i in range(0, len(logits), num_rows)
         ]
         tokens_B, logprobs_B = (torch.cat(part) for part in zip(*parts, strict=True))
         # On a GPU they are on their way when the tokens, which vLLM sends after them and waits for, have arrived.
         logprobs_B = logprobs_B.to("cpu", non_blocking=True)
         self._drawn.append((self.runner.input_batch.req_ids.copy(), logprobs_B))
-        return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
+        return SamplerOutput(
+            sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
+        )
 
     def drawn_logprobs(self, *, num_ahead: int) -> dict[str, float]:
         """Return each request's logprob in nats in the step that has just ended; none if no step has.
@@ -111,7 +128,9 @@ class PolicySampler(Sampler):
         """Return [B] int64, the next token of each request that is scored and -1 for others; None if none is."""
         if not self._scored:
             return None
-        tokens = [self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids]
+        tokens = [
+            self._scored.get(request_id, -1) for request_id in self.runner.input_batch.req_ids
+        ]
         return to_device(torch.tensor(tokens), logits.device)
 
 

@@ -53,7 +53,9 @@ WIDTH = 110
 _ABSENT = "a registry function can turn it on"
 
 
-def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
+def main(
+    argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str
+) -> int:
     """Parse the command line, build the run's root component and run it; return the exit status.
 
     0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
@@ -89,7 +91,11 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
 
 
 def parse_cli(
-    argv: Sequence[str], *, default_module: str, default_config: str | None = None, prog: str | None = None
+    argv: Sequence[str],
+    *,
+    default_module: str,
+    default_config: str | None = None,
+    prog: str | None = None,
 ) -> ResolvedRun:
     """Return the run that a command line describes; without `default_config` it must have `--config`.
 
@@ -125,7 +131,9 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
     return options, options.pop("help", None) is not None
 
 
-def _source(options: dict[str, list[str]], *, default_module: str, default_config: str | None) -> ResolvedRun:
+def _source(
+    options: dict[str, list[str]], *, default_module: str, default_config: str | None
+) -> ResolvedRun:
     """Return the run without its overrides, and remove the options of `SOURCE_OPTIONS`."""
     given: dict[str, str] = {}
     for name in SOURCE_OPTIONS:
@@ -139,18 +147,26 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
         raise ConfigError(f"--explain {explain}: must be {' or '.join(forms)}, or nothing")
     for name in ("resume", "from_json"):
         if name in given and len(given) > 1:
-            raise ConfigError(f"--{name} has its own module and config: leave out {' and '.join(given)}")
+            raise ConfigError(
+                f"--{name} has its own module and config: leave out {' and '.join(given)}"
+            )
     if "resume" in given:
         run = _resumed(Path(given["resume"]), options)
     elif "from_json" in given:
         run = read_json(Path(given["from_json"]), before=say_error)
-        defaults = {f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")}
+        defaults = {
+            f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")
+        }
         run = dataclasses.replace(run, config=rebuild(run.config, defaults))
     else:
         # An empty name finds nothing, so the error lists what the module has.
-        run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
+        run = resolve(
+            given.get("module", default_module), given.get("config", default_config or "")
+        )
     if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
-        raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
+        raise TypeError(
+            f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}"
+        )
     return dataclasses.replace(run, explain=explain)
 
 
@@ -183,7 +199,9 @@ def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
         except ConfigError as error:
             errors.append(str(error))
     for path, value in changes.items():
-        if value is None and (inner := next((p for p in changes if p.startswith(f"{path}.")), None)):
+        if value is None and (
+            inner := next((p for p in changes if p.startswith(f"{path}.")), None)
+        ):
             errors.append(f"--{path} None turns off what --{inner} sets")
     if errors:
         raise ConfigError("\nerror: ".join(errors))
@@ -197,7 +215,9 @@ def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
             return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
     if (known := find(option)) is not None:
         return ConfigError(f"--{option}: no such option; {known.hint()}")
-    names = {path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"}
+    names = {
+        path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"
+    }
     names |= {name: name for name in SOURCE_OPTIONS}
     # Paths share so much that every neighbour of the intended option is close: the name must be close too.
     parent, _, name = option.rpartition(".")
@@ -205,20 +225,26 @@ def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
     paths = [path for path, its_name in names.items() if its_name in close]
     near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
     near = near or [path for path in entries if parent and path.rpartition(".")[0] == parent]
-    hint = "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
+    hint = (
+        "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
+    )
     return ConfigError(f"--{option}: no such option; {hint}")
 
 
 def _value(entry: ConfigEntry, values: list[str]) -> Any:
     """Return the value of an option, converted to the field's type."""
     if entry.kind == "hidden":
-        raise ConfigError(f"--{entry.path}: holds code, which a registry function sets; not an option")
+        raise ConfigError(
+            f"--{entry.path}: holds code, which a registry function sets; not an option"
+        )
     if entry.kind in ("node", "absent"):
         if entry.optional and values == ["None"]:
             return None
         if entry.kind == "absent":
             raise ConfigError(f"--{entry.path}: is {entry.absence} in this config; {_ABSENT}")
-        fields = ", ".join(f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}."))
+        fields = ", ".join(
+            f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}.")
+        )
         off = f"; --{entry.path} None turns it off" if entry.optional else ""
         raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
     if type_name(entry.annotation) in ("bool", "bool | None"):
@@ -227,11 +253,15 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
     # One value is joined by "=", so that it may start with a dash.
     args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's message names the holder, not the field
+        with contextlib.redirect_stderr(
+            io.StringIO()
+        ):  # tyro's message names the holder, not the field
             return tyro.cli(holder, args=args, config=(tyro.conf.FlagConversionOff,)).value
     except SystemExit:
         given = " ".join(values) or "nothing"
-        raise ConfigError(f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}") from None
+        raise ConfigError(
+            f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}"
+        ) from None
 
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:

@@ -104,7 +104,9 @@ def _check_config(cls: type[Configurable], config: Any) -> None:
             raise TypeError(f"{name} must derive from {base.Config.__qualname__}")
     own = config.__dict__
     if "owner" in own:
-        raise TypeError(f"{name} already builds {config.owner.__qualname__}: derive a new Config from it")
+        raise TypeError(
+            f"{name} already builds {config.owner.__qualname__}: derive a new Config from it"
+        )
     is_decorated = (
         "__dataclass_fields__" in own
         and "__slots__" in own
@@ -149,11 +151,14 @@ def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
     """Yield the paths of options without effect; a component without effect is yielded without its fields."""
     is_sequence = isinstance(config, list | tuple)
     conditions = (
-        {} if is_sequence else {f.name: f.metadata.get(EFFECT, ()) for f in dataclasses.fields(config)}
+        {}
+        if is_sequence
+        else {f.name: f.metadata.get(EFFECT, ()) for f in dataclasses.fields(config)}
     )
     for entry in children(config, prefix=prefix):
         if any(
-            (_at(config, path) in values) != wanted for path, values, wanted in conditions.get(entry.name, ())
+            (_at(config, path) in values) != wanted
+            for path, values, wanted in conditions.get(entry.name, ())
         ):
             yield entry.path
         elif entry.kind == "node":
@@ -162,4 +167,6 @@ def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
 
 def _at(config: Any, path: str) -> Any:
     """Return the value at a dotted path, or None if a component on the way is None."""
-    return reduce(lambda node, name: None if node is None else getattr(node, name), path.split("."), config)
+    return reduce(
+        lambda node, name: None if node is None else getattr(node, name), path.split("."), config
+    )

@@ -74,7 +74,9 @@ def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> Res
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) != {"module", "config", "values"}:
-        raise ConfigError(f"{path} is not a run's config.json: its keys must be module, config and values")
+        raise ConfigError(
+            f"{path} is not a run's config.json: its keys must be module, config and values"
+        )
     module, function = str(content["module"]), str(content["config"])
     if before is not None:
         before(f"{path} runs code: {function}() of the module {module}")
@@ -169,10 +171,14 @@ def _dump(entry: ConfigEntry) -> Any:
     try:
         return encode(entry.value)
     except TypeError as error:
-        raise TypeError(f"{entry.owner.__qualname__}.{entry.name}: {error}; mark code with HIDDEN") from error
+        raise TypeError(
+            f"{entry.owner.__qualname__}.{entry.name}: {error}; mark code with HIDDEN"
+        ) from error
 
 
-def _collect(config: Any, data: Any, *, prefix: str, changes: dict[str, Any], problems: list[str]) -> None:
+def _collect(
+    config: Any, data: Any, *, prefix: str, changes: dict[str, Any], problems: list[str]
+) -> None:
     """Add the values of a node's fields to `changes` by path, and all errors to `problems`."""
     path = prefix.rstrip(".")
     if isinstance(config, list | tuple) and isinstance(data, list):
@@ -190,13 +196,19 @@ def _collect(config: Any, data: Any, *, prefix: str, changes: dict[str, Any], pr
         if entry.kind in ("node", "absent") and value is None and entry.optional:
             changes[entry.path] = None
         elif entry.kind == "node":
-            _collect(entry.value, value, prefix=f"{entry.path}.", changes=changes, problems=problems)
+            _collect(
+                entry.value, value, prefix=f"{entry.path}.", changes=changes, problems=problems
+            )
         elif entry.kind == "absent":
             if value != encode(entry.value):
-                problems.append(f"{entry.path} has fields, but is {entry.absence} in the registry function")
+                problems.append(
+                    f"{entry.path} has fields, but is {entry.absence} in the registry function"
+                )
         elif entry.kind == "hidden":
             if value != (own := code_name(entry.value)):
-                problems.append(f"{entry.path} was {value!r} and is {own!r} in the registry function")
+                problems.append(
+                    f"{entry.path} was {value!r} and is {own!r} in the registry function"
+                )
         else:
             try:
                 changes[entry.path] = convert(value, entry.annotation, from_json=True)

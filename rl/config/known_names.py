@@ -37,7 +37,9 @@ class KnownName:
         """Return what to do instead."""
         ours = " or ".join(self.options())
         if self.status == "refused":
-            return f"{self.theirs} is no option here: {self.remark}" + (f"; see {ours}" if ours else "")
+            return f"{self.theirs} is no option here: {self.remark}" + (
+                f"; see {ours}" if ours else ""
+            )
         return f"{self.theirs} is called {ours} here" + (f" ({self.remark})" if self.remark else "")
 
 
@@ -57,6 +59,8 @@ def find(option: str) -> KnownName | None:
         if close := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
             (found,) = close
             # With our path and a name that is the same, what was typed is misspelled and no name of theirs.
-            if found.rpartition(".")[0] == section and (name == option or names[found].status != "same"):
+            if found.rpartition(".")[0] == section and (
+                name == option or names[found].status != "same"
+            ):
                 return names[found]
     return None

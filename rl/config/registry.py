@@ -66,7 +66,9 @@ def load_module(name: str) -> ModuleType:
                     raise
     package = importlib.util.find_spec(PACKAGE)
     folders = None if package is None else package.submodule_search_locations
-    shipped = ", ".join(sorted(m.name for m in pkgutil.iter_modules(folders))) if folders else "none"
+    shipped = (
+        ", ".join(sorted(m.name for m in pkgutil.iter_modules(folders))) if folders else "none"
+    )
     raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {shipped}")
 
 

@@ -68,7 +68,13 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
     """Return the fields of one node, in order; raises TypeError for code in a field that is not hidden."""
     if isinstance(node, list | tuple):
         return [
-            ConfigEntry(path=f"{prefix}{i}", kind="node", value=item, annotation=type(item), owner=type(node))
+            ConfigEntry(
+                path=f"{prefix}{i}",
+                kind="node",
+                value=item,
+                annotation=type(item),
+                owner=type(node),
+            )
             for i, item in enumerate(node)
         ]
     found = []
@@ -84,11 +90,17 @@ def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
                 and not _is_component(annotation)
                 and _fits(value, annotation)
             ):
-                raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
+                raise TypeError(
+                    f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN"
+                )
             if kind == "leaf" and isinstance(value, enum.Enum):
-                raise TypeError(f"{cls.__qualname__}.{f.name} is an enum: make it a Literal of strings")
+                raise TypeError(
+                    f"{cls.__qualname__}.{f.name} is an enum: make it a Literal of strings"
+                )
             found.append(
-                ConfigEntry(path=prefix + f.name, kind=kind, value=value, annotation=annotation, owner=cls)
+                ConfigEntry(
+                    path=prefix + f.name, kind=kind, value=value, annotation=annotation, owner=cls
+                )
             )
     return found
 
@@ -159,7 +171,9 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
         built = cls(**values)
     for name, value in values.items():
         if getattr(built, name) is not value:
-            raise TypeError(f"{cls.__qualname__}.__post_init__ rewrites {name!r}; it may only validate")
+            raise TypeError(
+                f"{cls.__qualname__}.__post_init__ rewrites {name!r}; it may only validate"
+            )
     return built
 
 
@@ -197,7 +211,9 @@ def check_bounds(
 def is_node(value: Any) -> bool:
     """Return True if a value has fields of its own."""
     if isinstance(value, list | tuple):
-        return bool(value) and all(is_node(item) and not isinstance(item, list | tuple) for item in value)
+        return bool(value) and all(
+            is_node(item) and not isinstance(item, list | tuple) for item in value
+        )
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -220,7 +236,9 @@ def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
     elif annotation is float and from_json and value in ("inf", "-inf", "nan"):
         value = float(value)
     elif annotation in (int, float):
-        fits = isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
+        fits = isinstance(value, Integral if annotation is int else Real) and not isinstance(
+            value, bool
+        )
         value = float(value) if fits and annotation is float and type(value) is int else value
     elif isinstance(origin, type) and issubclass(origin, Sequence):
         if fits := isinstance(value, list | tuple):
@@ -250,8 +268,12 @@ def _is_protocol(annotation: Any) -> bool:
 def has_members(value: Any, protocol: type) -> bool:
     """Return whether a value has a protocol's methods and attributes."""
     declared = [vars(base) for base in protocol.__mro__ if _is_protocol(base)]
-    names = {name for members in declared for name in (*members, *members.get("__annotations__", {}))}
-    return all(hasattr(value, name) for name in names if name == "__call__" or not name.startswith("_"))
+    names = {
+        name for members in declared for name in (*members, *members.get("__annotations__", {}))
+    }
+    return all(
+        hasattr(value, name) for name in names if name == "__call__" or not name.startswith("_")
+    )
 
 
 def _shown(value: Any) -> str:

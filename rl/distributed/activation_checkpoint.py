@@ -52,7 +52,9 @@ class ActivationCheckpointConfig:
     def __post_init__(self) -> None:
         option = self.selective_option
         if option != "op" and not (option.isdecimal() and int(option) >= 1):
-            raise ValueError(f"selective_option={option!r}: must be 'op' or a number of layers from '1' up")
+            raise ValueError(
+                f"selective_option={option!r}: must be 'op' or a number of layers from '1' up"
+            )
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckpointConfig) -> None:
@@ -84,7 +86,9 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
                 return inner(*args, **kwargs)
 
         run = with_cast if cast else inner
-        return checkpoint(run, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs)
+        return checkpoint(
+            run, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs
+        )
 
     block.forward = forward
 

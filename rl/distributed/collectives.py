@@ -134,7 +134,9 @@ def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return rows.cpu()
 
 
-def on_first_rank(function: Callable[[Sequence[V]], T], value: V, *, group: dist.ProcessGroup | None) -> T:
+def on_first_rank(
+    function: Callable[[Sequence[V]], T], value: V, *, group: dist.ProcessGroup | None
+) -> T:
     """Call a function on rank 0 with every rank's value; return or raise its outcome on every rank.
 
     Args:

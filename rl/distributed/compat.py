@@ -38,7 +38,11 @@ def use_one_gloo_worker() -> None:
     make = ProcessGroupGloo.__init__
 
     def make_with_one(
-        group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: Any = default_pg_timeout
+        group: ProcessGroupGloo,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: Any = default_pg_timeout,
     ) -> None:
         # PyTorch also passes an options object in place of the timeout.
         options = _gloo_options(timeout) if isinstance(timeout, timedelta) else timeout
@@ -54,7 +58,9 @@ def _gloo_options(timeout: timedelta) -> Any:
     options._threads = 1
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
-        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+        options._devices = [
+            ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")
+        ]
     else:
         options._devices = [ProcessGroupGloo.create_default_device()]
     return options
@@ -73,7 +79,9 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return [] if dump is None else pickle.loads(dump()).get("entries", [])
 
 
-def replaced_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+def replaced_parameters(
+    module: nn.Module, tensors: dict[str, Tensor]
+) -> AbstractContextManager[None]:
     """Put tensors in place of parameters; the public `functional_call` would call the module's hooks too."""
     return _reparametrize_module(module, tensors)
 
@@ -102,7 +110,10 @@ class FileSchedule:
         held = most = 0
         for action in self.actions[rank]:
             if action is not None:
-                ends = action.computation_type in (schedules.FULL_BACKWARD, schedules.BACKWARD_WEIGHT)
+                ends = action.computation_type in (
+                    schedules.FULL_BACKWARD,
+                    schedules.BACKWARD_WEIGHT,
+                )
                 held += (action.computation_type == schedules.FORWARD) - ends
                 most = max(most, held)
         return most / self.ranks.count(rank)
@@ -157,7 +168,9 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
         if not done or len(rows) != num_ranks:
             raise ValueError(f"has {len(rows)} rows: must have one for each of {num_ranks} ranks")
         num_stages = _count((action.stage_index for action in done), len(done), "stage")
-        num_micro_batches = _count((action.microbatch_index for action in done), len(done), "micro-batch")
+        num_micro_batches = _count(
+            (action.microbatch_index for action in done), len(done), "micro-batch"
+        )
         if len(set(done)) < len(done):
             raise ValueError("an entry is there twice")
         if sent := [action for action in done if not action.is_compute_op]:

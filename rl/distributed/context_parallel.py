@@ -37,7 +37,9 @@ class ContextParallel:
         """Return the position on a one-dimensional mesh, or None if it has a single rank."""
         if mesh.size() == 1:
             return None
-        return cls(rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=mesh.get_group().group_name)
+        return cls(
+            rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=mesh.get_group().group_name
+        )
 
     def pad_multiple(self, multiple: int) -> int:
         """Return the divisor of T for equal pieces with a `multiple` of tokens on each rank."""
@@ -47,7 +49,9 @@ class ContextParallel:
         """Return start and end of a rank's pieces (None: this rank), in order; adjacent pieces are joined."""
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
-        assert size * 2 * self.num_ranks == num_tokens, "the packed tokens do not divide into equal pieces"
+        assert size * 2 * self.num_ranks == num_tokens, (
+            "the packed tokens do not divide into equal pieces"
+        )
         first, last = rank * size, (2 * self.num_ranks - 1 - rank) * size
         if first + size == last:
             return [(first, last + size)]
@@ -80,7 +84,9 @@ class ContextParallel:
 
     def places(self, num_tokens: int) -> Tensor:
         """Return the index of each token in the concatenation of all ranks' tokens, [T] int64."""
-        pieces = [piece for rank in range(self.num_ranks) for piece in self.pieces(num_tokens, rank=rank)]
+        pieces = [
+            piece for rank in range(self.num_ranks) for piece in self.pieces(num_tokens, rank=rank)
+        ]
         return torch.argsort(joined_ranges(pieces))
 
 

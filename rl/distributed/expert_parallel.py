@@ -41,21 +41,27 @@ class ExpertExchange:
         """
         sent_PL = ends_N.diff(prepend=ends_N.new_zeros(1)).view(self.num_ranks, -1)
         one_each = [1] * self.num_ranks
-        arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
+        arrived_PL = all_to_all(
+            sent_PL, sent=one_each, received=one_each, group=self.group.group_name
+        )
         num_sent, num_arrived = row_counts(sent_PL, arrived_PL)
         arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group.group_name)
 
         # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
         num_local = sent_PL.size(1)
         expert_PL = torch.arange(num_local, device=rows_SE.device).expand_as(arrived_PL)
-        expert_A = expert_PL.flatten().repeat_interleave(arrived_PL.flatten(), output_size=sum(num_arrived))
+        expert_A = expert_PL.flatten().repeat_interleave(
+            arrived_PL.flatten(), output_size=sum(num_arrived)
+        )
         order_A = expert_A.argsort(stable=True)
         places_A = inverse_permutation(order_A)
         computed_AE = compute(
             select_rows(arrived_AE, rows_S=order_A, places_S=places_A), arrived_PL.sum(0).cumsum(0)
         )
         returned_AE = select_rows(computed_AE, rows_S=places_A, places_S=order_A)
-        returned_SE: Tensor = ExchangeRows.apply(returned_AE, num_arrived, num_sent, self.group.group_name)
+        returned_SE: Tensor = ExchangeRows.apply(
+            returned_AE, num_arrived, num_sent, self.group.group_name
+        )
         return returned_SE
 
 

@@ -99,8 +99,8 @@ class ParallelismConfig:
     tensor_parallel_degree: each rank holds a part of every expert for all tokens."""
     pipeline_parallel_degree: int = 1
     """Number of ranks among which the layers are divided; each passes its results on to the next."""
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = field(
-        default="1F1B", metadata=_IN_PIPELINE
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = (
+        field(default="1F1B", metadata=_IN_PIPELINE)
     )
     """Order of the micro-batches' forwards and backwards. Interleaved1F1B and ZBVZeroBubble give each rank several
     stages."""
@@ -120,7 +120,12 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         check_refused(self)
-        axes = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
+        axes = (
+            "data_parallel_replicate",
+            "tensor_parallel",
+            "context_parallel",
+            "pipeline_parallel",
+        )
         for axis in (*axes, "expert_parallel", "expert_tensor_parallel"):
             check_bounds(self, f"{axis}_degree", at_least=1)
         shards = self.data_parallel_shard_degree
@@ -214,7 +219,9 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
     names = (DP_REPLICATE, EXPERT_SHARD, EXPERT, TP)
     num_stages = mesh.size() // ranks_of_stage(mesh)
     of_all = init_device_mesh(
-        mesh.device_type, (num_stages, replicas, shards // degree, degree, tp), mesh_dim_names=(PP, *names)
+        mesh.device_type,
+        (num_stages, replicas, shards // degree, degree, tp),
+        mesh_dim_names=(PP, *names),
     )
     return of_all[names]
 

@@ -193,7 +193,9 @@ class Pipeline:
         for part in self.parts:
             reshard(part)
         parameters = [parameter for part in self.parts for parameter in part.parameters()]
-        earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        earlier = [
+            (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
+        ]
         yield
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -290,7 +292,11 @@ class Pipeline:
             own = iter(named) if rank == self.rank else iter(())
             while True:
                 item = next(own, None)
-                whole = [] if item is None else [whole_tensor(tensor).contiguous() for tensor in item[1:]]
+                whole = (
+                    []
+                    if item is None
+                    else [whole_tensor(tensor).contiguous() for tensor in item[1:]]
+                )
                 shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in whole]
                 box: list[Any] = [None if item is None else (item[0], shapes)]
                 dist.broadcast_object_list(box, group_src=rank, group=self.group)
@@ -299,7 +305,9 @@ class Pipeline:
                 name, shapes = box[0]
                 if item is None:
                     whole = [
-                        torch.empty(shape, dtype=dtype, device=self.device if kind != "cpu" else kind)
+                        torch.empty(
+                            shape, dtype=dtype, device=self.device if kind != "cpu" else kind
+                        )
                         for shape, dtype, kind in shapes
                     ]
                 for tensor in whole:

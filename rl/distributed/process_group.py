@@ -94,7 +94,12 @@ class RankInfo:
         """Set the deadline of every later collective, in the default group and in those of the meshes' axes."""
         if self.mesh is None:
             return
-        groups = [None, *self.mesh.get_all_groups(), fsdp_axis(self.mesh).get_group(), stage_group(self.mesh)]
+        groups = [
+            None,
+            *self.mesh.get_all_groups(),
+            fsdp_axis(self.mesh).get_group(),
+            stage_group(self.mesh),
+        ]
         if self.expert_mesh is not None:
             groups += self.expert_mesh.get_all_groups()
         for group in groups:
@@ -125,7 +130,9 @@ class World:
             return cls(local_rank=int(environ.get("LOCAL_RANK", 0)))
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
-            raise ValueError(f"WORLD_SIZE={size} is set in the environment, but {', '.join(missing)} is not")
+            raise ValueError(
+                f"WORLD_SIZE={size} is set in the environment, but {', '.join(missing)} is not"
+            )
         rank = int(environ["RANK"])
         return cls(
             rank=rank,
@@ -153,7 +160,9 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         torch.cuda.set_device(device)
     use_one_gloo_worker()
     if dist.is_initialized() and (size := dist.get_world_size()) != world.size:
-        raise ValueError(f"world size {world.size} differs from the existing process group's {size}")
+        raise ValueError(
+            f"world size {world.size} differs from the existing process group's {size}"
+        )
     if dist.is_initialized() or (world.size == 1 and not always):
         return False
     os.environ[RECORDER_SIZE] = str(comm.trace_buffer_size)
@@ -214,7 +223,9 @@ def _listen(world: World) -> int | None:
     if is_name and ipaddress.ip_address(address[0]).is_loopback:
         return None  # Debian's name of this host
     try:
-        return socket.create_server(address[:2], family=family, backlog=world.size + BACKLOG).detach()
+        return socket.create_server(
+            address[:2], family=family, backlog=world.size + BACKLOG
+        ).detach()
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -239,8 +250,13 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        this_rank, raised = f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer", error
-        if not isinstance(error, RunError) and "timed out" in str(error).lower():  # gloo's generic error
+        this_rank, raised = (
+            f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer",
+            error,
+        )
+        if (
+            not isinstance(error, RunError) and "timed out" in str(error).lower()
+        ):  # gloo's generic error
             raised = CollectiveTimeoutError(
                 f"{this_rank}: in {what} the other ranks did not take part within the deadline of a collective "
                 f"(comm.train_timeout_s; {time.monotonic() - started:.1f} s in all): {error}"

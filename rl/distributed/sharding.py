@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
@@ -34,13 +41,17 @@ class ShardingOptions:
     """Dtype in which gradients are summed over ranks."""
     cpu_offload: bool = False
     """See `TrainingConfig`."""
-    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     compile: CompileConfig = field(default_factory=CompileConfig)
     expert_mesh: DeviceMesh | None = None
     """Mesh of `build_expert_mesh`; None without expert parallelism."""
 
 
-def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions) -> None:
+def prepare_blocks(
+    blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions
+) -> None:
     """Checkpoint and compile each block's forward in place, after tensor parallelism and before sharding."""
     blocks = list(blocks)
     checkpoint_activations(blocks, options.activation_checkpoint)
@@ -72,7 +83,9 @@ def shard_data_parallel(
         return
     settings: dict[str, Any] = {
         "mesh": data_mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype
+        ),
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -80,7 +93,9 @@ def shard_data_parallel(
     # the copy on the device is what is freed.
     policy = options.parallelism.reshard_after_forward
     if policy == "default" and options.parallelism.pipeline_parallel_degree > 1:
-        policy = "never"  # Several micro-batches are on their way: each would gather every block again.
+        policy = (
+            "never"  # Several micro-batches are on their way: each would gather every block again.
+        )
     for module, own_mesh in (*apart, *((block, data_mesh) for block in blocks)):
         reshard = policy != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
         fully_shard(module, reshard_after_forward=reshard, **(settings | {"mesh": own_mesh}))
@@ -135,7 +150,9 @@ def own_part(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in tensor.placements])
+    return tensor.to_local(
+        grad_placements=[Partial() if p.is_replicate() else p for p in tensor.placements]
+    )
 
 
 def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -143,10 +160,14 @@ def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
-def distributed(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+def distributed(
+    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> nn.Parameter:
     """Return the parameter in another layout.
 
     Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
@@ -187,7 +208,9 @@ def num_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, p in enumerate(tensor.placements) if not p.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, p in enumerate(tensor.placements) if not p.is_replicate()
+    )
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

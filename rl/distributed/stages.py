@@ -66,7 +66,11 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
     Raises ValueError for a division that the schedule or the model does not allow.
     """
     degree, schedule = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
-    path, file, needed = config.pipeline_parallel_schedule_csv, None, STAGES_OF_RANK[schedule] * degree
+    path, file, needed = (
+        config.pipeline_parallel_schedule_csv,
+        None,
+        STAGES_OF_RANK[schedule] * degree,
+    )
     if path is not None:
         file = read_csv_schedule(path, num_ranks=degree)
         needed = len(file.ranks)
@@ -92,7 +96,9 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
         ranks = tuple(rank for turn in range(per_rank) for rank in turns[turn % 2])
     plan = StagePlan(modules=divided, ranks=ranks, file=file)
     if "norm" not in plan.modules[-1]:
-        raise ValueError("module_fqns_per_model_part: norm and lm_head must be in one stage, the last")
+        raise ValueError(
+            "module_fqns_per_model_part: norm and lm_head must be in one stage, the last"
+        )
     return plan
 
 
@@ -102,7 +108,8 @@ def _divide(
     """Return the modules of each stage; `default` is the number of stages if nothing says otherwise."""
     if config.module_fqns_per_model_part is not None:
         parts = tuple(
-            tuple(name.strip() for name in part.split(",")) for part in config.module_fqns_per_model_part
+            tuple(name.strip() for name in part.split(","))
+            for part in config.module_fqns_per_model_part
         )
         if [name for part in parts for name in part] != list(modules):
             raise ValueError(

@@ -59,10 +59,14 @@ async def make_training_batch(
         )
     advantages_PG = config.advantage(rewards_PG)
     ids = [(p, g) for p, members in enumerate(members_PG) for g in range(len(members))]
-    samples = dict(zip(ids, _samples(members_PG, chain(*advantages_PG), config=config), strict=True))
+    samples = dict(
+        zip(ids, _samples(members_PG, chain(*advantages_PG), config=config), strict=True)
+    )
     if references is not None:
         pairs = zip(samples.items(), references, strict=True)
-        samples = {key: replace(sample, reference_logprobs=values) for (key, sample), values in pairs}
+        samples = {
+            key: replace(sample, reference_logprobs=values) for (key, sample), values in pairs
+        }
     samples, counts = _limit_lengths(samples, config=config)
     if config.mask_truncated_completions:
         masked = [(p, g) for p, g in samples if members_PG[p][g].rollout.is_truncated]
@@ -71,7 +75,9 @@ async def make_training_batch(
     if adds_proximal_logprobs:
         proximal = await trainer.compute_logprobs([*samples.values()])
         pairs = zip(samples.items(), proximal, strict=True)
-        samples = {key: replace(sample, proximal_logprobs=values) for (key, sample), values in pairs}
+        samples = {
+            key: replace(sample, proximal_logprobs=values) for (key, sample), values in pairs
+        }
     width = config.groups_per_batch // config.num_minibatches
     minibatches: dict[int, dict[RolloutId, TrainingSample]] = defaultdict(dict)
     for (p, g), sample in samples.items():
@@ -85,7 +91,10 @@ async def make_training_batch(
 
 
 def _samples(
-    members_PG: Sequence[Sequence[ScoredRollout]], advantages: Iterable[np.ndarray], *, config: LoopConfig
+    members_PG: Sequence[Sequence[ScoredRollout]],
+    advantages: Iterable[np.ndarray],
+    *,
+    config: LoopConfig,
 ) -> list[TrainingSample]:
     rollouts = [member.rollout for member in chain(*members_PG)]
     return policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
@@ -119,7 +128,8 @@ async def _subtract_kl(
     ]
     known = iter(kls)
     penalized_PG = [
-        [rewards_C - kl_reward.coef * next(known) for rewards_C in rewards] for rewards in rewards_PG
+        [rewards_C - kl_reward.coef * next(known) for rewards_C in rewards]
+        for rewards in rewards_PG
     ]
     total = sum(float(kl_C.sum()) for kl_C in kls)
     return penalized_PG, references, Mean(total, sum(map(len, kls)))
@@ -171,12 +181,17 @@ def trained_rollouts(
             else TrainedRollout(advantages=advantages_C)
             for g, (member, advantages_C) in enumerate(zip(group.scored, advantages_G, strict=True))
         ]
-        for p, (group, advantages_G) in enumerate(zip(batch.groups, training.advantages_PG, strict=True))
+        for p, (group, advantages_G) in enumerate(
+            zip(batch.groups, training.advantages_PG, strict=True)
+        )
     ]
 
 
 def _trained(
-    rollout: Rollout, advantages_C: np.ndarray, sample: TrainingSample | None, logprobs_T: np.ndarray | None
+    rollout: Rollout,
+    advantages_C: np.ndarray,
+    sample: TrainingSample | None,
+    logprobs_T: np.ndarray | None,
 ) -> TrainedRollout:
     """Return the numbers of a recorded rollout; `sample` is None if the rollout was too long to train on."""
     generated_T = np.concatenate(

@@ -76,9 +76,17 @@ class LoopConfig(Configurable.Config):
         return step % self.publish_every == 0 or self.evaluates(step)
 
     def __post_init__(self) -> None:
-        from_0 = ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff", "max_off_policy_steps")
+        from_0 = (
+            "num_steps",
+            "eval_every",
+            "max_empty_steps",
+            "max_logprob_diff",
+            "max_off_policy_steps",
+        )
         check_bounds(self, *from_0, at_least=0)
-        check_bounds(self, "groups_per_batch", "group_size", "num_minibatches", "publish_every", at_least=1)
+        check_bounds(
+            self, "groups_per_batch", "group_size", "num_minibatches", "publish_every", at_least=1
+        )
         check_bounds(self, "max_failed_rewards", at_least=0, below=1)
         check_bounds(self, "max_sample_tokens", at_least=2)
         if self.group_size == 1:

@@ -85,7 +85,9 @@ class RolloutSetup:
             generator=self.generator,
             renderer=self.renderer,
             environments=Environments(
-                make=self.task.environment, step_timeout_s=config.episode.step_timeout_s, thread=self.thread
+                make=self.task.environment,
+                step_timeout_s=config.episode.step_timeout_s,
+                thread=self.thread,
             ),
             limits=config.episode,
             max_tokens=self.max_sequence_tokens,
@@ -167,14 +169,18 @@ class Loop(Configurable):
             worker=worker.run,
             problems=problems,
             drop_equal=config.drop_zero_advantage_groups,
-            max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
+            max_sample_tokens=config.max_sample_tokens
+            if config.long_samples == "drop_group"
+            else None,
             max_dropped=config.max_empty_steps * config.groups_per_batch,
             max_failed_rewards=config.max_failed_rewards,
             rewards_per_step=config.groups_per_batch * config.group_size,
         )
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
-        self._progress = Progress(config=config, problems=problems, producer=self._producer, start=start)
+        self._progress = Progress(
+            config=config, problems=problems, producer=self._producer, start=start
+        )
 
     async def run(self) -> None:
         """Publish the first weights, then evaluate, train and save until the last step is done.
@@ -286,7 +292,9 @@ class Loop(Configurable):
                 gradient = await self.trainer.forward_backward(
                     [*samples.values()], return_logprobs=indices or False
                 )
-                logprobs |= zip((i for i in samples if i in recorded), gradient.logprobs or (), strict=False)
+                logprobs |= zip(
+                    (i for i in samples if i in recorded), gradient.logprobs or (), strict=False
+                )
                 if on_policy and not trained:
                     self._check_logprobs(gradient)
                 self._clock.lap("train")
@@ -341,7 +349,12 @@ class Loop(Configurable):
         eval_s = now_s() - started
         await self._record(lambda recorder: recorder.evaluation(step, result))
         self._write(
-            {"step": step, "policy_version": policy_version, **result.metrics(), "time/eval_s": eval_s}
+            {
+                "step": step,
+                "policy_version": policy_version,
+                **result.metrics(),
+                "time/eval_s": eval_s,
+            }
         )
         self._progress.evaluation_ended()
 
@@ -388,5 +401,9 @@ class Loop(Configurable):
 
     def _describe_stop(self) -> str:
         step = self._progress.done + self._progress.has_batch
-        saves = f"saving step {step}" if self.checkpoints.would_save(step) else f"stopping after step {step}"
+        saves = (
+            f"saving step {step}"
+            if self.checkpoints.would_save(step)
+            else f"stopping after step {step}"
+        )
         return f"{saves}, then ending; again to end at once"

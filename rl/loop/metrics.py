@@ -84,10 +84,14 @@ class StepClock:
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
     """Return the metrics of a batch's rollouts and of the groups dropped since the last batch."""
     groups = [*batch.groups, *(group for _, group in batch.dropped)]
-    reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
+    reasons: dict[str, Metric] = {
+        f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)
+    }
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
     by_function = score_metrics([score for group in groups for score in group.scores])
-    by_environment = _environment_metrics([member.rollout for group in groups for member in group.scored])
+    by_environment = _environment_metrics(
+        [member.rollout for group in groups for member in group.scored]
+    )
     of_groups = [group_metrics(group.scored, size=len(group.rollouts)) for group in groups]
     return merge([*of_groups, by_function, by_environment, reasons, *counts])
 
@@ -96,7 +100,9 @@ def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, 
     """Return the metrics of a group of `size` rollouts; a group of one is equal to nothing."""
     if not scored_G:
         return {}
-    equal: dict[str, Metric] = {"reward/equal_groups": Mean(equal_rewards(scored_G))} if size > 1 else {}
+    equal: dict[str, Metric] = (
+        {"reward/equal_groups": Mean(equal_rewards(scored_G))} if size > 1 else {}
+    )
     rollouts, scores = [m.rollout for m in scored_G], [m.score for m in scored_G]
     rewards = [score.reward for score in scores]
     nums_generated = [rollout.num_completion_tokens for rollout in rollouts]
@@ -191,14 +197,20 @@ def _packing_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
         "packing/padding": Mean(packing.num_padding, num_rows),
         "packing/fill": Mean(packing.num_packed, packing.num_room),
         "packing/shared": Mean(gradient.num_tokens - packing.num_packed, gradient.num_tokens),
-        "packing/context_mean": Mean(packing.num_attended, packing.num_packed if packing.num_attended else 0),
+        "packing/context_mean": Mean(
+            packing.num_attended, packing.num_packed if packing.num_attended else 0
+        ),
     }
 
 
-def _loss_metrics(gradient: ForwardBackwardResult, *, reserved: Mapping[str, Metric]) -> dict[str, Metric]:
+def _loss_metrics(
+    gradient: ForwardBackwardResult, *, reserved: Mapping[str, Metric]
+) -> dict[str, Metric]:
     """Return the loss's own metrics, averaged over tokens; raise ValueError for a reserved name."""
     num_tokens = gradient.num_valid_tokens
-    own = {name: mean for name, mean in gradient.loss_metrics.items() if name not in _FIELDS_OF_RESULT}
+    own = {
+        name: mean for name, mean in gradient.loss_metrics.items() if name not in _FIELDS_OF_RESULT
+    }
     for name in own:
         if f"loss/{name}" in reserved:
             raise ValueError(

@@ -121,7 +121,11 @@ class StepCheckpoints:
     async def save_after(self, error: Exception, position: LoopPosition) -> None:
         """Save a loop that ends with an error if the trainer still answers; only log what fails."""
         step = position.step
-        if isinstance(error, CheckpointError) or not self.would_save(step) or not self.can_answer(error):
+        if (
+            isinstance(error, CheckpointError)
+            or not self.would_save(step)
+            or not self.can_answer(error)
+        ):
             return
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -19,7 +19,9 @@ class WeightSync:
     The trainer may compute during a push, and awaits `pushed` before it changes its weights.
     """
 
-    def __init__(self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]
+    ) -> None:
         """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
         self._publisher = publisher
         self._on_failure = on_failure
@@ -41,7 +43,9 @@ class WeightSync:
         if self._serve is not None:
             await self.served()
         self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
-        self._serve = asyncio.create_task(self._serve_pushed(self._push, on_served), name="pull of weights")
+        self._serve = asyncio.create_task(
+            self._serve_pushed(self._push, on_served), name="pull of weights"
+        )
         # Send the push before the caller asks the trainer for anything else: a push that is queued behind
         # a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
@@ -85,7 +89,9 @@ class WeightSync:
                 version,
                 push_s,
                 result.pull_s,
-                "" if diff is None else f", parity {diff:.3g} nats a token in {checked.canary_s:.3f} s",
+                ""
+                if diff is None
+                else f", parity {diff:.3g} nats a token in {checked.canary_s:.3f} s",
             )
             if on_served is not None:
                 on_served()

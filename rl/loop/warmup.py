@@ -42,7 +42,9 @@ class SupervisedWarmup(Configurable):
         """Gradient clip norm."""
 
         def __post_init__(self) -> None:
-            check_bounds(self, "num_steps", "num_demonstrations", at_least=1)  # no warm-up: --warmup None
+            check_bounds(
+                self, "num_steps", "num_demonstrations", at_least=1
+            )  # no warm-up: --warmup None
             check_bounds(self, "lr", "max_norm", above=0)
             check_bounds(self, "weight_decay", "lr_warmup_steps", at_least=0)
             check_bounds(self, "min_lr_ratio", at_least=0, at_most=1)

@@ -118,7 +118,11 @@ class DecoderAdapter:
         """
         architectures = hf.get("architectures") or [cls.architecture]
         is_list = isinstance(architectures, list)
-        if hf.get("model_type") != cls.model_type or not is_list or cls.architecture not in architectures:
+        if (
+            hf.get("model_type") != cls.model_type
+            or not is_list
+            or cls.architecture not in architectures
+        ):
             raise ValueError(
                 f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint "
                 f"of another architecture; must be {cls.model_type!r} and [{cls.architecture!r}]"
@@ -133,7 +137,10 @@ class DecoderAdapter:
         num_layers = read_field(hf, "num_hidden_layers", int)
         window, global_layers = cls.windows_from_hf(hf, num_layers)
         rope = rope_from_hf(hf)
-        dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
+        dim, num_heads = (
+            read_field(hf, "hidden_size", int),
+            read_field(hf, "num_attention_heads", int),
+        )
         return cls.sized(
             dim=dim,
             num_layers=num_layers,
@@ -159,19 +166,30 @@ class DecoderAdapter:
         return {"attention_bias": read_field(hf, "attention_bias", bool, False)}
 
     @classmethod
-    def windows_from_hf(cls, hf: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    def windows_from_hf(
+        cls, hf: dict[str, Any], num_layers: int
+    ) -> tuple[int | None, tuple[int, ...]]:
         """Return the sliding window, or None, and the layers without one."""
         window = None
         if cls.always_windowed or read_field(hf, "use_sliding_window", bool, False):
             given = hf.get("sliding_window", 4096)
-            window = None if given is None else read_field({"sliding_window": given}, "sliding_window", int)
+            window = (
+                None
+                if given is None
+                else read_field({"sliding_window": given}, "sliding_window", int)
+            )
         kinds = hf.get("layer_types")
         if kinds is None:
             kinds = [
-                GLOBAL if window is None or cls.is_global(hf, layer) else LOCAL for layer in range(num_layers)
+                GLOBAL if window is None or cls.is_global(hf, layer) else LOCAL
+                for layer in range(num_layers)
             ]
         valid = [GLOBAL] if window is None else [GLOBAL, LOCAL]
-        if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in valid for k in kinds):
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or any(k not in valid for k in kinds)
+        ):
             raise ValueError(
                 f"config.json: layer_types={kinds!r}: must be a list of {num_layers} of {' and '.join(valid)}, with "
                 f"sliding_window={hf.get('sliding_window')!r} and "
@@ -192,7 +210,8 @@ class DecoderAdapter:
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:
         """Return the config of the feed-forward layers."""
         return FeedForward.Config(
-            hidden_dim=read_field(hf, "intermediate_size", int), bias=read_field(hf, "mlp_bias", bool, False)
+            hidden_dim=read_field(hf, "intermediate_size", int),
+            bias=read_field(hf, "mlp_bias", bool, False),
         )
 
     def hf_names(self, name: str) -> list[str]:
@@ -203,12 +222,20 @@ class DecoderAdapter:
         if module not in self.layer_names or leaf not in (
             ("weight", "bias") if module in _MAY_HAVE_BIAS else ("weight",)
         ):
-            raise KeyError(f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}")
-        return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in self.layer_names[module]]
+            raise KeyError(
+                f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}"
+            )
+        return [
+            f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in self.layer_names[module]
+        ]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         """Return the parameter made of the tensors of `hf_names(name)`."""
-        return tensors[0] if len(tensors) == 1 else self.fused(tensors, num_groups=self._groups_of(name))
+        return (
+            tensors[0]
+            if len(tensors) == 1
+            else self.fused(tensors, num_groups=self._groups_of(name))
+        )
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of the parameter."""
@@ -280,7 +307,9 @@ def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -
     """Raise ValueError for a field with none of its valid values; the message names the last of them."""
     for field, values in valid.items():
         if hf.get(field) not in values:
-            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}")
+            raise ValueError(
+                f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}"
+            )
 
 
 def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
@@ -289,7 +318,9 @@ def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
     Raises:
         ValueError: for a malformed field, a kind of scaling that is not one of `SCALINGS`, or two that differ.
     """
-    names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or ["rope_parameters"]
+    names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or [
+        "rope_parameters"
+    ]
     found = [_rope_at(hf, name) for name in names]
     if found[0] != found[-1]:  # Versions of transformers do not agree which of the two counts.
         values = " and ".join(f"{name}={hf[name]!r}" for name in names)
@@ -305,7 +336,8 @@ def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
     outside = {
         "rope_theta": hf.get("rope_theta") or 10_000.0,
         "partial_rotary_factor": hf.get("partial_rotary_factor") or 1.0,
-        "original_max_position_embeddings": hf.get("original_max_position_embeddings") or max_positions,
+        "original_max_position_embeddings": hf.get("original_max_position_embeddings")
+        or max_positions,
     }
     rope = outside | {field: value for field, value in given.items() if value is not None}
     if (rotated := rope.pop("partial_rotary_factor")) != 1.0:
@@ -320,7 +352,9 @@ def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
         )
     known = () if kind == "default" else fields(SCALINGS[kind])
     if unknown := set(rope) - {f.name for f in known} - set(outside):
-        raise ValueError(f"config.json: {name} has {', '.join(sorted(unknown))}: {kind!r} has no such field")
+        raise ValueError(
+            f"config.json: {name} has {', '.join(sorted(unknown))}: {kind!r} has no such field"
+        )
     types = {"float": float, "int": int, "bool": bool, "float | None": float}
     values = {
         f.name: read_field(rope, f.name, types[str(f.type)])
@@ -359,5 +393,9 @@ def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None =
     most = _MAX_SIZES.get(name, _MAX_SIZE) if kind is int else sys.float_info.max
     if kind is not bool and isinstance(value, numbers) and value is not True and 0 < value <= most:
         return kind(value)
-    valid = {bool: "true or false", int: f"an integer from 1 to {most}", float: "a positive number"}[kind]
+    valid = {
+        bool: "true or false",
+        int: f"an integer from 1 to {most}",
+        float: "a positive number",
+    }[kind]
     raise ValueError(f"config.json: {name}={value!r}: must be {valid}")

@@ -54,12 +54,16 @@ class SequenceLayout:
     """Ranks that the keys are gathered from."""
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> SequenceLayout:
+    def from_lengths(
+        cls, lengths: Sequence[int], *, device: torch.device | str = "cpu"
+    ) -> SequenceLayout:
         """Build the layout of whole sequences that fill the packed axis without gaps."""
         return cls._build(lengths, lengths).to(device)
 
     @classmethod
-    def after_prefixes(cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> SequenceLayout:
+    def after_prefixes(
+        cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]
+    ) -> SequenceLayout:
         """Build segments that fill the packed axis without gaps and see a prefix before their own tokens.
 
         Args:
@@ -69,7 +73,9 @@ class SequenceLayout:
         ends = np.cumsum(lengths)
         owns = [(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)]
         keys = [part for prefix, own in zip(prefixes, owns, strict=True) for part in (prefix, own)]
-        num_keys = [end - begin + length for length, (begin, end) in zip(lengths, prefixes, strict=True)]
+        num_keys = [
+            end - begin + length for length, (begin, end) in zip(lengths, prefixes, strict=True)
+        ]
         return cls._build(lengths, num_keys, key_rows=joined_ranges(keys))
 
     @classmethod
@@ -102,7 +108,9 @@ class SequenceLayout:
         return cls._build(queries, num_keys, key_rows=rows, context=context).to(device)
 
     @classmethod
-    def _build(cls, num_queries: Sequence[int], num_keys: Sequence[int], **keys: Any) -> SequenceLayout:
+    def _build(
+        cls, num_queries: Sequence[int], num_keys: Sequence[int], **keys: Any
+    ) -> SequenceLayout:
         return cls(
             num_queries=tuple(num_queries),
             num_keys=tuple(num_keys),
@@ -124,11 +132,15 @@ class SequenceLayout:
         return replace(self, **moved)
 
 
-def keys_of_all_ranks(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+def keys_of_all_ranks(
+    k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values that `layout.key_rows` counts."""
     if (context := layout.context) is None:
         return k_tKD, v_tKD
-    kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), context.num_ranks, context.group)
+    kv: Tensor = GatherToUse.apply(
+        torch.cat((k_tKD, v_tKD), dim=1), context.num_ranks, context.group
+    )
     k, v = kv.chunk(2, dim=1)
     return k, v
 
@@ -142,7 +154,8 @@ def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tup
         return keys[0].index_select(0, rows), keys[1].index_select(0, rows)
     # In float32, because a shared key's gradient is a sum over the sequences that share it.
     k_NKD, v_NKD = (
-        x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, rows).to(x.dtype) for x in keys
+        x.to(torch.promote_types(x.dtype, torch.float32)).index_select(0, rows).to(x.dtype)
+        for x in keys
     )
     return k_NKD, v_NKD
 
@@ -166,7 +179,9 @@ class PackedAttention(nn.Module):
             self.options["num_splits"] = num_splits
         self.by_segment = AttentionBySegment(window=window)
 
-    def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
+    ) -> Tensor:
         """Return [t, H, D]."""
         in_half = q_tHD.dtype in (torch.bfloat16, torch.float16)
         if not q_tHD.is_cuda or not (in_half or self.window is None):
@@ -184,7 +199,9 @@ class PackedAttention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1 if self.window is None else self.window - 1, 0)
-        out = varlen_attn(q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options)
+        out = varlen_attn(
+            q_tHD, k_NKD, v_NKD, *offsets, *lengths, window_size=window, **self.options
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -197,7 +214,9 @@ class HeadExchange(nn.Module):
         self.core = core
         self.context = context
 
-    def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
+    ) -> Tensor:
         """Return [t, H, D]; the layout is that of all ranks' tokens."""
         num_ranks, num_kv_heads = self.context.num_ranks, k_tKD.size(1)
         # Ranks that share the queries of a key-value head get a copy each.
@@ -219,7 +238,9 @@ class AttentionBySegment(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout
+    ) -> Tensor:
         """Return [t, H, D]; keys and values are those of all ranks."""
         num_kv_heads = k_nKD.size(1)
         window = layout.max_keys if self.window is None else min(self.window, layout.max_keys)
@@ -248,7 +269,10 @@ class AttentionBySegment(nn.Module):
         mask = (rows < ends[:, None])[:, None, None]
         rows = rows.clamp(max=sum(layout.num_keys) - 1).flatten()
         rows = rows if layout.key_rows is None else layout.key_rows[rows]
-        k, v = (x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2) for x in (k_nKD, v_nKD))
+        k, v = (
+            x.index_select(0, rows).unflatten(0, (-1, window)).transpose(1, 2)
+            for x in (k_nKD, v_nKD)
+        )
         # The heads that share keys are the queries of one head, so that keys are not repeated.
         q = q_SHD.unflatten(1, (num_kv_heads, -1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)

@@ -74,7 +74,8 @@ def grids_of(
     grids: list[Grid] = []
     # Only the last keys of a segment are within the window of one of its queries.
     widths = [
-        n if window is None else min(n, m + window - 1) for m, n in zip(num_queries, num_keys, strict=True)
+        n if window is None else min(n, m + window - 1)
+        for m, n in zip(num_queries, num_keys, strict=True)
     ]
     queries, keys = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (num_queries, num_keys))
     heads_KG1 = torch.arange(num_kv_heads * group_size).view(num_kv_heads, group_size, 1)
@@ -90,7 +91,9 @@ def grids_of(
             key_rows_BN = shared_rows.cpu()[key_rows_BN]
         query_rows = query_rows_BL[:, None, None] * heads_KG1.numel() + heads_KG1
         all_query_rows.append(query_rows.flatten())
-        all_key_rows.append((key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size).flatten())
+        all_key_rows.append(
+            (key_rows_BN[:, None] * num_kv_heads + heads_KG1[:, 0] // group_size).flatten()
+        )
         is_real.append((rows_L < lengths_B1)[:, None, None].expand_as(query_rows).flatten())
         bias = _bias(lengths_B1, widths_B1, window=window, group_size=group_size)
         bias = None if bias is None else bias.to(device, dtype)
@@ -122,12 +125,16 @@ def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[i
     return groups
 
 
-def _bias(lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_size: int) -> Tensor | None:
+def _bias(
+    lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_size: int
+) -> Tensor | None:
     """Return `Grid.bias`. The last query of a segment sees its last key, the one before all but that."""
     if bool((lengths_B1 == lengths_B1[0]).all() and (widths_B1 == widths_B1[0]).all()):
         lengths_B1, widths_B1 = lengths_B1[:1], widths_B1[:1]
     num_queries, num_keys = int(lengths_B1.max()), int(widths_B1.max())
-    is_triangle = len(lengths_B1) == 1 and num_queries == num_keys and (window is None or window >= num_keys)
+    is_triangle = (
+        len(lengths_B1) == 1 and num_queries == num_keys and (window is None or window >= num_keys)
+    )
     if is_triangle and num_keys > MAX_KEYS_OF_PRODUCTS:
         return None
     rows_L, columns_N = torch.arange(num_queries), torch.arange(num_keys)
@@ -149,14 +156,20 @@ def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
     num_queries = [num_heads * grid.num_segments * grid.num_queries for grid in grids.members]
     num_keys = [num_kv_heads * grid.num_segments * grid.num_keys for grid in grids.members]
     parts = zip(
-        grids.members, q_QD.split(num_queries), k_RD.split(num_keys), v_RD.split(num_keys), strict=True
+        grids.members,
+        q_QD.split(num_queries),
+        k_RD.split(num_keys),
+        v_RD.split(num_keys),
+        strict=True,
     )
     outs = []
     for grid, *rows in parts:
         q, k, v = (x.view(grid.num_segments, num_kv_heads, -1, head_dim) for x in rows)
         if grid.bias is None:
             q = q.unflatten(2, (-1, grid.num_queries)).flatten(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads > num_kv_heads)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=num_heads > num_kv_heads
+            )
         else:
             # The heads that share keys are the queries of one head, so that keys are not repeated.
             by_products = not q.is_cuda and k.size(2) <= MAX_KEYS_OF_PRODUCTS
@@ -178,7 +191,12 @@ class _Rearranged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].index_select(0, ctx.back)
-        return grad if ctx.fillers is None else grad.index_fill_(0, ctx.fillers, 0.0), None, None, None
+        return (
+            grad if ctx.fillers is None else grad.index_fill_(0, ctx.fillers, 0.0),
+            None,
+            None,
+            None,
+        )
 
 
 class _Repeated(torch.autograd.Function):

@@ -41,19 +41,28 @@ def is_scale(name: str) -> bool:
 
 
 def check_scales(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], *, block: tuple[int, int] | None
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    *,
+    block: tuple[int, int] | None,
 ) -> None:
     """Raise ValueError, naming the tensor, unless exactly the FP8 weights have scales, one for each block."""
     for name, dtype in dtypes.items():
         scale = scale_of(name)
         if dtype != FP8:
             if scale in shapes:
-                raise ValueError(f"tensor {name} has scales, {scale}, but is of {dtype}: must be {FP8}")
+                raise ValueError(
+                    f"tensor {name} has scales, {scale}, but is of {dtype}: must be {FP8}"
+                )
             continue
         if block is None:
-            raise ValueError(f"tensor {name} is of {FP8}, but config.json has no quantization_config")
+            raise ValueError(
+                f"tensor {name} is of {FP8}, but config.json has no quantization_config"
+            )
         if len(shapes[name]) != 2 or scale not in shapes:
-            raise ValueError(f"tensor {name} is of {FP8}: must be a matrix with a tensor of scales, {scale}")
+            raise ValueError(
+                f"tensor {name} is of {FP8}: must be a matrix with a tensor of scales, {scale}"
+            )
         needed = tuple(-(-size // length) for size, length in zip(shapes[name], block, strict=True))
         if shapes[scale] != needed:
             raise ValueError(

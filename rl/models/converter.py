@@ -41,7 +41,9 @@ class ModelConverter(Configurable):
     token_multiple: int = 1
     """Divisor of the number of tokens of every forward, ensured by padding."""
 
-    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+    def __init__(
+        self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device
+    ) -> None:
         """Store the arguments; a subclass raises ValueError if the config cannot work here.
 
         Args:

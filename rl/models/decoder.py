@@ -71,13 +71,17 @@ class Attention(Configurable, nn.Module):
         self.split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.o_bias)
 
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+    def forward(
+        self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None
+    ) -> Tensor:
         q_THD, k_TKD, v_TKD = self.split_heads(self, self.qkv_proj(x_TE), cos, sin)
         out = self.core(q_THD, k_TKD, v_TKD, sequences)
         return self.o_proj(out.flatten(1))
 
 
-def split_heads(layer: Attention, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    layer: Attention, qkv: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return a layer's queries [T, H, D], keys and values [T, K, D], normalized and rotated."""
     # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
     qkv = qkv.unflatten(-1, (-1, layer.group_size + 2, layer.head_dim))
@@ -117,7 +121,9 @@ class FeedForward(Configurable, nn.Module):
         self.group_width = config.hidden_dim // math.gcd(config.hidden_dim, num_kv_heads)
         self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=config.bias)
         self.down_proj = nn.Linear(config.hidden_dim, dim, bias=config.bias)
-        self.activation: Callable[[Tensor], Tensor] = {"swiglu": swiglu, "geglu": geglu}[config.activation]
+        self.activation: Callable[[Tensor], Tensor] = {"swiglu": swiglu, "geglu": geglu}[
+            config.activation
+        ]
 
     def forward(self, x_TE: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
@@ -141,10 +147,14 @@ class TransformerBlock(Configurable, nn.Module):
         self.attention = config.attention.build(dim=dim, norm=norm, core=core)
         self.attention_post_norm = norm(dim) if config.post_norms else nn.Identity()
         self.ffn_norm = norm(dim)
-        self.feed_forward = config.feed_forward.build(dim=dim, num_kv_heads=config.attention.num_kv_heads)
+        self.feed_forward = config.feed_forward.build(
+            dim=dim, num_kv_heads=config.attention.num_kv_heads
+        )
         self.ffn_post_norm = norm(dim) if config.post_norms else nn.Identity()
 
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+    def forward(
+        self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None
+    ) -> Tensor:
         attended_TE = self.attention(self.attention_norm(x_TE), cos, sin, sequences)
         x_TE = x_TE + self.attention_post_norm(attended_TE)
         return x_TE + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_TE)))
@@ -231,7 +241,9 @@ class Decoder(Configurable, nn.Module):
             for i in range(config.num_layers)
         )
         self.norm = config.build_norm(config.dim)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
         self.lm_head_lora: LowRank | None = None
         """Adapter of the head, set by a converter; the head's weight is used without its layer's forward."""
 
@@ -263,14 +275,18 @@ class Decoder(Configurable, nn.Module):
         if self.local_rope is not None:
             local = self.tables(self.local_rope, positions, dtype=x_TE.dtype)
         for i, layer in enumerate(self.layers):
-            x_TE = layer(x_TE, *(rotation if self.config.window_of(i) is None else local), sequences)
+            x_TE = layer(
+                x_TE, *(rotation if self.config.window_of(i) is None else local), sequences
+            )
         hidden_TE = x_TE if isinstance(self.norm, Elsewhere) else self.normed(x_TE)
         return hidden_TE if head is None else head(*self.head_inputs(hidden_TE))
 
     def head_inputs(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the head's weight as the logits' product takes them."""
         weight_VE = self.head_weight
-        return (hidden_TE.float(), weight_VE.float()) if self.float32_head else (hidden_TE, weight_VE)
+        return (
+            (hidden_TE.float(), weight_VE.float()) if self.float32_head else (hidden_TE, weight_VE)
+        )
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """Return the first hidden states, [T, E]."""
@@ -319,7 +335,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         is_plain = (
-            not isinstance(x, DTensor) and x.dtype == weight.dtype and not torch.compiler.is_compiling()
+            not isinstance(x, DTensor)
+            and x.dtype == weight.dtype
+            and not torch.compiler.is_compiling()
         )
         if is_plain and x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled():
             out: Tensor = _RMSNorm.apply(x, weight, self.eps)
@@ -341,7 +359,9 @@ class _RMSNorm(torch.autograd.Function):
         # In float32 at least, and rounded once at the end: every rounded product in between would add an error.
         inputs = *ctx.saved_tensors, grads[0]  # Checkpoints allow to read them once.
         stored = grads[0].dtype
-        x, weight, grad_out = (tensor.to(torch.promote_types(stored, torch.float32)) for tensor in inputs)
+        x, weight, grad_out = (
+            tensor.to(torch.promote_types(stored, torch.float32)) for tensor in inputs
+        )
         x_NE, grad_NE = x.flatten(0, -2), grad_out.flatten(0, -2)
         norm_N1 = torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True)
         scale_N1 = (norm_N1.square() / len(weight) + ctx.eps).rsqrt()
@@ -350,7 +370,11 @@ class _RMSNorm(torch.autograd.Function):
         pull_N1 = product_NE.mv(weight)[:, None] * scale_N1**3 / len(weight)
         grad = (grad_NE * weight).mul_(scale_N1).addcmul_(x_NE, pull_N1, value=-1)
         grad_weight = product_NE.mT.mv(scale_N1[:, 0]) if ctx.needs_input_grad[1] else None
-        return grad.view_as(x).to(stored), None if grad_weight is None else grad_weight.to(stored), None
+        return (
+            grad.view_as(x).to(stored),
+            None if grad_weight is None else grad_weight.to(stored),
+            None,
+        )
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -380,7 +404,8 @@ def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
     if "lm_head" not in modules:
         part.lm_head = part.lm_head_lora = None
     part.layers = nn.ModuleList(
-        layer if f"layers.{number}" in modules else Elsewhere() for number, layer in enumerate(model.layers)
+        layer if f"layers.{number}" in modules else Elsewhere()
+        for number, layer in enumerate(model.layers)
     )
     # They have nothing but tables, which each part computes for itself.
     part.rope, part.local_rope = copy.deepcopy((model.rope, model.local_rope))

@@ -91,7 +91,9 @@ class DrawCalls:
         context = self._spec.model.rope.max_positions
         requests = completion_requests(prompts, sampling=sampling, context=context, ends=ends)
         num_tokens = sum(map(len, prompts))
-        return DrawCall(sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled)
+        return DrawCall(
+            sampling=sampling, requests=requests, num_tokens=num_tokens, cancelled=cancelled
+        )
 
     @cached_property
     def _tokenizer(self) -> Any:

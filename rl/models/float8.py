@@ -55,7 +55,10 @@ class Float8(ModelConverter):
                     f"enable_fsdp_float8_all_gather=True with recipe={self.recipe!r}: shards are gathered "
                     "with one scale a tensor; must be 'tensorwise'"
                 )
-            if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
+            if (
+                self.precompute_float8_dynamic_scale_for_fsdp
+                and not self.enable_fsdp_float8_all_gather
+            ):
                 raise ValueError(
                     "precompute_float8_dynamic_scale_for_fsdp=True: must be with "
                     "enable_fsdp_float8_all_gather=True, whose scales it computes"
@@ -66,7 +69,9 @@ class Float8(ModelConverter):
     compute_dtype = "float8"
     token_multiple = MULTIPLE
 
-    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+    def __init__(
+        self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device
+    ) -> None:
         """Raise ValueError if the device has no float8, nothing is sharded for the all-gather, or torchao is
         missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
@@ -159,7 +164,9 @@ class Float8GroupedMM(ModelConverter):
     keeps_bits = False
     compute_dtype = "float8"
 
-    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+    def __init__(
+        self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device
+    ) -> None:
         """Raise ValueError if the model has no experts or a size that 16 does not divide, the device has no grouped
         float8 products, or torchao is missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
@@ -180,7 +187,9 @@ class Float8GroupedMM(ModelConverter):
         if not config.emulate:
             _check_hardware(device, products="grouped float8", capabilities=GROUPED_CAPABILITIES)
             if find_spec("torchao") is None:
-                raise ValueError("Float8GroupedMM needs torchao 0.18: pip install 'torchao==0.18.*'")
+                raise ValueError(
+                    "Float8GroupedMM needs torchao 0.18: pip install 'torchao==0.18.*'"
+                )
 
     def convert(self, model: nn.Module) -> None:
         """Convert the experts; raise ValueError naming an unknown part of a name."""
@@ -192,7 +201,9 @@ class Float8GroupedMM(ModelConverter):
                 )
         for name, module in experts.items():
             if any(part in name for part in self.config.fqns):
-                module.product = emulated_grouped_linear if self.config.emulate else float8_grouped_linear
+                module.product = (
+                    emulated_grouped_linear if self.config.emulate else float8_grouped_linear
+                )
 
 
 def float8_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
@@ -262,7 +273,11 @@ def _rounded(x: Tensor, *, dim: int) -> Tensor:
 
 
 def _check_hardware(
-    device: torch.device, *, products: str, capabilities: tuple[tuple[int, int], ...], or_newer: bool = False
+    device: torch.device,
+    *,
+    products: str,
+    capabilities: tuple[tuple[int, int], ...],
+    or_newer: bool = False,
 ) -> None:
     if device.type == "meta":
         return

@@ -16,12 +16,25 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates, in a model's folder."""
-_TEXTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.model.v*", "*.gguf", "*.tiktoken")
+_TEXTS = (
+    "*.json",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+    "*.model.v*",
+    "*.gguf",
+    "*.tiktoken",
+)
 _WEIGHTS = "*.safetensors"
 """Files that relay, transformers or vLLM read."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
-_ARCHIVES = {b"PK\3\4": "a zip archive", b"\x1f\x8b": "a compressed archive", b"BZh": "a compressed archive"}
+_ARCHIVES = {
+    b"PK\3\4": "a zip archive",
+    b"\x1f\x8b": "a compressed archive",
+    b"BZh": "a compressed archive",
+}
 _ARCHIVES |= {b"\xfd7zXZ": "a compressed archive", b"\x28\xb5\x2f\xfd": "a compressed archive"}
 
 _CONVERT = (
@@ -87,7 +100,11 @@ def check_links(folder: Path) -> None:
     real = Path(os.path.realpath(folder))
     roots = [
         real,
-        *(path.parents[1] / "blobs" for path in (real, *real.parents) if path.parent.name == "snapshots"),
+        *(
+            path.parents[1] / "blobs"
+            for path in (real, *real.parents)
+            if path.parent.name == "snapshots"
+        ),
     ]
     templates = folder / CHAT_TEMPLATES
     try:
@@ -159,7 +176,9 @@ def check_model_folder(folder: Path) -> None:
     if kind := _kind(names):
         raise ValueError(f"{folder} is {kind}")
     if inside := sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]):
-        raise ValueError(f"{folder} is not a model's folder, but contains one: give {inside[0].parent}")
+        raise ValueError(
+            f"{folder} is not a model's folder, but contains one: give {inside[0].parent}"
+        )
     if not (folder / "config.json").exists():
         has = "weights" if has_weights(folder) else f"{len(names)} files, such as {min(names)}"
         raise ValueError(
@@ -187,7 +206,9 @@ def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
         raise ValueError(f"{folder} is {kind}")
 
 
-def _kind(names: Collection[str], kinds: Sequence[tuple[tuple[str, ...], str]] = _KINDS) -> str | None:
+def _kind(
+    names: Collection[str], kinds: Sequence[tuple[tuple[str, ...], str]] = _KINDS
+) -> str | None:
     """Return what a folder is and what to do, or None if its files do not say it."""
     usable = [name for name in names if not name.startswith(_NO_WEIGHTS)]
     for patterns, what in kinds:

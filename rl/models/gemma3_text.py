@@ -8,7 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from rl.models.adapter import GLOBAL, LAYER, LOCAL, DecoderAdapter, hf_rope, read_field, rope_from_hf
+from rl.models.adapter import (
+    GLOBAL,
+    LAYER,
+    LOCAL,
+    DecoderAdapter,
+    hf_rope,
+    read_field,
+    rope_from_hf,
+)
 from rl.models.decoder import Decoder, FeedForward
 from rl.models.rope import RoPE
 from rl.models.spec import ModelSpec, spec_of_flavor

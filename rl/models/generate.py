@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import pad_rows
 from rl.models.decoder import Attention, Decoder
-from rl.models.sampling import End, check_sampling, draw, processed_logprobs, request_seeds, uniforms
+from rl.models.sampling import (
+    End,
+    check_sampling,
+    draw,
+    processed_logprobs,
+    request_seeds,
+    uniforms,
+)
 from rl.types import Completion, FinishReason, SamplingParams
 from rl.utils.errors import RunError
 
@@ -50,7 +57,11 @@ class Interrupted(Generic[T]):
 
 
 def generate(
-    model: Decoder, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, max_sequences: int = 256
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
+    *,
+    sampling: SamplingParams,
+    max_sequences: int = 256,
 ) -> list[list[Completion]]:
     """Return `sampling.num_samples` completions of each prompt ([M] int token ids), in order.
 
@@ -99,14 +110,19 @@ def completion_requests(
     seeds = request_seeds(prompts, seed=common, num_samples=sampling.num_samples)
     return [
         CompletionRequest(
-            prompt=prompt, max_tokens=min(sampling.max_tokens, context - len(prompt)), seed=seed, ends=ends
+            prompt=prompt,
+            max_tokens=min(sampling.max_tokens, context - len(prompt)),
+            seed=seed,
+            ends=ends,
         )
         for prompt, seeds_of_prompt in zip(prompts, seeds, strict=True)
         for seed in seeds_of_prompt
     ]
 
 
-def by_prompt(completions: Sequence[Completion], *, sampling: SamplingParams) -> list[list[Completion]]:
+def by_prompt(
+    completions: Sequence[Completion], *, sampling: SamplingParams
+) -> list[list[Completion]]:
     """Return the completions of each prompt."""
     num_samples = sampling.num_samples
     return [list(completions[i : i + num_samples]) for i in range(0, len(completions), num_samples)]
@@ -135,7 +151,11 @@ class Drawing:
     """Completions that are drawn with pauses, in which the model may be used otherwise."""
 
     def __init__(
-        self, requests: Sequence[CompletionRequest], *, sampling: SamplingParams, max_sequences: int = 256
+        self,
+        requests: Sequence[CompletionRequest],
+        *,
+        sampling: SamplingParams,
+        max_sequences: int = 256,
     ) -> None:
         self._sampling = sampling
         self._batches = [
@@ -156,7 +176,9 @@ class Drawing:
 
     def completions(self, policy_version: int) -> list[Completion]:
         return [
-            batch.completion(n, policy_version) for batch in self._batches for n in range(len(batch.requests))
+            batch.completion(n, policy_version)
+            for batch in self._batches
+            for n in range(len(batch.requests))
         ]
 
 
@@ -232,13 +254,18 @@ class _Batch:
         tokens_B = self.last_tokens
         self.slots = [np.append(places, self.num_cached + n) for n, places in enumerate(self.slots)]
         self.num_cached += len(self.slots)
-        positions_B = torch.tensor([len(places) - 1 for places in self.slots], device=tokens_B.device)
+        positions_B = torch.tensor(
+            [len(places) - 1 for places in self.slots], device=tokens_B.device
+        )
         layout = SequenceLayout.of_single_queries(self.slots, device=tokens_B.device)
         return _logits(model, tokens_B, positions_B, layout)
 
     def _prefill(self, model: Decoder) -> Tensor:
         """Fill the cache with each prompt once; return each request's logits, [N, V]."""
-        groups = [list(group) for _, group in groupby(self.requests, key=lambda request: id(request.prompt))]
+        groups = [
+            list(group)
+            for _, group in groupby(self.requests, key=lambda request: id(request.prompt))
+        ]
         prompts, sizes = [group[0].prompt for group in groups], [len(group) for group in groups]
         lengths = [len(prompt) for prompt in prompts]
         device = model.embed_tokens.weight.device
@@ -246,15 +273,24 @@ class _Batch:
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
         layout = SequenceLayout.from_lengths(lengths, device=device)
         ends = np.cumsum(lengths)
-        logits_PV = _logits(model, tokens_T, positions_T, layout, rows=torch.from_numpy(ends - 1).to(device))
+        logits_PV = _logits(
+            model, tokens_T, positions_T, layout, rows=torch.from_numpy(ends - 1).to(device)
+        )
         slots = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        self.slots = [places for places, size in zip(slots, sizes, strict=True) for _ in range(size)]
+        self.slots = [
+            places for places, size in zip(slots, sizes, strict=True) for _ in range(size)
+        ]
         self.num_cached = int(ends[-1])
         return logits_PV.repeat_interleave(torch.tensor(sizes, device=device), dim=0)
 
 
 def _logits(
-    model: Decoder, tokens: Tensor, positions: Tensor, layout: SequenceLayout, *, rows: Tensor | None = None
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    layout: SequenceLayout,
+    *,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Return the logits at these rows, by default at all."""
     rows = torch.arange(len(tokens), device=tokens.device) if rows is None else rows

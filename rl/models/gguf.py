@@ -59,7 +59,10 @@ def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None
         with torch.device("meta"):
             names = [name for name, _ in spec.model.build().named_parameters()]
         _check_fit(file, settings, stored, model=spec.model, adapter=adapter, names=names)
-        with tempfile.TemporaryDirectory() as saved, suppress(FileExistsError):  # another process was faster
+        with (
+            tempfile.TemporaryDirectory() as saved,
+            suppress(FileExistsError),
+        ):  # another process was faster
             tokenizer.save_pretrained(saved)
             _name_class(Path(saved) / "tokenizer_config.json")
             write_json(Path(saved) / "generation_config.json", _token_ids(settings))
@@ -72,7 +75,10 @@ def _split_digits(tokenizer: Any) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
 
 
@@ -90,7 +96,9 @@ def _errors_of(file: Path) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         command = ": python3 tools/setup_env.py gguf" if error.name == "gguf" else ""
-        raise ValueError(f"{file}: to read it, install the package {error.name!r}{command}") from error
+        raise ValueError(
+            f"{file}: to read it, install the package {error.name!r}{command}"
+        ) from error
     except (MemoryError, OSError):
         raise
     except Exception as error:  # the libraries raise all kinds, tokenizers nothing narrower
@@ -108,7 +116,9 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     reader = GGUFReader(file)
-    settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+    settings = {
+        name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1
+    }
     architecture = settings["general.architecture"]
     if architecture not in ARCHITECTURES:
         raise ValueError(
@@ -116,9 +126,13 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
             f"{', '.join(ARCHITECTURES)}; give the model's Hugging Face folder"
         )
     if (layers := settings.get(f"{architecture}.block_count", 0)) > len(reader.tensors):
-        raise ValueError(f"{file}: block_count={layers}: the file has only {len(reader.tensors)} tensors")
+        raise ValueError(
+            f"{file}: block_count={layers}: the file has only {len(reader.tensors)} tensors"
+        )
     if settings.get("split.count", 1) > 1:
-        raise ValueError(f"{file}: is one of several parts: join them with `llama-gguf-split --merge`")
+        raise ValueError(
+            f"{file}: is one of several parts: join them with `llama-gguf-split --merge`"
+        )
     scaling = settings.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
         raise ValueError(
@@ -140,7 +154,9 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
         )
     # transformers takes this name for an architecture, which the package `gguf` does not have.
     if settings.get("general.name") == "mistral":
-        raise ValueError(f"{file}: general.name='mistral' is not read: give the model's Hugging Face folder")
+        raise ValueError(
+            f"{file}: general.name='mistral' is not read: give the model's Hugging Face folder"
+        )
     return settings, [tensor.name for tensor in reader.tensors]
 
 
@@ -175,7 +191,8 @@ def _in_decimals(config: Any) -> Any:
 def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
     """Return generation_config.json; a reply ends with the end of a turn as well as with that of the text."""
     ids: dict[str, Any] = {
-        name: settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")
+        name: settings.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos", "eot", "padding")
     }
     ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
     found = {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
@@ -200,7 +217,9 @@ def _check_fit(
             f"{file}: rope.dimension_count={rotated} is not supported: must be the size of a head, {head_dim}"
         )
     table = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.num_layers)
-    known = {table.get_name(x, (".weight", ".bias")) for name in names for x in adapter.hf_names(name)}
+    known = {
+        table.get_name(x, (".weight", ".bias")) for name in names for x in adapter.hf_names(name)
+    }
     if unknown := [name for name in stored if name not in known]:
         raise ValueError(
             f"{file}: tensor {unknown[0]} has no place in the model: give the model's Hugging Face folder"
@@ -214,4 +233,7 @@ def _params(
         for hf_name in adapter.hf_names(name):
             if hf_name not in tensors:
                 raise ValueError(f"{file}: the GGUF file has no tensor for {hf_name}")
-        yield name, adapter.from_hf(name, [tensors.pop(hf_name) for hf_name in adapter.hf_names(name)])
+        yield (
+            name,
+            adapter.from_hf(name, [tensors.pop(hf_name) for hf_name in adapter.hf_names(name)]),
+        )

@@ -79,7 +79,10 @@ class _Header:
         if kind == _STRING:
             self._text(repr(name))
         elif kind == _ARRAY:
-            of, count = self._number("I", f"type of {name!r}"), self._number("Q", f"length of {name!r}")
+            of, count = (
+                self._number("I", f"type of {name!r}"),
+                self._number("Q", f"length of {name!r}"),
+            )
             self._num_values += count
             if self._num_values > MAX_VALUES:
                 raise ValueError(
@@ -107,14 +110,21 @@ class _Header:
         name = self._text("a tensor's name")
         num_dims = self._number("I", f"number of dimensions of {name!r}")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise ValueError(f"tensor {name!r} has {num_dims} dimensions: must be from 1 to {_MAX_DIMS}")
+            raise ValueError(
+                f"tensor {name!r} has {num_dims} dimensions: must be from 1 to {_MAX_DIMS}"
+            )
         dims = [self._number("Q", f"dimensions of {name!r}") for _ in range(num_dims)]
-        kind, offset = self._number("I", f"type of {name!r}"), self._number("Q", f"offset of {name!r}")
+        kind, offset = (
+            self._number("I", f"type of {name!r}"),
+            self._number("Q", f"offset of {name!r}"),
+        )
         if kind not in list(GGMLQuantizationType):
             raise ValueError(f"tensor {name!r} is of type {kind}, which is not supported")
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if dims[0] % block:
-            raise ValueError(f"tensor {name!r} of shape {dims[::-1]}: rows must be multiples of {block}")
+            raise ValueError(
+                f"tensor {name!r} of shape {dims[::-1]}: rows must be multiples of {block}"
+            )
         return name, offset, math.prod(dims) // block * size
 
     def _text(self, what: str) -> str:

@@ -89,13 +89,17 @@ class HFFolder:
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
         for file in (self.path / name for name in names):
             if not file.is_file():
-                listed = f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
+                listed = (
+                    f", which {INDEX_FILE} lists" if weight_map else f", and so is {INDEX_FILE}"
+                )
                 raise ValueError(f"weights file {file} is missing{listed}")
             check_not_pointer(file)
             header = _read_header(file)
             if twice := sorted(header.keys() & self.files.keys()):
                 other = self.files[twice[0]]
-                raise ValueError(f"tensor {twice[0]} is in both {other} and {file.name}: remove one of them")
+                raise ValueError(
+                    f"tensor {twice[0]} is in both {other} and {file.name}: remove one of them"
+                )
             self.shapes |= {name: shape for name, (shape, _) in header.items()}
             dtypes |= {name: dtype for name, (_, dtype) in header.items()}
             self.files |= dict.fromkeys(header, file)
@@ -144,7 +148,9 @@ class HFFolder:
             for name, (old, new) in fields.items()
             if name not in _FREE_FIELDS
             and not (
-                isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-6)
+                isinstance(old, float)
+                and isinstance(new, float)
+                and math.isclose(old, new, rel_tol=1e-6)
             )
         ]
         if other:
@@ -166,7 +172,9 @@ class HFFolder:
             hf_name: tuple(tensor.shape)
             for name, parameter in model.named_parameters()
             if names is None or name in names
-            for hf_name, tensor in adapter.to_hf(name, torch.empty(parameter.shape, device="meta")).items()
+            for hf_name, tensor in adapter.to_hf(
+                name, torch.empty(parameter.shape, device="meta")
+            ).items()
         }
         for hf_name in needed:
             if hf_name not in self.shapes:
@@ -183,7 +191,9 @@ class HFFolder:
                     f"{list(needed[hf_name])}: {other}"
                 )
             if hf_name != _HEAD:
-                raise ValueError(f"{self.path}: tensor {hf_name} has no place in the model: {other}")
+                raise ValueError(
+                    f"{self.path}: tensor {hf_name} has no place in the model: {other}"
+                )
             if not torch.equal(self._stored(_HEAD), self._stored(_EMBEDDING)):
                 raise ValueError(
                     f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}: "
@@ -205,7 +215,11 @@ class HFFolder:
 
     def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""
-        return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
+        return [
+            name
+            for name in names
+            if all(hf_name in self.files for hf_name in adapter.hf_names(name))
+        ]
 
 
 def read_parameters(
@@ -284,7 +298,10 @@ def write_hf_folder(
         FileExistsError: if `path` exists and is not an empty folder.
     """
     tensors = (
-        (hf_name, tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype).contiguous())
+        (
+            hf_name,
+            tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype).contiguous(),
+        )
         for name, parameter in params
         for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items()
     )
@@ -325,7 +342,9 @@ def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Pat
     return folder
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int) -> None:
+def _write_shards(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int
+) -> None:
     shards: list[dict[str, int]] = []
     """Bytes of each tensor, per file written."""
     pending: dict[str, Tensor] = {}
@@ -351,7 +370,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_sh
         (folder / f"{i}.part").rename(folder / file_name)
         weight_map |= dict.fromkeys(sizes, file_name)
     total_size = sum(sum(sizes.values()) for sizes in shards)
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    write_json(
+        folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    )
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
@@ -360,7 +381,11 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
             content = read_json_object(folder / name)
-            ids |= {field: content[field] for field in _TOKEN_ID_FIELDS if content.get(field) is not None}
+            ids |= {
+                field: content[field]
+                for field in _TOKEN_ID_FIELDS
+                if content.get(field) is not None
+            }
     return ids
 
 
@@ -373,9 +398,14 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
                 raise ValueError(
                     f"weights file {file} has a tensor {odd[0][:100]!r}: no model has such a name"
                 )
-            return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
+            return {
+                name: (tuple(found.get_shape()), found.get_dtype())
+                for name, found in slices.items()
+            }
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error
+        raise ValueError(
+            f"weights file {file} is truncated or not a safetensors file: {error}"
+        ) from error
 
 
 def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
@@ -394,7 +424,9 @@ def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
 def _read_weight_map(file: Path) -> dict[str, str]:
     """Return the file name of each tensor."""
     weight_map = read_json_object(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
     for tensor, name in weight_map.items():
         if not name or Path(name).name != name:

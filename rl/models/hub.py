@@ -19,7 +19,10 @@ TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
 SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
 """Files of a model that are downloaded, and that must be in the cache; those in subfolders are other formats."""
-MORE, TEMPLATES = ("vocab.txt", "tokenizer.model", "tokenizer.model.v3"), f"{CHAT_TEMPLATES}/*.jinja"
+MORE, TEMPLATES = (
+    ("vocab.txt", "tokenizer.model", "tokenizer.model.v3"),
+    f"{CHAT_TEMPLATES}/*.jinja",
+)
 """Files that are downloaded too; a model that was cached without them is taken as it is."""
 UNWANTED = ("*/*", "consolidated*")
 

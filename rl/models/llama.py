@@ -26,9 +26,14 @@ def model_registry(flavor: str) -> ModelSpec:
     ffn = FeedForward.Config
     sized = partial(LlamaAdapter.sized, norm_eps=1e-5, tie_embeddings=True)
     smollm2 = partial(sized, vocab_size=49_152, head_dim=64, max_positions=8192, theta=100_000.0)
-    llama3 = partial(sized, vocab_size=128_256, num_kv_heads=8, max_positions=131_072, theta=500_000.0)
+    llama3 = partial(
+        sized, vocab_size=128_256, num_kv_heads=8, max_positions=131_072, theta=500_000.0
+    )
     scaling = partial(
-        Llama3Scaling, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        Llama3Scaling,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     )
     flavors = {
         "tiny": sized(

@@ -70,7 +70,10 @@ def token_logprobs(
     """
     hidden_TE, weight, shard = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     compute = partial(
-        chunk_logprobs or logprobs_of_chunk, weight=weight, shard=shard, entropy_gradient=entropy_gradient
+        chunk_logprobs or logprobs_of_chunk,
+        weight=weight,
+        shard=shard,
+        entropy_gradient=entropy_gradient,
     )
     if rows_R is None:
         return _in_chunks(compute, chunk_tokens, hidden_TE, targets_T, temperatures_T)
@@ -89,7 +92,10 @@ def _in_chunks(
     if chunk_tokens is None or inputs[0].size(0) <= chunk_tokens:
         return compute(*inputs)
     chunks = zip(*(x.split(chunk_tokens) for x in inputs), strict=True)
-    parts = [checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    parts = [
+        checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -99,7 +105,11 @@ def _local_inputs(
 ) -> tuple[Tensor, Tensor, VocabularyShard | None]:
     """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows lie."""
     if not isinstance(weight_VE, DTensor):
-        return hidden_TE.full_tensor() if isinstance(hidden_TE, DTensor) else hidden_TE, weight_VE, None
+        return (
+            hidden_TE.full_tensor() if isinstance(hidden_TE, DTensor) else hidden_TE,
+            weight_VE,
+            None,
+        )
     mesh, (placement,) = weight_VE.device_mesh, weight_VE.placements
     if not placement.is_replicate() and not placement.is_shard(0):
         raise ValueError(f"head weight is placed as {placement}: must be Shard(0) or Replicate()")
@@ -134,7 +144,9 @@ def logprobs_of_chunk(
         logprobs_CK, entropy_C = (
             _Logprobs.apply(logits_CV, targets_CK, temperatures_C)
             if shard is None
-            else _ShardedLogprobs.apply(logits_CV, targets_CK, temperatures_C, shard, entropy_gradient)
+            else _ShardedLogprobs.apply(
+                logits_CV, targets_CK, temperatures_C, shard, entropy_gradient
+            )
         )
         # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost if a loss changes it
         # in place.
@@ -188,7 +200,9 @@ class _Logprobs(torch.autograd.Function):
         pulls_CK = torch.where(is_same_CKK, grads[0].unsqueeze(1), 0.0).sum(2)
         of_targets_CK = (pulls_CK + of_targets_CK * slopes_C1) / temperatures_C.unsqueeze(1)
         slopes_C1 = slopes_C1 / temperatures_C.unsqueeze(1)
-        for grad, slopes, targets, values in _parts(probabilities_CV, slopes_C1, targets_CK, of_targets_CK):
+        for grad, slopes, targets, values in _parts(
+            probabilities_CV, slopes_C1, targets_CK, of_targets_CK
+        ):
             grad.mul_(slopes).scatter_(1, targets, values.to(grad.dtype))
         return probabilities_CV, None, None
 

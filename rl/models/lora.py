@@ -52,7 +52,9 @@ class LoRA(ModelConverter):
             if not 0.0 < self.alpha < math.inf:
                 raise ValueError(f"alpha={self.alpha}: must be a finite number above 0")
             if self.target_modules == () and not self.unembedding:
-                raise ValueError("target_modules=(): must name at least one, or unembedding be True")
+                raise ValueError(
+                    "target_modules=(): must name at least one, or unembedding be True"
+                )
 
         @property
         def scale(self) -> float:
@@ -115,13 +117,17 @@ class LoRA(ModelConverter):
                 )
         return set(targets)
 
-    def _attach(self, model: nn.Module, name: str, linear: nn.Linear, adapted: dict[str, int]) -> LowRank:
+    def _attach(
+        self, model: nn.Module, name: str, linear: nn.Linear, adapted: dict[str, int]
+    ) -> LowRank:
         weight = f"{name}.weight"
         # The number of the Hugging Face weight that each row of our weight came from.
         rows = self._hf_rows(weight, linear.out_features).values()
         parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
         source_O1 = self._hf.from_hf(weight, parts)
-        assert source_O1.shape == (linear.out_features, 1), "the state-dict adapter must regroup rows alone"
+        assert source_O1.shape == (linear.out_features, 1), (
+            "the state-dict adapter must regroup rows alone"
+        )
         adapter = LowRank(
             linear,
             source_O=source_O1.squeeze(1),
@@ -196,11 +202,16 @@ class LoRA(ModelConverter):
 
     def _open_peft(self, folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
         widths = {
-            hf_name: (adapter.lora_a.size(1), self._hf_rows(weight, adapter.lora_b.size(0))[hf_name])
+            hf_name: (
+                adapter.lora_a.size(1),
+                self._hf_rows(weight, adapter.lora_b.size(0))[hf_name],
+            )
             for weight, adapter in self._adapters.items()
             for hf_name in adapter.adapted
         }
-        return read_peft_folder(folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths)
+        return read_peft_folder(
+            folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths
+        )
 
 
 def _leaf(name: str) -> str:

@@ -43,7 +43,13 @@ class LowRank(nn.Module):
     """Assignment of this rank's rows of B to the A's."""
 
     def __init__(
-        self, linear: nn.Linear, *, source_O: Tensor, adapted: Mapping[str, int], rank: int, scale: float
+        self,
+        linear: nn.Linear,
+        *,
+        source_O: Tensor,
+        adapted: Mapping[str, int],
+        rank: int,
+        scale: float,
     ) -> None:
         """Allocate the factors of a linear layer.
 
@@ -58,7 +64,9 @@ class LowRank(nn.Module):
         self.scale = scale
         self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
         self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        self._whole_rows_ON = torch.stack([source_O == number for number in adapted.values()], dim=1)
+        self._whole_rows_ON = torch.stack(
+            [source_O == number for number in adapted.values()], dim=1
+        )
         self._everywhere = bool(self._whole_rows_ON.all())
         self._rows_split, self._rows_index = 1, 0
         self.register_buffer("rows_ON", self._local_rows(linear.weight.device), persistent=False)
@@ -80,7 +88,9 @@ class LowRank(nn.Module):
         self.lora_a = distributed(
             self.lora_a, mesh, [placement if placement.is_shard(COLUMNS) else Replicate()]
         )
-        self.lora_b = distributed(self.lora_b, mesh, [placement if placement.is_shard(ROWS) else Replicate()])
+        self.lora_b = distributed(
+            self.lora_b, mesh, [placement if placement.is_shard(ROWS) else Replicate()]
+        )
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
             self.rows_ON = self._local_rows(self.rows_ON.device)

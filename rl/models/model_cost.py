@@ -48,7 +48,9 @@ class ModelWork:
         """Return the operations of the forward alone."""
         return 2 * tokens * self.products + 4 * attended * self.attention
 
-    def sampling_bytes(self, *, steps: float, tokens: float, attended: float, itemsize: int) -> float:
+    def sampling_bytes(
+        self, *, steps: float, tokens: float, attended: float, itemsize: int
+    ) -> float:
         """Return the bytes read to sample the tokens: weights once a step, and each token's cache.
 
         Experts are assumed to be chosen uniformly at random.

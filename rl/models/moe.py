@@ -67,7 +67,9 @@ class ExpertRouter(nn.Module):
         self.num_chosen = config.num_experts_per_token
         self.normalize = config.normalize_weights
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
-        self.register_buffer("load_balance_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        self.register_buffer(
+            "load_balance_bias", torch.zeros(config.num_experts, dtype=torch.float32)
+        )
         self.force_balance = False
         """Choose the experts in turn regardless of the scores; for measurements."""
         self.last_chosen_TK: Tensor | None = None
@@ -105,7 +107,9 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.num_experts = config.num_experts
         self.group_width = config.hidden_dim // num_groups
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, dim))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(config.num_experts, 2 * config.hidden_dim, dim)
+        )
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
         """Product of rows with the weights of their groups; a converter may round it."""
@@ -123,7 +127,9 @@ class GroupedExperts(nn.Module):
             out_SE = self.compute(rows_SE, ends_N)
         else:
             out_SE = self.exchange(rows_SE, ends_N, self.compute)
-        out_TKE = select_rows(out_SE, rows_S=places_S, places_S=order_S).unflatten(0, chosen_TK.shape)
+        out_TKE = select_rows(out_SE, rows_S=places_S, places_S=order_S).unflatten(
+            0, chosen_TK.shape
+        )
         return (out_TKE * weights_TK.unsqueeze(-1)).sum(1)
 
     def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
@@ -173,7 +179,9 @@ class MoE(Configurable, nn.Module):
             self.register_forward_pre_hook(partial(_gather_tokens, tp))
             self.register_forward_hook(partial(_scatter_sums, tp))
         rows, columns = (
-            (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT)) if split else (Replicate(), Replicate())
+            (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT))
+            if split
+            else (Replicate(), Replicate())
         )
         if expert_mesh is not None:
             experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
@@ -200,7 +208,9 @@ def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -
     return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
 
 
-def _scatter_sums(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
+def _scatter_sums(
+    mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor
+) -> Tensor:
     """Sum partial results for all T tokens, and return those of this rank's T / tp."""
     parts = DTensor.from_local(out_TE, mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Shard(TOKENS)]).to_local()
@@ -234,7 +244,9 @@ def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
     if missing_E or missing_F:
         x_SE = F.pad(x_SE, (0, missing_E))
         weight_NFE = F.pad(weight_NFE, (0, missing_E, 0, missing_F))
-    out = torch.nn.functional.grouped_mm(x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32))
+    out = torch.nn.functional.grouped_mm(
+        x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32)
+    )
     assert isinstance(out, Tensor)
     return out.narrow(1, 0, width) if missing_F else out
 

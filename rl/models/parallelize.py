@@ -80,7 +80,11 @@ _GENERATOR_SPLITS = {
 
 
 def parallelize_decoder(
-    model: Decoder, *, mesh: DeviceMesh | None, config: ShardingOptions, pipeline: Pipeline | None = None
+    model: Decoder,
+    *,
+    mesh: DeviceMesh | None,
+    config: ShardingOptions,
+    pipeline: Pipeline | None = None,
 ) -> list[Decoder]:
     """Shard the model in place, preferably on the meta device; without a mesh it stays whole.
 
@@ -94,7 +98,11 @@ def parallelize_decoder(
         _shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
     parallelism = config.parallelism
-    if mesh is not None and parallelism.exchanges_heads and (context := ContextParallel.of(mesh[CP])):
+    if (
+        mesh is not None
+        and parallelism.exchanges_heads
+        and (context := ContextParallel.of(mesh[CP]))
+    ):
         for module in list(model.modules()):
             if isinstance(module, Attention):
                 module.core = HeadExchange(module.core, context=context)
@@ -109,7 +117,11 @@ def parallelize_decoder(
     for part in parts:
         apart = []
         if (expert_mesh := config.expert_mesh) is not None:
-            axes = (DP_REPLICATE, EXPERT_SHARD) if expert_mesh[DP_REPLICATE].size() > 1 else (EXPERT_SHARD,)
+            axes = (
+                (DP_REPLICATE, EXPERT_SHARD)
+                if expert_mesh[DP_REPLICATE].size() > 1
+                else (EXPERT_SHARD,)
+            )
             apart = [(layer.experts, expert_mesh[axes]) for layer in _mixtures(part)]
         blocks = [block for block in part.layers if not isinstance(block, Elsewhere)]
         shard_data_parallel(
@@ -163,10 +175,14 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
         return
     for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
         if getattr(parallelism, name) > 1:
-            raise ValueError(f"{name}={getattr(parallelism, name)}: must be 1: a dense model has no experts")
+            raise ValueError(
+                f"{name}={getattr(parallelism, name)}: must be 1: a dense model has no experts"
+            )
 
 
-def check_tensor_parallel(config: Decoder.Config, degree: int, *, whole_experts: bool = False) -> None:
+def check_tensor_parallel(
+    config: Decoder.Config, degree: int, *, whole_experts: bool = False
+) -> None:
     """Raise ValueError unless the degree divides key-value heads, feed-forward width and vocabulary.
 
     Key-value heads are not replicated over ranks; query heads are a multiple of them. The width of `whole_experts`,
@@ -184,7 +200,9 @@ def check_tensor_parallel(config: Decoder.Config, degree: int, *, whole_experts:
         largest = math.gcd(*sizes.values())
         valid = ", ".join(str(n) for n in range(1, largest + 1) if largest % n == 0)
         named = " and ".join(f"{name}={size}" for name, size in undivided.items())
-        raise ValueError(f"tensor_parallel_degree={degree} does not divide {named}: must be one of {valid}")
+        raise ValueError(
+            f"tensor_parallel_degree={degree} does not divide {named}: must be one of {valid}"
+        )
 
 
 def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
@@ -280,7 +298,9 @@ class ShardedLinear(nn.Module):
         if layer.bias is not None and dim == ROWS:
             self.bias = distributed(layer.bias, mesh, [Shard(ROWS)])
         self.is_partial = dim == COLUMNS
-        self.all_reduce: Callable[[Tensor], Tensor] = partial(sum_over_ranks, group=mesh.get_group())
+        self.all_reduce: Callable[[Tensor], Tensor] = partial(
+            sum_over_ranks, group=mesh.get_group()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local_tensor(self.bias)
@@ -296,7 +316,9 @@ class VocabShardedEmbedding(nn.Module):
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
         self.weight = distributed(layer.weight, mesh, [Shard(ROWS)])
-        self.all_reduce: Callable[[Tensor], Tensor] = partial(sum_over_ranks, group=mesh.get_group())
+        self.all_reduce: Callable[[Tensor], Tensor] = partial(
+            sum_over_ranks, group=mesh.get_group()
+        )
         self.num_rows = layer.num_embeddings // mesh.size()
         self.first_row = mesh.get_local_rank() * self.num_rows
 

@@ -135,15 +135,21 @@ def read_peft_folder(
     """
     folder = Path(folder)
     if folder.is_file():
-        raise ValueError(f"{folder} is a file: must be the folder of a PEFT adapter, with {CONFIG_FILE}")
+        raise ValueError(
+            f"{folder} is a file: must be the folder of a PEFT adapter, with {CONFIG_FILE}"
+        )
     if folder.is_dir():
         check_links(folder)
         check_not_pointer(folder / WEIGHTS_FILE)
     if not is_peft_folder(folder) and has_weights(folder):
-        raise ValueError(f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}")
+        raise ValueError(
+            f"{folder} is the folder of a model: must be a PEFT adapter's, with {CONFIG_FILE}"
+        )
     config = read_json_object(folder / CONFIG_FILE)
     config = _with_plain_scale(config, alpha=alpha, file=folder / CONFIG_FILE)
-    _check_settings(config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE)
+    _check_settings(
+        config, {"r": ("rank", rank), "lora_alpha": ("alpha", alpha)}, file=folder / CONFIG_FILE
+    )
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         pickle = folder / "adapter_model.bin"
@@ -171,7 +177,9 @@ def read_peft_folder(
             )
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}")
+            raise ValueError(
+                f"{file}: tensor {name} is of {tensor.dtype}: must be one of {_DTYPES}"
+            )
         check_finite(name, tensor, file=file)
     return {name: (tensors[peft_name(name, "a")], tensors[peft_name(name, "b")]) for name in widths}
 
@@ -183,7 +191,9 @@ def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> di
     """
     rank: Any = config.get("r")
     theirs: Any = config.get("lora_alpha")
-    if config.get("use_rslora") is not True or not all(type(x) in (int, float) for x in (rank, theirs)):
+    if config.get("use_rslora") is not True or not all(
+        type(x) in (int, float) for x in (rank, theirs)
+    ):
         return config
     if rank <= 0 or not math.isclose(alpha, theirs * math.sqrt(rank), rel_tol=1e-6):
         needed = f"{theirs * math.sqrt(max(rank, 0)):.9g}"
@@ -194,7 +204,9 @@ def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> di
     return {**config, "use_rslora": False, "lora_alpha": alpha}
 
 
-def _check_settings(config: Mapping[str, Any], ours: Mapping[str, tuple[str, float]], *, file: Path) -> None:
+def _check_settings(
+    config: Mapping[str, Any], ours: Mapping[str, tuple[str, float]], *, file: Path
+) -> None:
     """Raise ValueError for a setting that is not known to leave the function of the tensors alone.
 
     `ours` are settings with our name and value, which PEFT's have to equal.
@@ -214,7 +226,9 @@ def _check_settings(config: Mapping[str, Any], ours: Mapping[str, tuple[str, flo
             wanted = f"{valid[0]!r}; {_MERGE}"
         else:
             valid = _OFF
-            wanted = f"{False if value is True else {} if isinstance(value, dict) else None!r}; {_MERGE}"
+            wanted = (
+                f"{False if value is True else {} if isinstance(value, dict) else None!r}; {_MERGE}"
+            )
         if value not in valid:
             raise ValueError(f"{file}: {field}={value!r:.100} is not supported: must be {wanted}")
 

@@ -20,7 +20,10 @@ from rl.models.moe import MoE
 from rl.models.spec import ModelSpec, spec_of_flavor
 
 _EXPERTS, _ROUTER = "feed_forward.experts", "feed_forward.router"
-_ROUTER_NAMES = {"weight": "mlp.gate.weight", "load_balance_bias": "mlp.gate.e_score_correction_bias"}
+_ROUTER_NAMES = {
+    "weight": "mlp.gate.weight",
+    "load_balance_bias": "mlp.gate.e_score_correction_bias",
+}
 
 
 class Qwen3MoeAdapter(DecoderAdapter):
@@ -68,7 +71,9 @@ class Qwen3MoeAdapter(DecoderAdapter):
         if module != _EXPERTS or leaf not in parts:
             return super().hf_names(name)
         expert = f"model.layers.{layer}.mlp.experts"
-        return [f"{expert}.{n}.{part}.weight" for n in range(self.num_experts) for part in parts[leaf]]
+        return [
+            f"{expert}.{n}.{part}.weight" for n in range(self.num_experts) for part in parts[leaf]
+        ]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         _, module, leaf = split_name(name)
@@ -90,7 +95,9 @@ class Qwen3MoeAdapter(DecoderAdapter):
         parts = list(tensor)
         if leaf == "gate_up_proj":
             parts = [
-                part for expert in tensor for part in self.parted(expert, (1, 1), num_groups=self.num_groups)
+                part
+                for expert in tensor
+                for part in self.parted(expert, (1, 1), num_groups=self.num_groups)
             ]
         return dict(zip(self.hf_names(name), parts, strict=True))
 

@@ -143,7 +143,9 @@ class RoPE(Configurable, nn.Module):
 
     def _tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        exponents = (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        )
         frequencies, magnitude = 1.0 / config.theta**exponents, 1.0
         if config.scaling is not None:
             frequencies = config.scaling.scaled(frequencies, theta=config.theta)

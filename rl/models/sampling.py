@@ -110,7 +110,9 @@ def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     totals_B1 = cumulative_BN[:, -1:]
     # Below the total, and right=True: a weight of 0, whose sum equals its predecessor's, is never found.
     points_B1 = torch.minimum(uniforms_B.unsqueeze(1) * totals_B1, totals_B1 * (1 - 2**-52))
-    found_B1 = torch.searchsorted(cumulative_BN, points_B1, right=True).clamp_(max=weights_BN.size(1) - 1)
+    found_B1 = torch.searchsorted(cumulative_BN, points_B1, right=True).clamp_(
+        max=weights_BN.size(1) - 1
+    )
     weights_B1 = weights_BN.gather(1, found_B1)
     within_B1 = (points_B1 - cumulative_BN.gather(1, found_B1)) / weights_B1 + 1
     return found_B1.squeeze(1), within_B1.squeeze(1).clamp_(min=0)

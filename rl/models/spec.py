@@ -80,7 +80,10 @@ def model_spec(family: str, flavor: str) -> ModelSpec:
 
 
 def spec_from_hf(
-    config: Mapping[str, Any], *, flavor: str | None = None, adapter: type[DecoderAdapter] | None = None
+    config: Mapping[str, Any],
+    *,
+    flavor: str | None = None,
+    adapter: type[DecoderAdapter] | None = None,
 ) -> ModelSpec:
     """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported.
 
@@ -93,7 +96,9 @@ def spec_from_hf(
             "'gemma3_text', a folder of the text model alone, such as google/gemma-3-1b-it"
         )
     adapter = adapter or family_adapter(model_type)
-    return ModelSpec(flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter)
+    return ModelSpec(
+        flavor=flavor or model_type, model=adapter.config_from_hf(dict(config)), adapter=adapter
+    )
 
 
 def spec_of_flavor(

@@ -86,7 +86,9 @@ def build_byte_tokenizer(folder: str | Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
+    )
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in WORD_TOKENS])
 
     folder = Path(folder)
@@ -113,7 +115,9 @@ def tokenizer_files(folder: str | Path) -> list[str]:
     folder = Path(folder)
     if folder.is_dir():
         check_links(folder)
-    templates = sorted(f"{CHAT_TEMPLATES}/{file.name}" for file in (folder / CHAT_TEMPLATES).glob("*.jinja"))
+    templates = sorted(
+        f"{CHAT_TEMPLATES}/{file.name}" for file in (folder / CHAT_TEMPLATES).glob("*.jinja")
+    )
     return [name for name in (*TOKENIZER_FILES, *templates) if (folder / name).is_file()]
 
 
@@ -139,7 +143,9 @@ def check_tokenizer_files(folder: str | Path) -> None:
                 *folder.glob("tokenizer.model.*"),
             ]
             hint = (
-                f": {others[0].name} is in a format that is not read" if others and name == needed[-1] else ""
+                f": {others[0].name} is in a format that is not read"
+                if others and name == needed[-1]
+                else ""
             )
             raise ValueError(f"tokenizer file {folder / name} is missing{hint}")
 
@@ -162,7 +168,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     elif not (Path(folder) / "vocab.json").exists():
         original = _open_sentencepiece(Path(folder) / SENTENCEPIECE)
     try:
-        tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
     if original is not None:
@@ -202,7 +210,9 @@ def read_tokenizer_json(file: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"tokenizer folder {file.parent}: {file.name} is malformed: {error}") from error
+        raise ValueError(
+            f"tokenizer folder {file.parent}: {file.name} is malformed: {error}"
+        ) from error
 
 
 def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any, tuple[int, ...]]:
@@ -221,7 +231,9 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
         ends = {tokenizer.eos_token_id, *_end_ids(folder / "generation_config.json")}
         stop_ids = tuple(sorted(ends))
         if not all(type(token_id) is int and token_id >= 0 for token_id in stop_ids):
-            raise ValueError(f"eos_token_id of generation_config.json is not a list of token ids: {stop_ids}")
+            raise ValueError(
+                f"eos_token_id of generation_config.json is not a list of token ids: {stop_ids}"
+            )
         # config.json may have the defaults of its class, which are ordinary tokens of this vocabulary.
         added = tokenizer.added_tokens_decoder.keys()
         stop_ids = tuple(sorted({*stop_ids, *(added & set(_end_ids(folder / "config.json")))}))
@@ -233,10 +245,14 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     unused = {
         token_id
         for token_id, added in tokenizer.added_tokens_decoder.items()
-        if added.special and token_id not in used and added.content not in str(tokenizer.chat_template)
+        if added.special
+        and token_id not in used
+        and added.content not in str(tokenizer.chat_template)
     }
     vocabulary = tokenizer.get_vocab().items()
-    token, token_id = max((item for item in vocabulary if item[1] not in unused), key=lambda item: item[1])
+    token, token_id = max(
+        (item for item in vocabulary if item[1] not in unused), key=lambda item: item[1]
+    )
     if vocab_size is not None and max(token_id, *stop_ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies with "
@@ -252,7 +268,9 @@ def _end_ids(file: Path) -> list[Any]:
         return []
     content = read_json_object(file)
     inner = content.get("text_config")
-    found = content.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    found = content.get(
+        "eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None
+    )
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
@@ -295,7 +313,9 @@ class TokenizerFingerprint:
         return [name for name in names if self.parts.get(name) != other.parts.get(name)]
 
 
-def tokenizer_fingerprint(folder: str | Path, *, known_as: str | Path | None = None) -> TokenizerFingerprint:
+def tokenizer_fingerprint(
+    folder: str | Path, *, known_as: str | Path | None = None
+) -> TokenizerFingerprint:
     """Return the fingerprint of the tokenizer in a folder, recorded under the name `known_as`."""
     parts = {
         name: hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest()

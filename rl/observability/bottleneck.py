@@ -47,7 +47,9 @@ def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     steps = [record for record in records if "time/step_s" in record]
     steps = steps[NUM_FIRST:] if len(steps) > 2 * NUM_FIRST else steps
     names = {name for record in steps for name in record}
-    values = {name: [r[name] for r in steps if math.isfinite(r.get(name, math.nan))] for name in names}
+    values = {
+        name: [r[name] for r in steps if math.isfinite(r.get(name, math.nan))] for name in names
+    }
     return {name: statistics.median(of_name) for name, of_name in values.items() if of_name}
 
 
@@ -58,7 +60,9 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
     """
     config, step_s = config or {}, record.get("time/step_s", 0.0)
     names = {part: f"time/{part}_s" for part in _PARTS}
-    shares = {part: record[name] / step_s for part, name in names.items() if name in record and step_s > 0}
+    shares = {
+        part: record[name] / step_s for part, name in names.items() if name in record and step_s > 0
+    }
     if not shares:
         return None
     generating = shares.get("generate", 0.0) + shares.get("score", 0.0)
@@ -72,9 +76,15 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
         part = max(shares, key=lambda name: shares[name])
         name, limit = _PARTS[part]
         reached = record.get(limit) if limit is not None else None
-        reaches = "" if reached is None else f" and reaches {_percent(reached)} of what the machine can do"
+        reaches = (
+            ""
+            if reached is None
+            else f" and reaches {_percent(reached)} of what the machine can do"
+        )
         found = f"{name} takes {_percent(shares[part])} of a step{reaches}"
-        because, setting = _advice(part, record, config, is_near=reached is not None and reached >= NEAR)
+        because, setting = _advice(
+            part, record, config, is_near=reached is not None and reached >= NEAR
+        )
     return Bottleneck(sentence=f"{found[0].upper()}{found[1:]}: {because}", setting=setting)
 
 
@@ -91,7 +101,9 @@ def _overlap(config: Config) -> Advice:
     """
     ahead = "--loop.max_off_policy_steps 1"
     threads = {role: _number(config, f"{role}.num_threads") for role in ("trainer", "generator")}
-    halves = "".join(f" --{role}.num_threads {num // 2:.0f}" for role, num in threads.items() if num >= 2)
+    halves = "".join(
+        f" --{role}.num_threads {num // 2:.0f}" for role, num in threads.items() if num >= 2
+    )
     if _on_gpu(config) or not halves:
         return "at the same time, a step would take as long as the longer of the two", ahead
     return "at the same time, each with half its threads, they use the cores better", ahead + halves
@@ -104,7 +116,9 @@ def _advice(part: str, record: Mapping[str, float], config: Config, *, is_near: 
         return "reward functions are slow; more processes score in parallel", doubled
     if part == "publish":
         if _could_overlap(record, config):
-            because = "with generation one step ahead, weights are transferred during the next gradient"
+            because = (
+                "with generation one step ahead, weights are transferred during the next gradient"
+            )
             return because, "--loop.max_off_policy_steps 1"
         return "more threads copy more at once", _doubled(config, "weights.num_threads")
     if part == "train":
@@ -118,13 +132,15 @@ def _advice(part: str, record: Mapping[str, float], config: Config, *, is_near: 
         because = "its matrix products are small for the machine, and a larger batch uses it better"
         return because, "--loop.groups_per_batch"
     num_replicas = max(1.0, _number(config, "generator.num_replicas"))
-    requests = _number(config, "loop.groups_per_batch") * _number(config, "loop.group_size") / num_replicas
+    requests = (
+        _number(config, "loop.groups_per_batch") * _number(config, "loop.group_size") / num_replicas
+    )
     if not is_near and requests > _number(config, "generator.max_num_seqs") > 0:
-        because = (
-            f"a step has {requests:.0f} completions for each generator, and more at once cost little more"
-        )
+        because = f"a step has {requests:.0f} completions for each generator, and more at once cost little more"
         return because, f"--generator.max_num_seqs {math.ceil(requests)}"
-    return "more completions at a time need more generators", _doubled(config, "generator.num_replicas")
+    return "more completions at a time need more generators", _doubled(
+        config, "generator.num_replicas"
+    )
 
 
 def _doubled(config: Config, path: str) -> str:

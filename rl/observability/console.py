@@ -52,7 +52,10 @@ class TolerantStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with optional_write(CONSOLE), contextlib.suppress(ValueError):  # closed, or without the characters
+        with (
+            optional_write(CONSOLE),
+            contextlib.suppress(ValueError),
+        ):  # closed, or without the characters
             self._stream.write(text)
             self._stream.flush()
         return len(text)
@@ -95,7 +98,9 @@ def progress(
         nonlocal num_done, printed_s, count
         num_done += num
         count = (
-            f"{num_done:,}" + (f"/{total:,}" if total is not None else "") + (f" ({note})" if note else "")
+            f"{num_done:,}"
+            + (f"/{total:,}" if total is not None else "")
+            + (f" ({note})" if note else "")
         )
         if clock() - printed_s >= interval_s:
             printed_s = clock()
@@ -208,7 +213,13 @@ class LiveConsole(Console):
     def __init__(
         self, *, title: str, num_steps: int, num_rows: int, logs: Path, stream: TextIO | None = None
     ) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         self._title = title
         self._num_rows = num_rows
@@ -296,7 +307,9 @@ class LiveConsole(Console):
         from rich.text import Text
 
         states = list(read_states(self._logs))
-        texts = [(visible(f"{s.name:<14}{GAP}{s.describe()}"), "" if s.open else "dim") for s in states]
+        texts = [
+            (visible(f"{s.name:<14}{GAP}{s.describe()}"), "" if s.open else "dim") for s in states
+        ]
         if num_more := len(texts[MAX_PROCESS_LINES:]):
             texts[MAX_PROCESS_LINES:] = [(f"and {num_more} more", "dim")]
         return [Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in texts]

@@ -57,5 +57,7 @@ def is_event(line: Mapping[str, Any]) -> bool:
     """Return whether an object of the file has the fields that every event has."""
     time_s = line.get("time")
     return (
-        isinstance(line.get("event"), str) and isinstance(time_s, int | float) and abs(time_s) <= MAX_TIME_S
+        isinstance(line.get("event"), str)
+        and isinstance(time_s, int | float)
+        and abs(time_s) <= MAX_TIME_S
     )

@@ -54,7 +54,9 @@ class TensorBoardLogger(MetricsLogger):
 
         self.close(failed=False)
         # Readers drop the points of earlier files from the purge step on.
-        self._writer = SummaryWriter(str(self._folder), purge_step=0 if last_step is None else last_step + 1)
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=0 if last_step is None else last_step + 1
+        )
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         assert self._writer is not None

@@ -65,7 +65,9 @@ def setup_logging(
     printed = _ConsoleHandler(console)
     printed.setLevel(console_level)
     # Our records, and errors of libraries.
-    printed.addFilter(lambda r: r.levelno >= logging.ERROR or r.name.partition(".")[0] in OUR_PACKAGES)
+    printed.addFilter(
+        lambda r: r.levelno >= logging.ERROR or r.name.partition(".")[0] in OUR_PACKAGES
+    )
     handlers: list[logging.Handler] = [printed]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,9 @@ def setup_logging(
     root.setLevel(min(logging.INFO, printed.level))
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
 
     def undo() -> None:
         global _undo
@@ -151,4 +155,6 @@ def _log_uncaught(
         sys.__excepthook__(kind, error or kind(), trace)
     elif error is not None and not issubclass(kind, SystemExit):
         name = threading.current_thread().name
-        logging.getLogger(__name__).critical("uncaught exception in %s", name, exc_info=(kind, error, trace))
+        logging.getLogger(__name__).critical(
+            "uncaught exception in %s", name, exc_info=(kind, error, trace)
+        )

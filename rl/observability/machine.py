@@ -62,8 +62,14 @@ SMALLEST_COPY = 1 << 20
 
 def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, Any]:
     """Describe this process and machine; GPUs as in the driver's folder `gpus`, without initialising CUDA."""
-    installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
-    lines = [line for file in sorted(gpus.glob("*/information")) for line in file.read_text().splitlines()]
+    installed = {
+        distribution.name: distribution.version for distribution in metadata.distributions()
+    }
+    lines = [
+        line
+        for file in sorted(gpus.glob("*/information"))
+        for line in file.read_text().splitlines()
+    ]
     return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -217,7 +223,11 @@ class RunLimits:
         # reads and writes.
         on_host = self.trainer.host_bytes_per_s == self.trainer.memory_bytes_per_s
         copy_s = num_bytes * (2 if on_host else 1) / self.trainer.host_bytes_per_s
-        return copy_s * (1 / self.num_trainer_ranks + self.num_replicas / self.num_generator_ranks) / took_s
+        return (
+            copy_s
+            * (1 / self.num_trainer_ranks + self.num_replicas / self.num_generator_ranks)
+            / took_s
+        )
 
     def _idle(self, record: Record) -> float | None:
         step_s = reduced(record.get("time/step_s"))

@@ -176,7 +176,9 @@ class MetricsWriter:
 
     def write(self, record: Record) -> None:
         """Append one line, without empty metrics; after an UnwrittenError the file is unchanged."""
-        line = {name: value for name, metric in record.items() if (value := reduced(metric)) is not None}
+        line = {
+            name: value for name, metric in record.items() if (value := reduced(metric)) is not None
+        }
         with writing(self._file.path):
             self._file.append(to_json(line) + "\n")
         self.num_records += 1

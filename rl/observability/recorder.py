@@ -127,7 +127,9 @@ class Recorder:
 
     def _record(self, groups: Sequence[Candidates], step: int, batch: Batch) -> None:
         head = {"step": step, "kind": "dropped"}
-        dropped: list[Candidates] = [(group, (), {**head, "dropped": why}) for why, group in batch.dropped]
+        dropped: list[Candidates] = [
+            (group, (), {**head, "dropped": why}) for why, group in batch.dropped
+        ]
         self._append([*self._chosen(groups), *self._chosen(dropped)])
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
@@ -137,10 +139,19 @@ class Recorder:
         """
         chosen: list[Entry] = []
         for done in result.sets:
-            for kind, groups in (("eval", [[pair] for pair in done.greedy]), ("eval_sampled", done.sampled)):
+            for kind, groups in (
+                ("eval", [[pair] for pair in done.greedy]),
+                ("eval_sampled", done.sampled),
+            ):
                 head = {"step": step, "set": done.name, "kind": kind}
-                entries = [[Entry(rollout=r, score=s, head=head) for r, s in group] for group in groups]
-                num = len(entries) if self.config.num_eval_problems is None else self.config.num_eval_problems
+                entries = [
+                    [Entry(rollout=r, score=s, head=head) for r, s in group] for group in groups
+                ]
+                num = (
+                    len(entries)
+                    if self.config.num_eval_problems is None
+                    else self.config.num_eval_problems
+                )
                 chosen += _first_and_odd(entries, num, most=max(map(len, entries), default=0))
         self._append(chosen)
         if self.config.enable and (rates := result.pass_rates()):
@@ -206,7 +217,9 @@ class Recorder:
             for entry in entries:
                 line = to_json(self._line(entry)) + "\n"
                 if len(line) > file.max_line:
-                    logger.warning("a rollout of %d bytes is too long for %s", len(line), self.path.name)
+                    logger.warning(
+                        "a rollout of %d bytes is too long for %s", len(line), self.path.name
+                    )
                 elif file.append(line):
                     logger.info("%s is full: the oldest rollouts are dropped", self.path.name)
 
@@ -228,14 +241,18 @@ def _entries(
             entries.append(Entry(rollout=rollout, score=score, head=head))
         else:
             sample, known = next(of_scored)
-            entries.append(Entry(rollout=rollout, score=score, head=head, trained=known, id=(number, sample)))
+            entries.append(
+                Entry(rollout=rollout, score=score, head=head, trained=known, id=(number, sample))
+            )
     return entries
 
 
 def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int, *, most: int) -> Iterator[Entry]:
     """Yield the entries of the first `num` groups, and as many odd ones of others as `num` groups of `most` hold."""
     yield from chain.from_iterable(entries_PG[:num])
-    yield from islice((e for e in chain.from_iterable(entries_PG[num:]) if _is_odd(e.score)), num * most)
+    yield from islice(
+        (e for e in chain.from_iterable(entries_PG[num:]) if _is_odd(e.score)), num * most
+    )
 
 
 def _is_odd(score: Score) -> bool:

@@ -62,7 +62,9 @@ def refuse_special_files(path: Path) -> None:
 
     A link may lead to any file of this user, and a pipe or a device may have no end.
     """
-    files = [path / name for name in (CONFIG, DEFAULTS, ENVIRONMENT, EVENTS, METRICS, STATUS, *ROLLOUTS)]
+    files = [
+        path / name for name in (CONFIG, DEFAULTS, ENVIRONMENT, EVENTS, METRICS, STATUS, *ROLLOUTS)
+    ]
     for folder in (path / LOGS, path / LOGS / STATE_FOLDER, path / LOGS / SPANS_FOLDER):
         if folder.is_symlink():
             raise ValueError(f"{folder} is a link, not a folder of the run")

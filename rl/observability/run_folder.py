@@ -66,7 +66,9 @@ class RunFolder:
     Closing does not mark the run as finished.
     """
 
-    def __init__(self, path: Path, *, checkpoints: Path | None = None, is_new: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, checkpoints: Path | None = None, is_new: bool = False
+    ) -> None:
         """Use `RunFolder.create`. `is_new` is True if the folder did not exist before."""
         self.path = path
         self.logs = path / LOGS
@@ -216,7 +218,10 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{path} holds {_describe_run(path, status)} or --overwrite to replace it")
-    if path.is_symlink() and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve():
+    if (
+        path.is_symlink()
+        and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve()
+    ):
         raise ValueError(
             f"{path} is a link to the folder of another run, {path.resolve()}, which --overwrite would replace; "
             "give the name of that folder, or choose another name"
@@ -228,9 +233,7 @@ def _describe_run(path: Path, status: Literal["running", "finished"]) -> str:
         return "a finished run; choose another name,"
     if not (path / CONFIG).exists():
         return f"an unfinished run without {CONFIG}; choose another name,"
-    return (
-        f"an unfinished run (it failed or was killed); continue it with --resume {path}, choose another name,"
-    )
+    return f"an unfinished run (it failed or was killed); continue it with --resume {path}, choose another name,"
 
 
 def _make_new(path: Path) -> bool:
@@ -303,7 +306,9 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
         return 0
     if position is None:
         old = file.with_name(f"{file.name}{OLD_SUFFIX}")
-        logger.warning("the run starts from the beginning: its earlier %s is now %s", file.name, old.name)
+        logger.warning(
+            "the run starts from the beginning: its earlier %s is now %s", file.name, old.name
+        )
         with writing(file):
             file.replace(old)
         return 0
@@ -312,7 +317,9 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
     kept = [line for line in lines if _is_kept(line, position)]
     with writing(file):
         if len(kept) < len(lines):
-            logger.info("%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept))
+            logger.info(
+                "%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept)
+            )
         if not kept:
             file.unlink()
         elif len(kept) < len(lines):

@@ -138,7 +138,9 @@ class LoggerThread:
 
     def write(self, record: Record) -> None:
         """Queue a record; return at once."""
-        values = {name: value for name, entry in record.items() if (value := reduced(entry)) is not None}
+        values = {
+            name: value for name, entry in record.items() if (value := reduced(entry)) is not None
+        }
         self._num_given += 1
         self._put(partial(self._write, values))
 
@@ -152,9 +154,17 @@ class LoggerThread:
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive() or self.num_lost:
             self._has_warned = True  # what its thread reports from now on is no news
-            how = "was not done when the run ended" if self._thread.is_alive() else "has not taken everything"
+            how = (
+                "was not done when the run ended"
+                if self._thread.is_alive()
+                else "has not taken everything"
+            )
             logger.warning(
-                "%s %s: it lacks %d records, which are in %s", self.name, how, self.num_lost, METRICS
+                "%s %s: it lacks %d records, which are in %s",
+                self.name,
+                how,
+                self.num_lost,
+                METRICS,
             )
 
     def _put(self, job: Callable[[], None] | None) -> None:
@@ -190,7 +200,9 @@ class LoggerThread:
     def _warn(self, text: str) -> None:
         level = logging.INFO if self._has_warned else logging.WARNING
         self._has_warned = True
-        logger.log(level, "%s %s; training goes on, and %s has all metrics", self.name, text, METRICS)
+        logger.log(
+            level, "%s %s; training goes on, and %s has all metrics", self.name, text, METRICS
+        )
 
 
 # All sinks of a run
@@ -227,7 +239,10 @@ class RunSinks:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Let the loggers take the queued records and close, for at most `close_s`."""
         for thread in self.threads:
@@ -270,7 +285,9 @@ def open_sinks(
     if config.trackio.enable:
         loggers.append(TrackioLogger(config.trackio, title=title, run_id=run_id, settings=values))
     return RunSinks(
-        console=make_console(config.console, num_steps=num_steps, logs=logs, title=title, stream=stream),
+        console=make_console(
+            config.console, num_steps=num_steps, logs=logs, title=title, stream=stream
+        ),
         threads=[LoggerThread(each) for each in loggers],
         metrics=folder / METRICS,
         close_s=config.close_s,

@@ -106,7 +106,9 @@ class SpanRecorder:
         self._descriptor: int | None = None
         self._num_writes = 0
 
-    def start(self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> Path:
+    def start(
+        self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None
+    ) -> Path:
         """Record under this name from now on, and return the state file.
 
         Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be made.
@@ -239,7 +241,10 @@ class span:  # noqa: N801  (used like a function)
         self._number = RECORDER.begin(self._name, self._version)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         RECORDER.end(self._name, self._number, error)
 
@@ -409,7 +414,9 @@ def _open_span(span: dict[str, Any]) -> OpenSpan:
 
 
 def _failed_span(span: dict[str, Any]) -> FailedSpan:
-    return FailedSpan(name=_text(span["name"]), error=_text(span["error"]), at_s=_number(span["at_s"]))
+    return FailedSpan(
+        name=_text(span["name"]), error=_text(span["error"]), at_s=_number(span["at_s"])
+    )
 
 
 def _text(value: object) -> str:
@@ -429,6 +436,10 @@ def _optional_integer(value: object) -> int | None:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME_S:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= MAX_TIME_S
+    ):
         raise TypeError(f"{value!r} is not a time in seconds")
     return value

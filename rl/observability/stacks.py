@@ -115,7 +115,9 @@ async def _ask(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> str:
             return visible(text.decode(errors="replace")).removesuffix(END)
     if text:
         is_cut_off = len(text) >= MAX_BYTES
-        note = "cut off" if is_cut_off else "no stacks of tasks: the main thread does not run Python"
+        note = (
+            "cut off" if is_cut_off else "no stacks of tasks: the main thread does not run Python"
+        )
         return f"{visible(text.decode(errors='replace'))}({note})\n"
     return f"no stacks within {timeout_s:g} s: the process is {kernel_state(process) or 'dead'}"
 
@@ -137,7 +139,11 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _task_stacks() -> str:
     """Return the stacks of the unfinished asyncio tasks of all event loops; equal stacks are merged."""
     names_at: dict[str, list[str]] = {}
-    for attribute in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # depends on the version of Python
+    for attribute in (
+        "_all_tasks",
+        "_scheduled_tasks",
+        "_eager_tasks",
+    ):  # depends on the version of Python
         for task in list(getattr(asyncio.tasks, attribute, ())):
             if not task.done() and (frames := _coroutine_frames(task.get_coro())):
                 names_at.setdefault(frames, []).append(task.get_name())
@@ -171,8 +177,13 @@ def excerpt(text: str) -> list[str]:
         matches = [match for line in frames.splitlines() if (match := _FRAME.match(line))]
         ours = [m for m in matches if not _NOT_OURS.search(m["file"])]
         if ours:
-            calls = [f"{m['file'].removeprefix(ROOT)}:{m['line']} {m['function']}" for m in ours[:MAX_FRAMES]]
-            lines.append(f"{'task' if title.startswith('Task ') else 'thread'} at {' < '.join(calls)}")
+            calls = [
+                f"{m['file'].removeprefix(ROOT)}:{m['line']} {m['function']}"
+                for m in ours[:MAX_FRAMES]
+            ]
+            lines.append(
+                f"{'task' if title.startswith('Task ') else 'thread'} at {' < '.join(calls)}"
+            )
     if not lines:
         return ["no thread is busy"]
     lines.sort(key=lambda line: line.startswith("task"))

@@ -78,7 +78,9 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     steps, values = _points(records, "eval/correct")
     if steps:
         label = f"correct, held-out problems (greedy), last {values[-1]:.2f}"
-        axes.plot(steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label)
+        axes.plot(
+            steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label
+        )
     axes.set_ylabel("reward, share correct")
     axes.set_xlabel("step")
     axes.grid(True, color="#e6e8ec", linewidth=0.7)
@@ -90,7 +92,9 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
 
 def _points(records: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
     pairs = [
-        (record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))
+        (record["step"], record[name])
+        for record in records
+        if math.isfinite(record.get(name, math.nan))
     ]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -98,4 +102,6 @@ def _points(records: Sequence[Mapping[str, float]], name: str) -> tuple[list[flo
 def _smoothed(values: Sequence[float]) -> list[float]:
     """Return running means over a window of up to a twentieth of the run."""
     width = max(1, len(values) // 20)
-    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+    return [
+        statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)
+    ]

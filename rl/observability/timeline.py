@@ -154,12 +154,16 @@ def write_timeline(logs: Path, destination: Path) -> int:
     processes = sorted({(role_order(span.role), span.process) for span in spans})
     pids = {process: pid for pid, (_, process) in enumerate(processes, start=1)}
     events = itertools.chain(
-        _names(pids), _span_events(spans, pids, origin_s=origin_s), (_mark(mark, origin_s) for mark in marks)
+        _names(pids),
+        _span_events(spans, pids, origin_s=origin_s),
+        (_mark(mark, origin_s) for mark in marks),
     )
     with atomic_write(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
         head = {"displayTimeUnit": "ms", "otherData": {"begins_at_s": origin_s}}
         file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n')
-        file.writelines(",\n" * (number > 0) + json.dumps(event) for number, event in enumerate(events))
+        file.writelines(
+            ",\n" * (number > 0) + json.dumps(event) for number, event in enumerate(events)
+        )
         file.write("\n]}\n")
     return len(spans)
 
@@ -167,7 +171,13 @@ def write_timeline(logs: Path, destination: Path) -> int:
 def _names(pids: dict[str, int]) -> Iterator[Event]:
     for name, pid in pids.items():
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+        yield {
+            "ph": "M",
+            "pid": pid,
+            "tid": 0,
+            "name": "process_sort_index",
+            "args": {"sort_index": pid},
+        }
 
 
 def _mark(event: Event, origin_s: float) -> Event:
@@ -176,7 +186,9 @@ def _mark(event: Event, origin_s: float) -> Event:
     return {**place, "name": event["event"], "ts": _us(event["time"], origin_s), "args": args}
 
 
-def _span_events(spans: Iterable[Span], pids: dict[str, int], *, origin_s: float) -> Iterator[Event]:
+def _span_events(
+    spans: Iterable[Span], pids: dict[str, int], *, origin_s: float
+) -> Iterator[Event]:
     for number, span in enumerate(spans):
         args = {"version": span.version, "error": span.error, "unfinished": span.unfinished or None}
         args = {name: value for name, value in args.items() if value is not None}

@@ -97,7 +97,9 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
     if not any((folder / name).is_file() for name in of_run):
         raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
     problems = [
-        f"{name} is missing: {what}" for name, what in EXPECTED.items() if not (folder / name).exists()
+        f"{name} is missing: {what}"
+        for name, what in EXPECTED.items()
+        if not (folder / name).exists()
     ]
     steps, evaluations = _records(folder, problems)
     return RunData(
@@ -122,11 +124,15 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
             return dict(config)
         problems.append(f"{CONFIG} has no values")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problems.append(f"{CONFIG} cannot be read, so the settings of the run are unknown: {error!r}")
+        problems.append(
+            f"{CONFIG} cannot be read, so the settings of the run are unknown: {error!r}"
+        )
     return {}
 
 
-def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def _records(
+    folder: Path, problems: list[str]
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Return steps and evaluations by step; the later of two records of a step counts."""
     by_step: tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]] = ({}, {})
     for record in _lines(folder / METRICS, problems, read_record):
@@ -150,7 +156,9 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
         line = {name: value for name, value in line.items() if value is not None}
         if not _is_rollout(line):
             return None
-        dropped = TOKEN_FIELDS if numbers.setdefault(line["step"], len(numbers)) % keep_every else ()
+        dropped = (
+            TOKEN_FIELDS if numbers.setdefault(line["step"], len(numbers)) % keep_every else ()
+        )
         line["turns"] = [
             {name: v for name, v in turn.items() if v is not None and name not in dropped}
             for turn in line["turns"]
@@ -167,7 +175,9 @@ def _is_rollout(line: dict[str, Any]) -> bool:
         isinstance(line.get("step"), int)
         and isinstance(line.get("kind"), str)
         and isinstance(line.get("sample", 0), int)
-        and all(isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct"))
+        and all(
+            isinstance(line.get(name), str | int | float | None) for name in ("problem", "correct")
+        )
         and isinstance(parts, dict)
         and parse_number(parts.get("overlong", 0.0)) is not None
         and isinstance(line.get("turns"), list)
@@ -184,7 +194,8 @@ def _is_turn(turn: dict[str, Any]) -> bool:
     return (
         all(isinstance(message, dict) for message in turn.get("messages") or ())
         and all(
-            isinstance(version, int) for version in (versions if isinstance(versions, list) else [versions])
+            isinstance(version, int)
+            for version in (versions if isinstance(versions, list) else [versions])
         )
         and all(isinstance(token_id, int) and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids)
     )

@@ -49,7 +49,9 @@ class Series:
         every = max(1, -(-len(self) // MAX_POINTS))
         return self._of(range((len(self) - 1) % every, len(self), every))
 
-    def lasting(self, is_bad: Callable[[float], bool], *, hold: int = 5, share: float = 0.8) -> int | None:
+    def lasting(
+        self, is_bad: Callable[[float], bool], *, hold: int = 5, share: float = 0.8
+    ) -> int | None:
         """Return the first step from which the values are bad for good, or None."""
         place = first_lasting([is_bad(value) for value in self.values], hold=hold, share=share)
         return None if place is None else self.steps[place]
@@ -57,7 +59,9 @@ class Series:
     def _of(self, places: Iterable[int]) -> Series:
         kept = list(places)
         return Series(
-            name=self.name, steps=[self.steps[i] for i in kept], values=[self.values[i] for i in kept]
+            name=self.name,
+            steps=[self.steps[i] for i in kept],
+            values=[self.values[i] for i in kept],
         )
 
 
@@ -92,7 +96,9 @@ class Finding:
 
 
 def metric(records: Iterable[Mapping[str, float]], name: str) -> Series:
-    return series(name, {int(r["step"]): r[name] for r in records if math.isfinite(r.get(name, math.nan))})
+    return series(
+        name, {int(r["step"]): r[name] for r in records if math.isfinite(r.get(name, math.nan))}
+    )
 
 
 def series(name: str, value_of_step: Mapping[int, float]) -> Series:
@@ -127,7 +133,9 @@ def rollout_evidence(rollout: dict[str, Any], *, note: str = "") -> RolloutEvide
         half = (MAX_EXCERPT_CHARACTERS - 5) // 2
         text = f"{text[:half]} ... {text[-half:]}"
     problem, sample = str(rollout.get("problem", "")), int(rollout.get("sample", 0))
-    return RolloutEvidence(step=rollout["step"], problem=problem, sample=sample, text=text, note=note)
+    return RolloutEvidence(
+        step=rollout["step"], problem=problem, sample=sample, text=text, note=note
+    )
 
 
 def reply_of(rollout: dict[str, Any]) -> str:

@@ -116,7 +116,9 @@ def _last_group(run: RunData, since: int) -> list[RolloutEvidence]:
     """Return up to three replies to the problem that was recorded last."""
     lines = [r for r in run.rollouts if r["kind"] in ("train", "dropped") and r["step"] >= since]
     group = [
-        r for r in lines if (r["step"], r.get("problem")) == (lines[-1]["step"], lines[-1].get("problem"))
+        r
+        for r in lines
+        if (r["step"], r.get("problem")) == (lines[-1]["step"], lines[-1].get("problem"))
     ]
     return [rollout_evidence(r, note=f"reward {r.get('reward')}") for r in group[:3]]
 
@@ -142,7 +144,8 @@ def find_failed_rewards(run: RunData) -> Finding | None:
         ),
         advice="docs/rewards.md; loop.max_failed_rewards stops a run in which too many rewards fail.",
         evidence=shown(
-            failed, rollouts=[rollout_evidence(r, note=str(r["failure"])[:200]) for r in failures[:3]]
+            failed,
+            rollouts=[rollout_evidence(r, note=str(r["failure"])[:200]) for r in failures[:3]],
         ),
     )
 
@@ -151,7 +154,11 @@ def find_not_finite(run: RunData) -> Finding | None:
     """Find a loss, gradient or reward that is NaN or infinite, in a record or as the reason of a stop."""
     found = stopped(run, "NonFiniteLossError")
     for record in reversed(run.steps):
-        names = [n for n, v in record.items() if n.startswith(("loss/", "reward/")) and not math.isfinite(v)]
+        names = [
+            n
+            for n, v in record.items()
+            if n.startswith(("loss/", "reward/")) and not math.isfinite(v)
+        ]
         if names:
             found = (
                 int(record["step"]),
@@ -176,7 +183,10 @@ def find_not_finite(run: RunData) -> Finding | None:
 
 def find_length_drift(run: RunData) -> Finding | None:
     """Find replies that get longer or shorter for no good reason."""
-    lengths, success = metric(run.steps, "completion/tokens_mean"), metric(run.steps, "reward/correct")
+    lengths, success = (
+        metric(run.steps, "completion/tokens_mean"),
+        metric(run.steps, "reward/correct"),
+    )
     if len(lengths) < MIN_LENGTH_STEPS:
         return None
     paid = _paid(run.rollouts)
@@ -189,7 +199,11 @@ def find_length_drift(run: RunData) -> Finding | None:
     elif drift < 0:
         paid_since = paid.lasting(lambda value: value <= -PAYS, hold=3, share=0.6)
     since = paid_since or _length_since(lengths, drift)
-    before, right, how = lengths.before(since), success.since(since), "longer" if drift > 0 else "shorter"
+    before, right, how = (
+        lengths.before(since),
+        success.since(since),
+        "longer" if drift > 0 else "shorter",
+    )
     was, now = (before if len(before) else lengths).last_level, lengths.since(since).last_level
     sentence = f"Since step {since} replies go from {was:.4g} to {now:.4g} tokens"
     if len(right):
@@ -224,7 +238,10 @@ def _drift_without_success(lengths: Series, success: Series) -> int | None:
     for start in range(0, len(lengths) - MIN_LENGTH_STEPS + 1, max(1, len(lengths) // 10)):
         part, right = lengths.since(lengths.steps[start]), success.since(success.steps[start])
         change = math.log(max(part.last_level, 1e-3) / max(part.first_level, 1e-3))
-        if abs(change) >= math.log(LENGTH_TIMES) and right.last_level - right.first_level < LENGTH_SUCCESS:
+        if (
+            abs(change) >= math.log(LENGTH_TIMES)
+            and right.last_level - right.first_level < LENGTH_SUCCESS
+        ):
             return 1 if change > 0 else -1
     return None
 
@@ -272,7 +289,9 @@ def _agreement(signs: Sequence[int]) -> float:
 
 def _length(rollout: dict[str, Any]) -> int:
     """Return the number of tokens, or of characters if tokens were not recorded."""
-    return sum(len(turn.get("token_ids") or str(turn.get("reply", ""))) for turn in rollout["turns"])
+    return sum(
+        len(turn.get("token_ids") or str(turn.get("reply", ""))) for turn in rollout["turns"]
+    )
 
 
 def _earned(rollout: dict[str, Any]) -> float:
@@ -286,7 +305,10 @@ def _sign(difference: float) -> int:
 
 def _replies_around(run: RunData, since: int) -> Iterable[Any]:
     trained = [r for r in run.rollouts if r["kind"] == "train" and reward_of(r) is not None]
-    for part in ([r for r in trained if r["step"] < since], [r for r in trained if r["step"] >= since]):
+    for part in (
+        [r for r in trained if r["step"] < since],
+        [r for r in trained if r["step"] >= since],
+    ):
         for rollout in evenly(part[-16:], 2):
             note = f"{_length(rollout)} tokens, reward {_earned(rollout):.4g}"
             yield rollout_evidence(rollout, note=note)

@@ -43,13 +43,18 @@ def _by_versions(run: RunData) -> Finding | None:
     if (stop := stopped(run, "StalePolicyError")) is not None:
         title, (since, sentence) = "The generator kept old weights", stop
     else:
-        title, num_minibatches = "The generator keeps old weights", run.number("loop.num_minibatches", 1)
+        title, num_minibatches = (
+            "The generator keeps old weights",
+            run.number("loop.num_minibatches", 1),
+        )
         bound = run.number("loop.max_off_policy_steps", 0) * num_minibatches
         patience = bound + run.number("loop.publish_every", 1) * num_minibatches
         stuck = behind.lasting(lambda value: value > patience, hold=3)
         if stuck is not None:
             before = behind.before(stuck)
-            fresh = [step for step, value in zip(before.steps, before.values, strict=True) if value <= 0]
+            fresh = [
+                step for step, value in zip(before.steps, before.values, strict=True) if value <= 0
+            ]
             stuck = behind.since(fresh[-1] + 1 if fresh else 0).steps[0]
         found = [lag.lasting(lambda value: value > bound, hold=3), stuck]
         if not any(found):
@@ -118,7 +123,9 @@ def _by_logprobs(run: RunData) -> Finding | None:
     since = after.steps[0]
     if max(after.values[-3:]) >= GROWS_ON * after.values[0]:
         kind, title = "stale_generator", "The generator keeps old weights"
-        what = "The difference grows with every update, as if the generator's weights did not change"
+        what = (
+            "The difference grows with every update, as if the generator's weights did not change"
+        )
     else:
         kind, title = "logprob_difference", "Trainer and generator do not compute the same"
         what = "The difference stays constant, as with another precision or other sampling settings"
@@ -137,7 +144,8 @@ def _by_logprobs(run: RunData) -> Finding | None:
         evidence=shown(
             *(metric(run.steps, name) for name in names),
             rollouts=[
-                rollout_evidence(r, note=f"its logprobs differ by up to {_gap(r):.3g} nats") for r in apart
+                rollout_evidence(r, note=f"its logprobs differ by up to {_gap(r):.3g} nats")
+                for r in apart
             ],
         ),
     )

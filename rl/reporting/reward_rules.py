@@ -73,12 +73,18 @@ class _Reply:
 
 def find_reward_hacking(run: RunData) -> Finding | None:
     """Find a pattern that the reward pays for, or a reward that contradicts `correct`."""
-    lines = [r for r in run.rollouts if r["kind"] == "train" and reward_of(r) is not None and "correct" in r]
+    lines = [
+        r
+        for r in run.rollouts
+        if r["kind"] == "train" and reward_of(r) is not None and "correct" in r
+    ]
     right = [r["reward"] for r in lines if r["correct"]]
     if not right:
         return None
     level = fmean(right) - 1e-6
-    replies = [_Reply(line=line, words=_words(line), wins=line["reward"] >= level) for line in lines]
+    replies = [
+        _Reply(line=line, words=_words(line), wins=line["reward"] >= level) for line in lines
+    ]
     for by_text in (False, True):
         wrong = [r for r in replies if (r.lacks_answer if by_text else not r.line["correct"])]
         won = [reply for reply in wrong if reply.wins]
@@ -86,7 +92,9 @@ def find_reward_hacking(run: RunData) -> Finding | None:
             continue
         lost = [reply for reply in wrong if not reply.wins and reply.step >= won[0].step]
         pattern = _pattern(won, lost)
-        if pattern is not None and (found := _hacked(run, replies, wrong, pattern, by_text=by_text)):
+        if pattern is not None and (
+            found := _hacked(run, replies, wrong, pattern, by_text=by_text)
+        ):
             return found
         share = len(won) / sum(reply.wins for reply in replies)
         if not by_text and share >= MIN_DISAGREE:
@@ -111,7 +119,9 @@ def _words(line: dict[str, Any]) -> frozenset[str]:
 
 def _pattern(won: Sequence[_Reply], lost: Sequence[_Reply]) -> str | None:
     """Return the longest of the words that best separate `won` from `lost`, or None."""
-    num_won, num_lost = (Counter(word for reply in of for word in reply.words) for of in (won, lost))
+    num_won, num_lost = (
+        Counter(word for reply in of for word in reply.words) for of in (won, lost)
+    )
     apart = {
         word: round(num / len(won) - num_lost[word] / max(1, len(lost)), 2)
         for word, num in num_won.items()
@@ -135,7 +145,8 @@ def _hacked(
         by_step.setdefault(reply.step, []).append(pattern in reply.words)
     name = repr(pattern) if pattern else "an empty reply"
     shares = series(
-        f"share of recorded replies with {name}", {step: sum(of) / len(of) for step, of in by_step.items()}
+        f"share of recorded replies with {name}",
+        {step: sum(of) / len(of) for step, of in by_step.items()},
     )
     if sum(others) > MAX_WON * len(others) or (by_text and not _is_sure(replies, pattern, shares)):
         return None
@@ -177,6 +188,8 @@ def _metrics(run: RunData) -> list[Series]:
 def _examples(won: Sequence[_Reply]) -> list[RolloutEvidence]:
     lines = [reply.line for reply in (*won[:2], *(evenly(won[2:], 3) if won[2:] else ()))]
     return [
-        rollout_evidence(r, note=f"reward {r['reward']:g}; the answer is {str(r.get('answer', ''))[:40]!r}")
+        rollout_evidence(
+            r, note=f"reward {r['reward']:g}; the answer is {str(r.get('answer', ''))[:40]!r}"
+        )
         for r in lines
     ]

@@ -61,7 +61,9 @@ class Advantage:
         check_bounds(self, "eps", at_least=0, below=math.inf)
         check_bounds(self, "discount", above=0, at_most=1)
         if self.discount != 1 and self.credit != "token":
-            raise ValueError(f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1")
+            raise ValueError(
+                f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1"
+            )
 
     def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Return the [P][<=G][C] float32 advantages of the tokens.
@@ -74,7 +76,8 @@ class Advantage:
         _check_sizes(rewards_PG)
         by_token = self.credit == "token"
         sums_P = [
-            np.array([rewards_C.sum() for rewards_C in group if len(rewards_C)]) for group in rewards_PG
+            np.array([rewards_C.sum() for rewards_C in group if len(rewards_C)])
+            for group in rewards_PG
         ]
         values_P = [self._returns(group) for group in rewards_PG] if by_token else sums_P
         lengths_PG = [[*map(len, group)] for group in rewards_PG]
@@ -134,7 +137,8 @@ def _leave_one_out(values: np.ndarray, sizes_G: Sequence[int]) -> np.ndarray:
     values_G = np.split(values, np.cumsum(sizes_G)[:-1])
     total, count = sum(v.sum() for v in values_G), len(values)
     others_G = [
-        v - (total - v.sum()) / (count - len(v)) if count > len(v) else np.zeros_like(v) for v in values_G
+        v - (total - v.sum()) / (count - len(v)) if count > len(v) else np.zeros_like(v)
+        for v in values_G
     ]
     return np.concatenate(others_G)
 
@@ -200,7 +204,9 @@ class OverlongPunishment:
     def check(self, *, max_tokens: int) -> None:
         """Raise ValueError if the buffer is longer than a completion of at most `max_tokens`."""
         if self.enable and self.buffer_tokens is not None and self.buffer_tokens > max_tokens:
-            raise ValueError(f"buffer_tokens={self.buffer_tokens}: must be at most max_tokens={max_tokens}")
+            raise ValueError(
+                f"buffer_tokens={self.buffer_tokens}: must be at most max_tokens={max_tokens}"
+            )
 
     def __call__(self, num_tokens: int, *, max_tokens: int) -> float:
         """Return 0 up to `max_tokens` less the buffer, then a value that falls to -`penalty` at `max_tokens`."""
@@ -229,7 +235,9 @@ class KLReward:
 
 
 def kl_penalty(
-    logprobs_C: np.ndarray, reference_logprobs_C: np.ndarray, estimator: Literal["k1", "k2", "k3"] = "k1"
+    logprobs_C: np.ndarray,
+    reference_logprobs_C: np.ndarray,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
 ) -> np.ndarray:
     """Return [C] float64, an estimate of KL(policy || reference) at each token, see `losses.ops`.
 

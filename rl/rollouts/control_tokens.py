@@ -46,13 +46,17 @@ def added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
     if decoder is None:
         found = {token_id: (text, True) for text, token_id in tokenizer.get_added_vocab().items()}
     else:
-        found = {token_id: (token.content, bool(token.special)) for token_id, token in decoder.items()}
+        found = {
+            token_id: (token.content, bool(token.special)) for token_id, token in decoder.items()
+        }
     return {token_id: token for token_id, token in found.items() if token[0].strip(" \t\r\n")}
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the ids of the tokens that are marked as special, by text."""
-    return {text: token_id for token_id, (text, special) in added_tokens(tokenizer).items() if special}
+    return {
+        text: token_id for token_id, (text, special) in added_tokens(tokenizer).items() if special
+    }
 
 
 def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
@@ -66,7 +70,9 @@ def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
     return {token: added[token] for token in found}
 
 
-def end_tokens(tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]) -> dict[str, int]:
+def end_tokens(
+    tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]
+) -> dict[str, int]:
     """Return the ids of the tokens that begin, end and pad texts, and of special ones that end replies, by text.
 
     A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the part has no end.
@@ -112,7 +118,9 @@ class ControlTokens:
             if start < end:
                 continue
             # There may be thousands of tokens, but they have few lengths.
-            token = next((t for n in self._lengths if (t := text[start : start + n]) in self.ids), None)
+            token = next(
+                (t for n in self._lengths if (t := text[start : start + n]) in self.ids), None
+            )
             if token is not None:
                 yield start, token
                 end = start + len(token)
@@ -136,7 +144,8 @@ class ControlTokens:
             for fragment in fragments
         )
         real_ids = {
-            self._open_copy().token_to_id(name): self.ids[token] for token, name in self._stand_ins.items()
+            self._open_copy().token_to_id(name): self.ids[token]
+            for token, name in self._stand_ins.items()
         }
         encoded = self._open_copy().encode(text, add_special_tokens=False).ids
         forbidden = self.token_ids - {getattr(self.tokenizer, "unk_token_id", None)}
@@ -175,7 +184,9 @@ class ControlTokens:
             own = self.tokenizer.added_tokens_decoder[self.ids[token]]
             name = f"<{self._nonce}-{len(self._stand_ins)}>"
             stripped = {"lstrip": own.lstrip, "rstrip": own.rstrip}
-            self._open_copy().add_tokens([AddedToken(name, normalized=False, special=False, **stripped)])
+            self._open_copy().add_tokens(
+                [AddedToken(name, normalized=False, special=False, **stripped)]
+            )
             self._stand_ins[token] = name
         return self._stand_ins[token]
 
@@ -207,14 +218,19 @@ class ControlTokens:
 
 
 def split_rendering(
-    messages: Sequence[Message], *, render: Callable[[Sequence[Message]], str], control: ControlTokens
+    messages: Sequence[Message],
+    *,
+    render: Callable[[Sequence[Message]], str],
+    control: ControlTokens,
 ) -> list[Fragment]:
     """Return the fragments of a rendered conversation, with everything apart that could bring in a token.
 
     Raises:
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
     """
-    unsafe = {number for number, m in enumerate(messages) if control.first_in(m.content) is not None}
+    unsafe = {
+        number for number, m in enumerate(messages) if control.first_in(m.content) is not None
+    }
     others = "".join(m.content for number, m in enumerate(messages) if number not in unsafe)
     if not unsafe or control.first_in(others) is not None:
         # Messages in a row may make a token together.
@@ -259,7 +275,10 @@ def _tokens_of(texts: Iterable[str], control: ControlTokens) -> list[str]:
 
 
 def _split_at_tokens(
-    messages: Sequence[Message], *, render: Callable[[Sequence[Message]], str], control: ControlTokens
+    messages: Sequence[Message],
+    *,
+    render: Callable[[Sequence[Message]], str],
+    control: ControlTokens,
 ) -> list[Fragment]:
     """Return the fragments of a rendered conversation in which the text of each token in a message is one."""
     nonce = secrets.token_hex(8)

@@ -13,7 +13,15 @@ import math
 import threading
 import types
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,7 +73,9 @@ class SingleTurn:
 
     def opening(self) -> Sequence[Message]:
         question = Message(role="user", content=self.problem.question)
-        return (Message(role="system", content=self.system), question) if self.system else (question,)
+        return (
+            (Message(role="system", content=self.system), question) if self.system else (question,)
+        )
 
     async def step(self, reply: Reply) -> Observation:
         return NOTHING
@@ -87,7 +97,9 @@ class EnvironmentThread:
         """Start `function()` in the thread and return a future of its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(
+                target=self._loop.run_forever, name="environments", daemon=True
+            ).start()
             # Not at exit, when a task may still have to close what its environments share.
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(function), self._loop))
@@ -146,7 +158,9 @@ class EnvironmentCalls:
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self.ends_at_once = isinstance(self.environment, SingleTurn) and self.environment.runs_inline
+        self.ends_at_once = (
+            isinstance(self.environment, SingleTurn) and self.environment.runs_inline
+        )
 
     async def step(self, reply: Reply) -> Observation:
         """Return the environment's answer to a reply.
@@ -235,7 +249,9 @@ class Environments:
                     )
             yield groups
         finally:
-            closing = [calls.close() for group in groups for calls in group if not calls.ends_at_once]
+            closing = [
+                calls.close() for group in groups for calls in group if not calls.ends_at_once
+            ]
             for error in await asyncio.gather(*closing, return_exceptions=True):
                 if isinstance(error, Exception):
                     logger.warning("an environment could not be closed: %r", error, exc_info=error)
@@ -248,7 +264,10 @@ class Environments:
                 f"the environment of problem {shown(problem.id)} cannot be made: {shown(error)}"
             ) from error
         return EnvironmentCalls(
-            environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s
+            environment=environment,
+            problem=problem,
+            thread=self.thread,
+            timeout_s=self.step_timeout_s,
         )
 
 
@@ -270,7 +289,9 @@ def _check_observation(observation: Any) -> Observation:
     _check_messages(observation.messages)
     reward = _read_number("reward", observation.reward)
     if abs(reward) > MAX_REWARD:
-        raise ValueError(f"reward={reward:g}: must be within {MAX_REWARD:g} of 0; divide it by a constant")
+        raise ValueError(
+            f"reward={reward:g}: must be within {MAX_REWARD:g} of 0; divide it by a constant"
+        )
     metrics = {name: _read_number(name, value) for name, value in observation.metrics.items()}
     if {type(value) for value in (observation.reward, *observation.metrics.values())} == {float}:
         return observation

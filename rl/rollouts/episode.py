@@ -26,7 +26,17 @@ from rl.config.tree import check_bounds
 from rl.protocols import TokenGenerator
 from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, Environments
 from rl.rollouts.renderer import Renderer, render_prompt
-from rl.types import Completion, EndReason, Message, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
+from rl.types import (
+    Completion,
+    EndReason,
+    Message,
+    Problem,
+    Prompt,
+    Reply,
+    Rollout,
+    SamplingParams,
+    Turn,
+)
 from rl.utils.clock import BusyClock, now_s
 from rl.utils.excerpts import shown
 
@@ -149,7 +159,9 @@ class Episodes:
         while True:
             tokens += [prompt_ids, completion.token_ids]
             text = self.renderer.text(completion.token_ids, prompt_ids=prompt_ids)
-            turn = partial(Turn, messages=messages, prompt_ids=prompt_ids, completion=completion, text=text)
+            turn = partial(
+                Turn, messages=messages, prompt_ids=prompt_ids, completion=completion, text=text
+            )
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))
             except EnvironmentFailedError as error:
@@ -170,7 +182,9 @@ class Episodes:
             max_tokens = min(sampling.max_tokens, room)
             seed = _turn_seed(sampling.seed, prompt.problem, sample, turn=len(turns))
             one = replace(sampling, num_samples=1, max_tokens=max_tokens, seed=seed)
-            ((completion,),) = await self._draw([np.concatenate([*tokens, prompt_ids])], one, session)
+            ((completion,),) = await self._draw(
+                [np.concatenate([*tokens, prompt_ids])], one, session
+            )
 
     def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot be rendered."""
@@ -190,9 +204,13 @@ class Episodes:
         return "time" if now_s() - started > self.limits.timeout_s else None
 
 
-def _failed(turns: Sequence[Turn], error: EnvironmentFailedError, *, prompt: Prompt, sample: int) -> Rollout:
+def _failed(
+    turns: Sequence[Turn], error: EnvironmentFailedError, *, prompt: Prompt, sample: int
+) -> Rollout:
     """Return a rollout whose environment failed in its last turn, and log why."""
-    where = f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(turns[-1].text)}"
+    where = (
+        f"turn {len(turns)} of problem {shown(prompt.problem.id)}, reply {shown(turns[-1].text)}"
+    )
     failure = f"{error} in {where}"
     logger.warning("%s", failure, exc_info=error)
     return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end="failed", failure=failure)

@@ -21,7 +21,9 @@ from rl.types import Problem, Rollout, SamplingParams, Score
 SEED = 20_240_607
 """Seed of the samples for pass@k, the same at every evaluation of every run."""
 OF_STEP = frozenset({"mean", "std", "correct", "equal_groups", "kl", "num_failed", "num_unparsed"})
-OF_EVALUATION = frozenset({"correct", "reward", "num_problems", "turns_mean", "num_failed", "num_unparsed"})
+OF_EVALUATION = frozenset(
+    {"correct", "reward", "num_problems", "turns_mean", "num_failed", "num_unparsed"}
+)
 """Metrics of a step's rewards and of an evaluation that are not those of a reward function."""
 PASS_AT = "pass@"
 """Metric of an evaluation, followed by the number of tries."""
@@ -130,8 +132,12 @@ class Evaluator:
         sets: list[EvaluatedSet] = []
         for name, problems in self.sets.items():
             firsts = await self._scored(name, problems, greedy)
-            further = await self._scored(name, problems, sampled) if self.settings.num_samples else []
-            sets.append(EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further))
+            further = (
+                await self._scored(name, problems, sampled) if self.settings.num_samples else []
+            )
+            sets.append(
+                EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further)
+            )
         return EvaluationResult(sets=sets)
 
     async def _scored(

@@ -113,7 +113,9 @@ class RolloutWorker:
         """Draw and score one group; the result depends only on its number, the run's seed and the weights."""
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
-            (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
+            (rollouts,) = await self.episodes.run(
+                [problem], sampling=sampling, session=f"problem {number}"
+            )
         except RefusedMessageError as error:  # One text among many must not end a run.
             return _leave_out(number, error, is_refused=True)
         except PromptTooLongError as error:

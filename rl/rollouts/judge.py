@@ -78,7 +78,9 @@ class NumberGrade:
 
     def __post_init__(self) -> None:
         if not -math.inf < self.lowest < self.highest < math.inf:
-            raise ValueError(f"lowest={self.lowest}: must be finite and below highest={self.highest}")
+            raise ValueError(
+                f"lowest={self.lowest}: must be finite and below highest={self.highest}"
+            )
         _check_has_group(self.pattern)
 
     def read(self, text: str) -> float | None:
@@ -226,20 +228,26 @@ class Judge:
                 extra_body=dict(self.extra_body),
             )
         except openai.APIStatusError as error:
-            raise self._error(f"HTTP {error.status_code}: {self._clean(error.response.text)}") from None
+            raise self._error(
+                f"HTTP {error.status_code}: {self._clean(error.response.text)}"
+            ) from None
         except openai.APITimeoutError:
             raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
         except openai.APIConnectionError as error:
             proxy = self._proxy()
             through = "" if proxy is None else f" through the proxy of {proxy}"
-            raise self._error(f"no connection{through}: {self._clean(repr(error.__cause__))}") from None
+            raise self._error(
+                f"no connection{through}: {self._clean(repr(error.__cause__))}"
+            ) from None
         return self._text(answer.text)
 
     def _open_client(self) -> openai.AsyncOpenAI:
         key = _key(self.api_key_env) or "none"  # the client refuses an empty key
         settings: dict[str, Any] = {"timeout": self.timeout_s, "max_retries": self.max_retries}
         try:
-            return _client(asyncio.get_running_loop(), base_url=self.base_url, api_key=key, **settings)
+            return _client(
+                asyncio.get_running_loop(), base_url=self.base_url, api_key=key, **settings
+            )
         except Exception as error:
             proxy = self._proxy()
             if proxy is None:
@@ -259,7 +267,11 @@ class Judge:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise self._error(f"no chat completion came back: {self._clean(body)!r}") from None
         if reason == "length":
-            limit = "the server's own limit" if self.max_tokens is None else f"max_tokens={self.max_tokens}"
+            limit = (
+                "the server's own limit"
+                if self.max_tokens is None
+                else f"max_tokens={self.max_tokens}"
+            )
             raise self._error(f"its answer was cut off at {limit}: {self._clean(str(text))!r}")
         if not isinstance(text, str):
             raise self._error(f"its answer has no text: {self._clean(body)!r}")

@@ -191,14 +191,19 @@ def plan_micro_batches(
         # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
         limit = sum(lengths) // (4 * num_ranks)
         units = [part for unit in units for part in _divided(unit, lengths, limit)]
-    sizes = [(sum(lengths[i] for i in unit), sorted(unit, key=lambda i: (-lengths[i], i))) for unit in units]
+    sizes = [
+        (sum(lengths[i] for i in unit), sorted(unit, key=lambda i: (-lengths[i], i)))
+        for unit in units
+    ]
     shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
     for size, unit in sorted(sizes, key=lambda sized: (-sized[0], sized[1])):
         tokens, rank = heapq.heappop(load)
         shares[rank].append(unit)
         heapq.heappush(load, (tokens + size, rank))
-    plan = [_first_fit(share, lengths, max_tokens, max_sequences or len(lengths)) for share in shares]
+    plan = [
+        _first_fit(share, lengths, max_tokens, max_sequences or len(lengths)) for share in shares
+    ]
     num_micro_batches = max(1, *(len(micro_batches) for micro_batches in plan))
     for micro_batches in plan:
         micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
@@ -239,7 +244,9 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
     """Check lengths and shapes, and that each optional field is set in all samples or in none."""
     targets = samples[0].targets if samples else None
     num_targets = () if targets is None else targets.shape[1:]
-    if targets is not None and (len(num_targets) > 1 or 0 in num_targets or targets.dtype.kind not in "iu"):
+    if targets is not None and (
+        len(num_targets) > 1 or 0 in num_targets or targets.dtype.kind not in "iu"
+    ):
         raise ValueError("targets must be whole numbers of shape [T] or [T, K]")
     for index, sample in enumerate(samples):
         num_tokens = len(sample.token_ids)
@@ -253,7 +260,9 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
                 f"{which}, a length of {num_tokens - 1} > max_tokens_per_microbatch={max_tokens}"
             )
         if num_targets and sample.ratio_mask is not None:
-            raise ValueError(f"sample {index}: ratio_mask must be None with targets of shape [T, K]")
+            raise ValueError(
+                f"sample {index}: ratio_mask must be None with targets of shape [T, K]"
+            )
         for name in (*_PER_TARGET, "targets", "ratio_mask"):
             values = getattr(sample, name)
             if (values is None) != (getattr(samples[0], name) is None):

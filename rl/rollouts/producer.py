@@ -44,9 +44,13 @@ class NumberedProblems:
         num_before, again = self.num_drawn, tuple(sorted(self._again))
         self._numbered: Iterator[tuple[int, Problem]]
         if (problem_at := getattr(problems, "problem", None)) is not None:
-            self._numbered = ((n, problem_at(n)) for n in itertools.chain(again, itertools.count(num_before)))
+            self._numbered = (
+                (n, problem_at(n)) for n in itertools.chain(again, itertools.count(num_before))
+            )
         else:
-            self._numbered = ((n, p) for n, p in enumerate(problems) if n >= num_before or n in again)
+            self._numbered = (
+                (n, p) for n, p in enumerate(problems) if n >= num_before or n in again
+            )
 
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self
@@ -63,7 +67,9 @@ class NumberedProblems:
         return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
 
 
-def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | None) -> DropReason | None:
+def reason_to_drop(
+    group: Group, *, drop_equal: bool, max_sample_tokens: int | None
+) -> DropReason | None:
     """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
     if not group.rollouts:
         return "failed" if group.is_refused else "long_prompt"
@@ -147,7 +153,9 @@ class RolloutProducer:
             self._check_used_up()
             self._changed.clear()
             await self._changed.wait()
-        batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped))
+        batch = Batch(
+            groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped)
+        )
         self._dropped = []
         self._num_scored, self._failures = 0, []
         self._start_groups()
@@ -191,7 +199,9 @@ class RolloutProducer:
         except asyncio.CancelledError:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
-                    RunError(f"the rollouts of problem {shown(problem.id)} were cancelled by their own code")
+                    RunError(
+                        f"the rollouts of problem {shown(problem.id)} were cancelled by their own code"
+                    )
                 )
             raise
         except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
@@ -209,7 +219,9 @@ class RolloutProducer:
             max_share=self.max_failed_rewards,
             where="since the last batch",
         )
-        reason = reason_to_drop(group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens)
+        reason = reason_to_drop(
+            group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens
+        )
         if reason is None:
             self.bound.finish(group.number)
             self._dropped_in_row.clear()

@@ -60,7 +60,9 @@ class RendererConfig:
             ("keep_replies=True", self.keep_replies, ("template",)),
         ):
             if is_set and self.kind not in kinds:
-                raise ValueError(f"renderer.{option}: has no effect with kind={self.kind!r}; leave it out")
+                raise ValueError(
+                    f"renderer.{option}: has no effect with kind={self.kind!r}; leave it out"
+                )
 
 
 class Renderer:
@@ -88,12 +90,20 @@ class Renderer:
         self.system = system
         self.first_token_ids = np.array(first_token_ids, dtype=np.int32)
         end = template.end_of_turn
-        end_ids = [tokenizer.eos_token_id] if end is None else tokenizer.encode(end, add_special_tokens=False)
+        end_ids = (
+            [tokenizer.eos_token_id]
+            if end is None
+            else tokenizer.encode(end, add_special_tokens=False)
+        )
         if len(end_ids) != 1:
-            raise ValueError(f"the template ends a reply with {end!r}, not a single token of the tokenizer")
+            raise ValueError(
+                f"the template ends a reply with {end!r}, not a single token of the tokenizer"
+            )
         self.end_token_id = int(end_ids[0])
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
-        ends = end_tokens(tokenizer, end_token_id=self.end_token_id, stop_token_ids=self.stop_token_ids)
+        ends = end_tokens(
+            tokenizer, end_token_id=self.end_token_id, stop_token_ids=self.stop_token_ids
+        )
         turns = tokens_in(tokenizer, template.framing) | ends
         tools = tokens_in(tokenizer, template.tool_framing)
         self._turns = ControlTokens(tokenizer, turns)
@@ -109,7 +119,9 @@ class Renderer:
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
         """Return [N] int32: the messages, with a system message, up to the beginning of the reply."""
         if not messages:
-            raise ValueError("an opening without messages: the environment must open with at least one")
+            raise ValueError(
+                "an opening without messages: the environment must open with at least one"
+            )
         if self.system and all(m.role != "system" for m in messages):
             messages = [Message(role="system", content=self.system), *messages]
         first_ids = self.first_token_ids
@@ -197,7 +209,9 @@ class Renderer:
         self.template.check_multi_turn()
 
 
-def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> Renderer:
+def make_renderer(
+    config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]
+) -> Renderer:
     """Return the renderer of a config; `stop_token_ids` end a reply."""
     template: Template
     first_token_ids = tokens_before_text(tokenizer)

@@ -173,7 +173,9 @@ class _Scan:
     def _add(self, kind: Literal["thought", "text"], end: int, *, resume: int) -> None:
         text = self.text[self.start : end]
         if text or kind == "thought":
-            self.parts.append(ReplyPart(kind=kind, text=text, is_closed=kind == "text" or resume > end))
+            self.parts.append(
+                ReplyPart(kind=kind, text=text, is_closed=kind == "text" or resume > end)
+            )
         self.has_thoughts |= kind == "thought"
         self.start = resume
 

@@ -41,7 +41,9 @@ def as_numbers(values: Any, *, most: int) -> list[float]:
 
     Mappings would be read by their keys, sets in any order, texts and bytes by their characters: all are refused.
     """
-    is_table = hasattr(values, "keys") and not hasattr(values, "tolist")  # a data frame gives its columns
+    is_table = hasattr(values, "keys") and not hasattr(
+        values, "tolist"
+    )  # a data frame gives its columns
     if is_table or isinstance(values, Mapping | Set | str | bytes | bytearray | memoryview):
         raise TypeError(f"a {type(values).__name__} is not a sequence of numbers")
     return [as_number(value) for value in islice(iter(values), most)]  # a generator may never end

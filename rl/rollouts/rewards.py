@@ -102,7 +102,9 @@ class RewardProcess:
         """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
         await self._in_thread(self._start)
 
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+    async def score(
+        self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
+    ) -> list[list[Score]]:
         """Return a score for each rollout, in order; a call that takes too long gives a failed score.
 
         `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric or was closed,
@@ -110,9 +112,13 @@ class RewardProcess:
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
-        sync, others = ([call for call in calls if call.is_async == is_async] for is_async in (False, True))
+        sync, others = (
+            [call for call in calls if call.is_async == is_async] for is_async in (False, True)
+        )
         result = partial(self.rubric.result, slots=self._slots, time_limit_s=self.time_limit_s)
-        made = await all_or_cancel([self._in_thread(self._results, sync), all_or_cancel(map(result, others))])
+        made = await all_or_cancel(
+            [self._in_thread(self._results, sync), all_or_cancel(map(result, others))]
+        )
         results = dict(zip((False, True), map(iter, made), strict=True))
         return [
             self.rubric.scores(group, of_group, [next(results[call.is_async]) for call in of_group])
@@ -143,7 +149,9 @@ class RewardProcess:
         # Spawned, not forked: the parent has threads and loaded runtimes.
         context = multiprocessing.get_context("spawn")
         self._link, theirs = context.Pipe()
-        process = context.Process(target=_run_guarded, args=(theirs, rubric), name="rewards", daemon=True)
+        process = context.Process(
+            target=_run_guarded, args=(theirs, rubric), name="rewards", daemon=True
+        )
         try:
             process.start()
         finally:

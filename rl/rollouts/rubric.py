@@ -22,7 +22,8 @@ from rl.utils.threads import run_now
 
 RewardFn = Callable[[Rollout], float] | Callable[[Rollout], Awaitable[float]]
 GroupRewardFn = (
-    Callable[[Sequence[Rollout]], Sequence[float]] | Callable[[Sequence[Rollout]], Awaitable[Sequence[float]]]
+    Callable[[Sequence[Rollout]], Sequence[float]]
+    | Callable[[Sequence[Rollout]], Awaitable[Sequence[float]]]
 )
 
 Slots = Mapping[str, asyncio.Semaphore]
@@ -112,7 +113,9 @@ class RubricCall:
     def too_long(self, time_limit_s: float) -> CallResult:
         """Return the failure of a call that exceeded the time limit for each of its rollouts."""
         each = f" for each of {len(self.rollouts)} rollouts" if len(self.rollouts) > 1 else ""
-        return CallResult(failure=f"{self.title} took longer than time_limit_s={time_limit_s:g}{each}")
+        return CallResult(
+            failure=f"{self.title} took longer than time_limit_s={time_limit_s:g}{each}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +148,9 @@ class Rubric:
                 "a function or another criterion, or set needs_group=False if it can grade one rollout alone"
             )
         if callable(self.correct) and is_async(self.correct):
-            raise ValueError("correct is an async function: make it a criterion, and give its name instead")
+            raise ValueError(
+                "correct is an async function: make it a criterion, and give its name instead"
+            )
 
     @property
     def has_group_functions(self) -> bool:
@@ -155,7 +160,9 @@ class Rubric:
     @property
     def comparing(self) -> tuple[str, ...]:
         """Criteria that are skipped for single rollouts."""
-        return tuple(c.name for c in self.criteria if isinstance(c, GroupCriterion) and c.needs_group)
+        return tuple(
+            c.name for c in self.criteria if isinstance(c, GroupCriterion) and c.needs_group
+        )
 
     @property
     def has_async_functions(self) -> bool:
@@ -181,7 +188,9 @@ class Rubric:
         if not whole:
             return []
         of_one = [c for c in self.criteria if isinstance(c, Criterion)]
-        of_group = [c for c in self.criteria if c not in of_one and not (alone and c.name in self.comparing)]
+        of_group = [
+            c for c in self.criteria if c not in of_one and not (alone and c.name in self.comparing)
+        ]
         sync = tuple(c.name for c in of_one if not is_async(c.function))
         sync += (CORRECT,) if callable(self.correct) else ()
         units = [(sync, False)] if sync else []
@@ -193,7 +202,9 @@ class Rubric:
         ]
         places, rollouts = zip(*whole, strict=True)
         calls += [
-            RubricCall(names=(c.name,), is_async=is_async(c.function), places=places, rollouts=rollouts)
+            RubricCall(
+                names=(c.name,), is_async=is_async(c.function), places=places, rollouts=rollouts
+            )
             for c in of_group
         ]
         return calls
@@ -295,7 +306,9 @@ class Rubric:
         """Return the scores of a problem's rollouts from the results of their calls."""
         pairs = list(zip(calls, results, strict=True))
         return [
-            self._score(rollout, [(r, call.places.index(i)) for call, r in pairs if i in call.places])
+            self._score(
+                rollout, [(r, call.places.index(i)) for call, r in pairs if i in call.places]
+            )
             for i, rollout in enumerate(group)
         ]
 
@@ -312,13 +325,15 @@ class Rubric:
             parts[ENVIRONMENT] = environment_reward
         reward = sum(float(c.weight) * values[c.name] for c in graded) + environment_reward
         if not max(abs(reward), abs(environment_reward)) <= MAX_REWARD:
-            amounts = (
-                f"the weighted reward is {reward:g}, the environment's part of it {environment_reward:g}"
+            amounts = f"the weighted reward is {reward:g}, the environment's part of it {environment_reward:g}"
+            return failed_score(
+                f"{amounts}: both must be within {MAX_REWARD:g} of 0", rollout=rollout
             )
-            return failed_score(f"{amounts}: both must be within {MAX_REWARD:g} of 0", rollout=rollout)
         unparsed = tuple(name or "correct" for r, _ in results for name in r.unparsed)
         if callable(self.correct):
-            is_correct = values[CORRECT] == 1.0 and not any(CORRECT in r.unparsed for r, _ in results)
+            is_correct = values[CORRECT] == 1.0 and not any(
+                CORRECT in r.unparsed for r, _ in results
+            )
         else:
             is_correct = (reward if self.correct is None else values[self.correct]) >= RIGHT
         return Score(reward=reward, correct=is_correct, parts=parts, unparsed=unparsed)
@@ -337,7 +352,9 @@ class Rubric:
 
 def failed_score(reason: str, *, rollout: Rollout) -> Score:
     """Return a score that says why there is none; its rollout is not trained on."""
-    where = f"on problem {shown(rollout.prompt.problem.id)}, completion {shortened(repr(rollout.text))}"
+    where = (
+        f"on problem {shown(rollout.prompt.problem.id)}, completion {shortened(repr(rollout.text))}"
+    )
     return Score(reward=0.0, correct=False, failure=f"{reason} {where}")
 
 
@@ -354,9 +371,13 @@ def _private(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     mine = []
     for r in rollouts:
         if id(r.prompt) not in copies:
-            copies[id(r.prompt)] = Prompt(problem=r.prompt.problem.private(), token_ids=r.prompt.token_ids)
+            copies[id(r.prompt)] = Prompt(
+                problem=r.prompt.problem.private(), token_ids=r.prompt.token_ids
+            )
         prompt = copies[id(r.prompt)]
-        mine.append(Rollout(prompt=prompt, sample=r.sample, turns=r.turns, end=r.end, failure=r.failure))
+        mine.append(
+            Rollout(prompt=prompt, sample=r.sample, turns=r.turns, end=r.end, failure=r.failure)
+        )
     return tuple(mine)
 
 
@@ -377,7 +398,9 @@ def _title(name: str) -> str:
 def _check(criterion: Criterion | GroupCriterion) -> None:
     name, most = criterion.name, getattr(criterion.function, "max_concurrency", None)
     if not name:
-        raise ValueError("a criterion has name='': must not be empty, because metrics are named by it")
+        raise ValueError(
+            "a criterion has name='': must not be empty, because metrics are named by it"
+        )
     if not callable(criterion.function):
         raise ValueError(f"criterion {name!r}: function={criterion.function!r} is not callable")
     try:
@@ -390,4 +413,6 @@ def _check(criterion: Criterion | GroupCriterion) -> None:
             f"criterion {name!r}: weight={weight} is not a finite number within {MAX_REWARD:g} of 0"
         )
     if most is not None and (not isinstance(most, int) or most < 1):
-        raise ValueError(f"criterion {name!r}: max_concurrency={most!r} is not a number of at least 1")
+        raise ValueError(
+            f"criterion {name!r}: max_concurrency={most!r} is not a number of at least 1"
+        )

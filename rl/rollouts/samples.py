@@ -33,7 +33,9 @@ class TokenSpan:
     is_reply: bool
 
 
-def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: float) -> TrainingSample:
+def policy_sample(
+    rollout: Rollout, *, advantages_C: np.ndarray, temperature: float
+) -> TrainingSample:
     """Return the rollout's tokens with a mask over those that the model produced, each with its advantage.
 
     Raises ValueError as `policy_samples`.
@@ -120,7 +122,9 @@ def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
 
 def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
     """Return a demonstration of one turn as a sample."""
-    return supervised_sample([TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)])
+    return supervised_sample(
+        [TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)]
+    )
 
 
 def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
@@ -143,10 +147,14 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     return replace(sample, **arrays)
 
 
-async def demonstrated(problem: Problem, environments: Environments, *, renderer: Renderer) -> TrainingSample:
+async def demonstrated(
+    problem: Problem, environments: Environments, *, renderer: Renderer
+) -> TrainingSample:
     """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as that does."""
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
-    return policy_sample(rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0)
+    return policy_sample(
+        rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0
+    )
 
 
 async def demonstrated_rollout(
@@ -160,7 +168,9 @@ async def demonstrated_rollout(
     """
     replies = problem.demonstrations
     if not replies:
-        raise UnfitDemonstrationError(f"problem {shown(problem.id)} has no demonstration to warm up on")
+        raise UnfitDemonstrationError(
+            f"problem {shown(problem.id)} has no demonstration to warm up on"
+        )
     episodes = Episodes(
         generator=_Recital(replies, renderer=renderer),
         renderer=renderer,

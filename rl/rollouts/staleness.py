@@ -117,7 +117,11 @@ class StalenessBound:
 
 
 def off_policy_steps(
-    groups: Sequence[Group], *, step: int, step_of_version: Mapping[int, int], max_off_policy_steps: int
+    groups: Sequence[Group],
+    *,
+    step: int,
+    step_of_version: Mapping[int, int],
+    max_off_policy_steps: int,
 ) -> np.ndarray:
     """Return [tokens of all scored rollouts] int64: steps between the weights that drew a token and `step`'s.
 
@@ -136,7 +140,9 @@ def off_policy_steps(
     for version, age in allowed.items():
         steps[versions == version] = age
     if (steps == unknown).any():
-        _raise_stale(groups, allowed=sorted(allowed), step=step, max_off_policy_steps=max_off_policy_steps)
+        _raise_stale(
+            groups, allowed=sorted(allowed), step=step, max_off_policy_steps=max_off_policy_steps
+        )
     return steps
 
 
@@ -145,7 +151,9 @@ def _raise_stale(
 ) -> NoReturn:
     """Raise StalePolicyError for the first completion with a version that is not allowed."""
     rollouts = [member.rollout for group in groups for member in group.scored]
-    versions = [np.concatenate([turn.completion.policy_versions for turn in r.turns]) for r in rollouts]
+    versions = [
+        np.concatenate([turn.completion.policy_versions for turn in r.turns]) for r in rollouts
+    ]
     rollout, drawn = next(
         pair for pair in zip(rollouts, versions, strict=True) if not np.isin(pair[1], allowed).all()
     )

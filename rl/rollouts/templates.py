@@ -77,7 +77,9 @@ class ChatML:
         text = ""
         for of_tools, run in groupby(messages, key=lambda m: m.role == "tool"):
             if of_tools:
-                responses = "".join(f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run)
+                responses = "".join(
+                    f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run
+                )
                 text += f"{IM_START}user{responses}{IM_END}\n"
             else:
                 text += "".join(f"{IM_START}{m.role}\n{m.content}{IM_END}\n" for m in run)
@@ -116,7 +118,9 @@ class TokenizerTemplate:
         self.name = f"the chat template of {tokenizer.name_or_path}"
         template = getattr(tokenizer, "chat_template", "")
         if not template:
-            raise ValueError(f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw")
+            raise ValueError(
+                f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw"
+            )
         reads_thinking = "enable_thinking" in str(template)
         if not thinking and not reads_thinking:
             raise ValueError(
@@ -171,7 +175,9 @@ class TokenizerTemplate:
             return str(self.tokenizer.apply_chat_template(dicts, **options))
         except RENDER_ERRORS as error:
             roles = ", ".join(m.role for m in messages)
-            raise ValueError(f"{self.name} does not render messages of roles {roles}: {error}") from error
+            raise ValueError(
+                f"{self.name} does not render messages of roles {roles}: {error}"
+            ) from error
 
     def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
         """Return the text after the first occurrence of `REPLIED`: only later text may repeat it."""
@@ -198,7 +204,9 @@ class TokenizerTemplate:
             )
         for reply in ("reply", "reply.", "reply ", "reply\n"):
             if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
-                raise ValueError(f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are")
+                raise ValueError(
+                    f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are"
+                )
         closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
         if first[0] not in stop_token_ids and not closed.startswith(token):
             raise ValueError(

@@ -48,7 +48,9 @@ class AlphabetSort(GeneratedTask):
             GeneratedTask.Config.__post_init__(self)
             check_bounds(self, "haste", at_least=0, at_most=1)
             if not self.num_words or min(self.num_words) < 1:
-                raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
+                raise ValueError(
+                    f"num_words={self.num_words}: must be a number of at least 1 for each turn"
+                )
             if self.num_letters < 1 or sum(self.num_words) > len(self.letters) ** self.num_letters:
                 num = sum(self.num_words)
                 raise ValueError(
@@ -87,7 +89,9 @@ class AlphabetSort(GeneratedTask):
         middle = sorted(self.config.letters)[len(self.config.letters) // 2]
         for words in later:
             hasty = words < middle and generator.random() < self.config.haste
-            lists.append([*lists[-1], *words.split()] if hasty else sorted([*lists[-1], *words.split()]))
+            lists.append(
+                [*lists[-1], *words.split()] if hasty else sorted([*lists[-1], *words.split()])
+            )
         return replace(problem, demonstration=tuple(" ".join(words) for words in lists))
 
     def environment(self, problem: Problem) -> SortingTurns:

@@ -19,7 +19,11 @@ MAX_SHOWN_CHARS = 200
 
 def as_text(value: Any, column: str) -> str:
     """Return a text, or a number as it is written."""
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+    if (
+        isinstance(value, int | float | Decimal)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    ):
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {column!r} is {_shown(value)}, not text")
@@ -43,7 +47,9 @@ def as_id(value: Any, column: str) -> str:
     if isinstance(value, WrittenNumber):
         is_whole = re.fullmatch("-?[0-9]+", value) is not None
     if not (is_whole or (isinstance(value, str) and not isinstance(value, WrittenNumber))):
-        raise ValueError(f"column {column!r}, the id, is {_shown(value)}, not a text or a whole number")
+        raise ValueError(
+            f"column {column!r}, the id, is {_shown(value)}, not a text or a whole number"
+        )
     return str(value)
 
 

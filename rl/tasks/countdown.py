@@ -68,7 +68,9 @@ class Countdown(GeneratedTask):
 
     def draw(self, generator: random.Random) -> Problem:
         for _ in range(MAX_DRAWS):
-            numbers = [generator.randint(1, self.config.largest) for _ in range(self.config.num_numbers)]
+            numbers = [
+                generator.randint(1, self.config.largest) for _ in range(self.config.num_numbers)
+            ]
             text, value = self._combine(numbers, generator)
             if value.denominator == 1 and 1 <= value <= self.config.max_target:
                 break
@@ -107,7 +109,9 @@ class Countdown(GeneratedTask):
     def reward(self, rollout: Rollout) -> float:
         """Return 1 for an expression that equals the target and uses each number at most once."""
         info = rollout.prompt.problem.info
-        return float(bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"])
+        return float(
+            bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"]
+        )
 
 
 def expression(rollout: Rollout) -> str:
@@ -127,7 +131,9 @@ def uses_the_numbers(rollout: Rollout) -> float:
     """Return 1 for a valid expression that uses each given number at most as often as it is given."""
     text = expression(rollout)
     used = Counter(map(int, re.findall(r"[0-9]+", text)))
-    return float(evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"]))
+    return float(
+        evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"])
+    )
 
 
 def evaluate(text: str) -> Fraction | None:

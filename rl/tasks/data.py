@@ -54,7 +54,9 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
             try:
                 decoded[key] = json.loads(value)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name}.{key}={value!r}: starts like JSON, but is not: {error}") from error
+                raise ValueError(
+                    f"{name}.{key}={value!r}: starts like JSON, but is not: {error}"
+                ) from error
     return decoded
 
 
@@ -117,14 +119,18 @@ def read_rows(
     if not (local.is_file() or local.is_dir()):
         raise ValueError(f"{path!r} is neither a file nor a folder")
     if local.is_file() and local.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}")
+        raise ValueError(
+            f"{path} ends in {local.suffix!r}, which is not one of {', '.join(SUFFIXES)}"
+        )
     is_typed = local.is_dir() or local.suffix == ".parquet"
     try:
         if is_typed:
             table = _typed_table(local, datasets, cache_folder=cache_folder)
         else:
             folder = Path(cache_folder or datasets.config.HF_DATASETS_CACHE).expanduser()
-            written = read_written_rows(local, columns=list(dict.fromkeys(columns.values())), folder=folder)
+            written = read_written_rows(
+                local, columns=list(dict.fromkeys(columns.values())), folder=folder
+            )
     except Exception as error:  # each format's reader has errors of its own
         raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
     if is_typed and isinstance(table, Mapping):
@@ -137,7 +143,9 @@ def read_rows(
     for setting, column in columns.items():
         if column not in present:
             names = ", ".join(map(repr, present))
-            raise ValueError(f"{path} has no column {column!r} ({setting}); its columns are {names}")
+            raise ValueError(
+                f"{path} has no column {column!r} ({setting}); its columns are {names}"
+            )
     return TypedRows(table.select_columns(sorted(set(columns.values())))) if is_typed else written
 
 
@@ -203,7 +211,9 @@ class ListedProblems:
 class ProblemsByNumber:
     """Endless problems, each a function of its number; so a run can continue at any number without a replay."""
 
-    def __init__(self, problem: Callable[[int], Problem], *, listed: ListedProblems | None = None) -> None:
+    def __init__(
+        self, problem: Callable[[int], Problem], *, listed: ListedProblems | None = None
+    ) -> None:
         """`listed` are the problems that repeat; None for others."""
         self.problem = problem
         self.listed = listed
@@ -246,7 +256,9 @@ def shuffled_problems(
     if digest_at is None:
         return ProblemsByNumber(problem)
     order = f"shuffled by seed {seed!r}" if shuffle else "in the order of the rows"
-    listed = ListedProblems(num=num_problems, problem_at=problem_at, digest_at=digest_at, order=order)
+    listed = ListedProblems(
+        num=num_problems, problem_at=problem_at, digest_at=digest_at, order=order
+    )
     return ProblemsByNumber(problem, listed=listed)
 
 
@@ -290,7 +302,9 @@ def read_pass_rates(path: str) -> dict[str, float]:
             entry = json.loads(line)
             key, rate = str(entry["id"]), _checked(entry["pass_rate"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}") from error
+            raise ValueError(
+                f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}"
+            ) from error
         if key in rates:
             raise ValueError(f"{path}, line {number}: problem {key!r} is rated twice")
         rates[key] = rate

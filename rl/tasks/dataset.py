@@ -142,7 +142,9 @@ class DatasetTask(Configurable):
             if "{question}" not in self.template:
                 raise ValueError(f"template={self.template!r}: must contain {{question}}")
             if self.held_out and HELD_OUT in self.eval_files:
-                raise ValueError(f"eval_files has a set {HELD_OUT!r}: that is the name of the held-out share")
+                raise ValueError(
+                    f"eval_files has a set {HELD_OUT!r}: that is the name of the held-out share"
+                )
 
     __getstate__ = sendable_state
 
@@ -180,7 +182,9 @@ class DatasetTask(Configurable):
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return the training problems with a demonstration, in another order; ValueError if there are none."""
         column = self.config.columns.demonstration
-        shown = [row for row in self._train if column is not None and self._problem(row).demonstration]
+        shown = [
+            row for row in self._train if column is not None and self._problem(row).demonstration
+        ]
         if not shown:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name the column of "
@@ -214,7 +218,8 @@ class DatasetTask(Configurable):
         """
         config, found, num_rows = self.config, list[Row](), 0
         names = [
-            Path(path).name for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
+            Path(path).name
+            for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
         ]
         needed = config.columns.by_setting()
         if (
@@ -231,17 +236,25 @@ class DatasetTask(Configurable):
                 row = Row(path=path, file=file, rows=rows, number=number)
                 problem = self._problem(row, values)
                 if (earlier := by_id.setdefault(problem.id, row)) is not row:
-                    raise ValueError(f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique")
+                    raise ValueError(
+                        f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique"
+                    )
                 with row.naming():
                     if self.usable(problem):
-                        question = as_text(values.get(config.columns.question), config.columns.question)
+                        question = as_text(
+                            values.get(config.columns.question), config.columns.question
+                        )
                         infos = [values.get(c) for c in config.columns.info]
                         digest = digest_of_problem(problem, problem.info.get("system"), infos)
                         found.append(replace(row, key=content_key(question), digest=digest))
         if not found:
-            raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")
+            raise ValueError(
+                f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used"
+            )
         if num_rows > len(found):
-            logger.warning("%s: %d of %d rows cannot be used", setting, num_rows - len(found), num_rows)
+            logger.warning(
+                "%s: %d of %d rows cannot be used", setting, num_rows - len(found), num_rows
+            )
         return found
 
     def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
@@ -252,7 +265,9 @@ class DatasetTask(Configurable):
             texts = {name: values.get(name) for name in columns.of_texts()}
             info = {name: plain_value(values.get(name)) for name in columns.info}
             named = {**info, **texts}
-            if columns.system is not None and (system := as_system(texts[columns.system], columns.system)):
+            if columns.system is not None and (
+                system := as_system(texts[columns.system], columns.system)
+            ):
                 info["system"] = system
             elif config.system:
                 info["system"] = config.system
@@ -263,19 +278,28 @@ class DatasetTask(Configurable):
                 if columns.id is None
                 else as_id(texts[columns.id], columns.id),
                 question=config.template.replace("{question}", question),
-                answer="" if columns.answer is None else as_text(texts[columns.answer], columns.answer),
+                answer=""
+                if columns.answer is None
+                else as_text(texts[columns.answer], columns.answer),
                 demonstration=as_demonstration(shown, columns.demonstration or ""),
                 info=info,
             )
             return self.convert(problem, named)
 
-    def _split(self, train: list[Row], evals: dict[str, list[Row]]) -> tuple[list[Row], dict[str, list[Row]]]:
+    def _split(
+        self, train: list[Row], evals: dict[str, list[Row]]
+    ) -> tuple[list[Row], dict[str, list[Row]]]:
         """Return filtered training rows that no evaluation set contains, and the evaluation sets."""
         config, num_read = self.config, len(train)
         if config.held_out:
-            evals = {**evals, HELD_OUT: [row for row in train if is_held_out(row.key, share=config.held_out)]}
+            evals = {
+                **evals,
+                HELD_OUT: [row for row in train if is_held_out(row.key, share=config.held_out)],
+            }
             if not evals[HELD_OUT]:
-                raise ValueError(f"held_out={config.held_out} holds out none of {num_read} rows: raise it")
+                raise ValueError(
+                    f"held_out={config.held_out} holds out none of {num_read} rows: raise it"
+                )
         evaluated = {row.key for rows in evals.values() for row in rows}
         train = [row for row in train if row.key not in evaluated]
         dropped = f"{num_read - len(train)} are in an evaluation set"
@@ -288,7 +312,11 @@ class DatasetTask(Configurable):
         evals = {name: _chosen(rows, config.num_eval) for name, rows in evals.items()}
         sizes = ", ".join(f"{name} {len(rows)}" for name, rows in evals.items())
         logger.info(
-            "%d training problems of %d rows (%s); to evaluate: %s", len(train), num_read, dropped, sizes
+            "%d training problems of %d rows (%s); to evaluate: %s",
+            len(train),
+            num_read,
+            dropped,
+            sizes,
         )
         return train, evals
 

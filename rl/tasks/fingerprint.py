@@ -57,7 +57,9 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
     )
 
 
-def describe_changes(saved: ProblemsFingerprint, task: Task, *, seed: int) -> tuple[list[str], list[str]]:
+def describe_changes(
+    saved: ProblemsFingerprint, task: Task, *, seed: int
+) -> tuple[list[str], list[str]]:
     """Return what differs now: of the training problems, and of the evaluation sets."""
     now = fingerprint_problems(task, seed=seed, block=saved.block)
     changes = []
@@ -66,13 +68,17 @@ def describe_changes(saved: ProblemsFingerprint, task: Task, *, seed: int) -> tu
     if now.order != saved.order:
         changes.append(f"they were {saved.order}, and are {now.order} now")
     different = (
-        i for i, pair in enumerate(zip(saved.digests, now.digests, strict=False)) if len({*pair}) > 1
+        i
+        for i, pair in enumerate(zip(saved.digests, now.digests, strict=False))
+        if len({*pair}) > 1
     )
     first = next(different, None)
     if first is None and len(saved.digests) != len(now.digests):
         first = min(len(saved.digests), len(now.digests))
     if first is not None:
-        changes.append(f"the first difference is {_place(first * saved.block, saved.block, task, seed=seed)}")
+        changes.append(
+            f"the first difference is {_place(first * saved.block, saved.block, task, seed=seed)}"
+        )
     sets = {**saved.eval_sets, **now.eval_sets}
     of_sets = [
         f"evaluation set {name!r}: {saved.eval_sets.get(name, 'none')}, now {now.eval_sets.get(name, 'none')}"

@@ -64,11 +64,15 @@ class MathProblems(DatasetTask):
         return dataclasses.replace(problem, answer="" if gold is None else gold)
 
     def usable(self, problem: Problem) -> bool:
-        if problem.answer and (number_value(problem.answer) is not None or _is_readable(problem.answer)):
+        if problem.answer and (
+            number_value(problem.answer) is not None or _is_readable(problem.answer)
+        ):
             return True
         if self.config.unparsed_gold == "skip":
             return False
-        found = f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
+        found = (
+            f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
+        )
         raise ValueError(
             f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); choose another place, or "
             "unparsed_gold='skip'"

@@ -119,11 +119,15 @@ class ReasoningGym(Configurable):
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
         # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for some datasets.
         first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
-        return ProblemsByNumber(lambda number: self._training_problem(number, first_seed=first_seed))
+        return ProblemsByNumber(
+            lambda number: self._training_problem(number, first_seed=first_seed)
+        )
 
     def _split_key(self, problem: Problem) -> int:
         text = problem.question
-        return content_key(" ".join(find_numbers(text)) if self.config.split_by == "numbers" else text)
+        return content_key(
+            " ".join(find_numbers(text)) if self.config.split_by == "numbers" else text
+        )
 
     def _training_problem(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
@@ -167,7 +171,9 @@ class Source:
             near = difflib.get_close_matches(dataset, registered, n=3)
             names = "sorted(reasoning_gym.factory.DATASETS) lists them"
             hint = f"did you mean {' or '.join(near)}?" if near else names
-            raise ValueError(f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}")
+            raise ValueError(
+                f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}"
+            )
         valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
         decoded = decode_settings(settings)
         if unknown := sorted(decoded.keys() - valid):
@@ -203,7 +209,9 @@ class Source:
             ).DatasetSpec
             parts = [{"weight": 1, "config": {}, **part} for part in settings.get("datasets", [])]
             settings["datasets"] = [spec(**part) for part in parts]
-        return reasoning_gym.create_dataset(self.dataset, seed=number * BLOCK, size=BLOCK, **settings)
+        return reasoning_gym.create_dataset(
+            self.dataset, seed=number * BLOCK, size=BLOCK, **settings
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

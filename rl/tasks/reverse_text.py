@@ -14,7 +14,9 @@ from rl.tasks.generated import GeneratedTask, instructed
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
-INSTRUCTION = "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
+INSTRUCTION = (
+    "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
+)
 """Instruction for a model that follows instructions but was not trained on this task."""
 EARLY = "n"
 """Hasty demonstrations are incomplete for words that begin with a letter before this one."""
@@ -41,7 +43,9 @@ class ReverseText(GeneratedTask):
             check_bounds(self, "haste", "similarity_reward", at_least=0, at_most=1)
             fewest, most = self.num_letters
             if not 2 <= fewest <= most:
-                raise ValueError(f"num_letters={self.num_letters}: must be two numbers, 2 or more, in order")
+                raise ValueError(
+                    f"num_letters={self.num_letters}: must be two numbers, 2 or more, in order"
+                )
 
     config: Config
 

@@ -114,14 +114,20 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
     about += sorted(columns) if is_csv else []
     key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
     copy = folder / f"relay-rows-{key}.arrow"
-    rows = _csv_rows(file, columns) if is_csv else _json_rows(file, may_be_object=path.suffix == ".json")
+    rows = (
+        _csv_rows(file, columns)
+        if is_csv
+        else _json_rows(file, may_be_object=path.suffix == ".json")
+    )
     if not copy.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(copy) as temporary:
                 _write(temporary, rows)
         except OSError as error:
-            raise ValueError(f"its copy {copy} cannot be written (task.cache_folder): {error}") from error
+            raise ValueError(
+                f"its copy {copy} cannot be written (task.cache_folder): {error}"
+            ) from error
     return WrittenRows(copy, columns)
 
 
@@ -153,7 +159,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(parse_int=WrittenNumber, parse_float=WrittenNumber, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(
+    parse_int=WrittenNumber, parse_float=WrittenNumber, object_pairs_hook=_object
+)
 
 
 def _write(copy: Path, rows: Iterable[WrittenRow]) -> None:
@@ -257,10 +265,14 @@ def _begin_of_array(text: str, begin: int) -> int:
     """Return where the only array of objects begins in the object that begins here, and is all of the text."""
     _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
     _check_end(text, end)
-    arrays = [(name, place) for name, place, value in _members(text, begin) if _is_array_of_objects(value)]
+    arrays = [
+        (name, place) for name, place, value in _members(text, begin) if _is_array_of_objects(value)
+    ]
     if len(arrays) != 1:
         names = ", ".join(repr(name) for name, _ in arrays) or "none"
-        raise ValueError(f"an object must hold one array of rows, but its arrays of objects are: {names}")
+        raise ValueError(
+            f"an object must hold one array of rows, but its arrays of objects are: {names}"
+        )
     return arrays[0][1]
 
 
@@ -325,7 +337,9 @@ def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
 def _delimiter(file: Path, columns: Sequence[str]) -> str:
     """Return the delimiter under which the first line has the needed columns, else a comma."""
     for mark in DELIMITERS:
-        with suppress(ValueError):  # names in quotes cannot be read with another delimiter than theirs
+        with suppress(
+            ValueError
+        ):  # names in quotes cannot be read with another delimiter than theirs
             _, header = next(_cells(file, mark), (1, []))
             if {*columns} <= {*header}:
                 return mark
@@ -348,7 +362,9 @@ def _cells(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
                 cells = next(reader, None)
         except csv.Error as error:
             says = (
-                f"{error} (a quote inside a quoted cell is written twice)" if "after" in str(error) else error
+                f"{error} (a quote inside a quoted cell is written twice)"
+                if "after" in str(error)
+                else error
             )
             raise ValueError(f"line {number}: {says}") from error
         if cells is None:

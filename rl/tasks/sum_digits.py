@@ -57,7 +57,9 @@ class SumDigits(GeneratedTask):
 
     def draw(self, generator: random.Random) -> Problem:
         problem = make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
-        return dataclasses.replace(problem, question=instructed(self.config.instruction, problem.question))
+        return dataclasses.replace(
+            problem, question=instructed(self.config.instruction, problem.question)
+        )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
         """Draw a problem with a demonstration that may be hasty, see `haste`."""
@@ -69,7 +71,9 @@ class SumDigits(GeneratedTask):
             and numbers[-1] in HASTY_DIGITS
             and generator.random() < self.config.haste
         )
-        return dataclasses.replace(problem, demonstration=demonstrate(numbers, leave_out_last=hasty))
+        return dataclasses.replace(
+            problem, demonstration=demonstrate(numbers, leave_out_last=hasty)
+        )
 
     def split_key(self, problem: Problem) -> str:
         """Return the sorted integers, so that no reordering of a held-out problem is trained on."""
@@ -114,7 +118,10 @@ def parse_answer(text: str) -> str | None:
 
 def is_correct(rollout: Rollout) -> bool:
     """Return True for the right sum; digits at the end of a reply that was cut off may be its beginning only."""
-    return not rollout.completion.is_cut_off and parse_answer(rollout.text) == rollout.prompt.problem.answer
+    return (
+        not rollout.completion.is_cut_off
+        and parse_answer(rollout.text) == rollout.prompt.problem.answer
+    )
 
 
 def format_reward(rollout: Rollout) -> float:

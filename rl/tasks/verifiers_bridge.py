@@ -170,7 +170,9 @@ class Host:
                     await self._stopping.wait()
         except Exception as error:  # raised by the environment's own code
             if ready.done():
-                logger.warning("the shared parts of an environment ended badly: %r", error, exc_info=error)
+                logger.warning(
+                    "the shared parts of an environment ended badly: %r", error, exc_info=error
+                )
             else:
                 ready.set_exception(EpisodeError(f"the environment cannot be started: {error!r}"))
 
@@ -193,7 +195,9 @@ class Episode:
         self._messages: list[Message | None] = list(prompt)
         """All messages so far, with None for the model's replies."""
         self.num_replies = 0
-        self._requests: asyncio.Queue[tuple[Sequence[Message], asyncio.Future[Reply]]] = asyncio.Queue()
+        self._requests: asyncio.Queue[tuple[Sequence[Message], asyncio.Future[Reply]]] = (
+            asyncio.Queue()
+        )
         self._asking: asyncio.Future[Reply] | None = None
         self._run: asyncio.Task[Any] | None = None
         self._traces: list[Any] = []
@@ -212,10 +216,14 @@ class Episode:
             play = self._host.env.run_episode(task, context, on_trace=self._on_trace)
             self._run = asyncio.create_task(play)
             if (first := await self._next()) is None:
-                raise EpisodeError(f"the environment ended before it asked the model: {self._failure()}")
+                raise EpisodeError(
+                    f"the environment ended before it asked the model: {self._failure()}"
+                )
             if first:
                 texts = [f"{m.role}: {shortened(m.content, most=200)!r}" for m in first]
-                raise EpisodeError(f"the environment opens with more than its task's prompt: {texts}")
+                raise EpisodeError(
+                    f"the environment opens with more than its task's prompt: {texts}"
+                )
         assert self._asking is not None
         self.num_replies += 1
         self._messages.append(None)
@@ -266,11 +274,15 @@ class Episode:
     def _new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
         """Return the messages of a request after the known ones."""
         if len(self._traces) > 1:
-            self.refuse(f"seat {self._host.seat!r} plays several runs in one episode; relay trains one")
+            self.refuse(
+                f"seat {self._host.seat!r} plays several runs in one episode; relay trains one"
+            )
         messages = [None if m.role == "assistant" else self._message(m) for m in prompt]
         num_known = len(self._messages)
         if messages[:num_known] != self._messages:
-            self.refuse("it does not continue the conversation, but begins another or rewrites this one")
+            self.refuse(
+                "it does not continue the conversation, but begins another or rewrites this one"
+            )
         new = [message for message in messages[num_known:] if message is not None]
         if len(new) != len(messages) - num_known:
             self.refuse("it contains a reply that the model has not given")
@@ -291,14 +303,19 @@ class Episode:
             raise EpisodeError(self._failure())
         (trace,) = self._traces
         if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
-            raise EpisodeError(f"it was ended before its rewards were computed: {', '.join(missing)}")
+            raise EpisodeError(
+                f"it was ended before its rewards were computed: {', '.join(missing)}"
+            )
         if not trace.rewards:
             raise EpisodeError("it has no rewards, so nothing can be learned from it")
         rewards = {name: reward.score for name, reward in trace.rewards.items()}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return Observation(
             metrics={
-                **{f"verifiers/{name}": float(value) for name, value in {**metrics, **rewards}.items()},
+                **{
+                    f"verifiers/{name}": float(value)
+                    for name, value in {**metrics, **rewards}.items()
+                },
                 "verifiers/reward": float(trace.reward),
             }
         )
@@ -332,7 +349,11 @@ def as_response(reply: Reply, *, call_prefix: str) -> Response:
             reasoning_content="\n\n".join(thoughts) if thoughts else None,
             tool_calls=calls or None,
         ),
-        finish_reason="length" if reply.completion.is_cut_off else "tool_calls" if calls else "stop",
+        finish_reason="length"
+        if reply.completion.is_cut_off
+        else "tool_calls"
+        if calls
+        else "stop",
         usage=Usage(prompt_tokens=0, completion_tokens=len(reply.completion.token_ids)),
     )
 
@@ -375,7 +396,8 @@ class ConversationHarness(Harness[ConversationConfig]):
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
             servers = {
-                name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()
+                name: {"url": url, "timeout": self.config.tool_timeout}
+                for name, url in mcp_urls.items()
             }
             schemas, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             # No timeout: a reply takes as long as it takes, and the request is cancelled with the rollout.
@@ -387,7 +409,9 @@ class ConversationHarness(Harness[ConversationConfig]):
                 request["tools"] = schemas
             while True:
                 headers = {"Authorization": f"Bearer {secret}"}
-                async with http.post(f"{endpoint}/chat/completions", json=request, headers=headers) as answer:
+                async with http.post(
+                    f"{endpoint}/chat/completions", json=request, headers=headers
+                ) as answer:
                     body = await answer.json()
                     if answer.status != 200:
                         # verifiers answers with an error too when it stops a rollout itself.
@@ -399,7 +423,9 @@ class ConversationHarness(Harness[ConversationConfig]):
                     return ProgramResult(exit_code=0, stdout="", stderr="")
                 for call in calls:
                     content = await _answer(call["function"], dispatch, connections)
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": content}
+                    )
 
 
 async def _answer(function: Wire, dispatch: dict[str, tuple[str, str]], connections: Wire) -> Any:

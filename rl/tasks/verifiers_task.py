@@ -127,7 +127,9 @@ class VerifiersTask(Configurable):
     def environment(self, problem: Problem) -> Environment:
         task = self._tasks[problem.id]
         opening = [Message(role=role, content=content) for role, content in problem.info["opening"]]
-        episode: Environment = self._episode(self._host, task, opening=opening, prompt=_opening(task))
+        episode: Environment = self._episode(
+            self._host, task, opening=opening, prompt=_opening(task)
+        )
         return episode
 
     def rubric(self, *, seed: int) -> Rubric:
@@ -180,7 +182,9 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
             f"pip install 'verifiers=={VERSION}*'"
         )
     # verifiers finds plugins as top-level modules, by name.
-    sys.modules.setdefault(HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers"))
+    sys.modules.setdefault(
+        HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
+    )
     if config.classes:
         module = ModuleType(config.taskset)
         module.__dict__.update({cls.__name__: cls for cls in config.classes})
@@ -256,7 +260,9 @@ def _opening(task: Any) -> list[Message]:
             raise ValueError("its prompt has parts that are not text")
         opening = [Message(role=message.role, content=message.content) for message in prompt]
     if not opening or any(m.role == "assistant" for m in opening):
-        raise ValueError("its prompt must end with a message to the model, and contain none of the model's")
+        raise ValueError(
+            "its prompt must end with a message to the model, and contain none of the model's"
+        )
     return [Message(role="system", content=system), *opening] if system else opening
 
 
@@ -275,7 +281,9 @@ class ToolCollector:
         self.tools: list[Any] = []
 
     def add_tool(self, fn: Any, name: str | None = None, description: str | None = None) -> None:
-        tool = import_for_tasks("mcp.server.mcpserver.tools.base", needed_by="tools of verifiers").Tool
+        tool = import_for_tasks(
+            "mcp.server.mcpserver.tools.base", needed_by="tools of verifiers"
+        ).Tool
         self.tools.append(tool.from_function(fn, name=name, description=description))
 
 
@@ -285,15 +293,21 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
         name = toolset.server_name
         if toolset.config.url:
-            raise ValueError(f"its tool server {name!r} is at a URL: only the running server knows its tools")
+            raise ValueError(
+                f"its tool server {name!r} is at a URL: only the running server knows its tools"
+            )
         try:
             cls: Any = type(toolset)
             tools = _recorded(cls, toolset.config.model_dump_json())
         except AttributeError as error:
-            raise ValueError(f"its tool server {name!r} registers more than functions: {error}") from error
+            raise ValueError(
+                f"its tool server {name!r} registers more than functions: {error}"
+            ) from error
         prefix = f"{name}_" if name else ""
         declared += [
-            tool.model_copy(update={"name": f"{prefix}{tool.name}", "description": tool.description or ""})
+            tool.model_copy(
+                update={"name": f"{prefix}{tool.name}", "description": tool.description or ""}
+            )
             for tool in tools
         ]
     return declared

@@ -104,7 +104,8 @@ def _add_calls(router: APIRouter, service: Service) -> None:
 def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
     """Build the application around a service that the caller starts and closes; `hosts` are those of `AccessGuard`."""
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in DOCUMENTED
+        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in DOCUMENTED
     }
     # Without documentation pages, which would load scripts from elsewhere.
     app = FastAPI(title="Tinker API", version="1", openapi_url=None, responses=errors)
@@ -154,7 +155,9 @@ def _text(item: Mapping[str, Any]) -> str:
     place = ".".join(str(part)[:80] for part in item["loc"])
     # reprlib, which looks at the first entries only.
     value = (
-        "" if item["type"] in ("missing", "json_invalid") else f", not {reprlib.repr(item.get('input')):.80}"
+        ""
+        if item["type"] in ("missing", "json_invalid")
+        else f", not {reprlib.repr(item.get('input')):.80}"
     )
     return f"{place}: {item['msg']}{value}"
 

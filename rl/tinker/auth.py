@@ -45,7 +45,9 @@ class Keys:
         if keys is None:
             return
         if not keys:
-            raise ValueError("API keys: there are none; leave them out to accept any key on loopback")
+            raise ValueError(
+                "API keys: there are none; leave them out to accept any key on loopback"
+            )
         for number, key in enumerate(keys, start=1):
             if not re.fullmatch(SAFE_KEY, key):
                 raise ValueError(
@@ -166,7 +168,9 @@ class AccessGuard:
                 async with asyncio.timeout(timeout_s):
                     await self._read(body, most, receive, owner=owner)
             except TimeoutError:
-                raise _RefusedError(408, f"the body did not arrive within {timeout_s:g} s") from None
+                raise _RefusedError(
+                    408, f"the body did not arrive within {timeout_s:g} s"
+                ) from None
             if scope["path"] != TENSORS_PATH:
                 check_json(body)
             await self._app(scope, _replayed(bytes(body), receive), send)
@@ -179,7 +183,9 @@ class AccessGuard:
     def _check_host(self, scope: Scope) -> None:
         host = Headers(scope=scope).get("host", "")
         if self._hosts is not None and _without_port(host) not in self._hosts:
-            raise _RefusedError(421, f"Host: {host[:256]!a}, must be one of {', '.join(sorted(self._hosts))}")
+            raise _RefusedError(
+                421, f"Host: {host[:256]!a}, must be one of {', '.join(sorted(self._hosts))}"
+            )
 
     def _owner(self, scope: Scope) -> str:
         headers = Headers(scope=scope)
@@ -213,7 +219,8 @@ class AccessGuard:
                 raise _too_large(most)
             if not self._bytes.take(owner, len(chunk)):
                 raise _RefusedError(
-                    429, f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; wait"
+                    429,
+                    f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; wait",
                 )
             body += chunk
             if not message.get("more_body", False):

@@ -91,7 +91,12 @@ class Base(Configurable):
             check_bounds(self, "max_lora_rank", at_least=max(1, self.min_lora_rank))
 
     def __init__(
-        self, *, config: Config, training: TrainingConfig, cache: str | Path, context: int | None = None
+        self,
+        *,
+        config: Config,
+        training: TrainingConfig,
+        cache: str | Path,
+        context: int | None = None,
     ) -> None:
         """Open the model; a drawn one is written into `cache` first.
 
@@ -104,13 +109,17 @@ class Base(Configurable):
         """
         cache = Path(cache).expanduser().absolute()
         if config.folder is None:
-            spec = replace(model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant)
+            spec = replace(
+                model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant
+            )
             start = random_model(cache, spec=spec, seed=config.seed)
         else:
             folder = resolve_assets(config.folder, cache=cache, revision=config.hf_revision)
             start = given_folder(folder, spec=None, batch_invariant=config.batch_invariant)
             if start.spec.model.has_experts:
-                raise ValueError(f"folder={config.folder!r}: must be a dense model, not a mixture of experts")
+                raise ValueError(
+                    f"folder={config.folder!r}: must be a dense model, not a mixture of experts"
+                )
         start.make()
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = replace(start.spec, float32_head=config.float32_head)
@@ -130,7 +139,9 @@ class Base(Configurable):
             min_lora_rank=config.min_lora_rank,
             max_lora_rank=config.max_lora_rank,
             num_parameters=_num_trained(self.spec, None),
-            num_parameters_per_rank=_num_trained(self.spec, LoRA.Config(rank=1, unembedding=has_head)),
+            num_parameters_per_rank=_num_trained(
+                self.spec, LoRA.Config(rank=1, unembedding=has_head)
+            ),
         )
 
 
@@ -140,7 +151,10 @@ def _num_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
     with torch.device("meta"):
         model = spec.model.build()
         ModelConverters(
-            converters, spec=spec, degrees=ParallelismConfig().degrees(1), device=torch.device("meta")
+            converters,
+            spec=spec,
+            degrees=ParallelismConfig().degrees(1),
+            device=torch.device("meta"),
         ).convert(model)
     return sum(one.numel() for one in model.parameters() if one.requires_grad)
 
@@ -148,7 +162,9 @@ def _num_trained(spec: ModelSpec, lora: LoRA.Config | None) -> int:
 def _check_room(name: str, context: int, training: TrainingConfig) -> None:
     longest = training.max_sequence_length
     if longest is not None and longest != context:
-        raise ValueError(f"training.max_sequence_length={longest}: must be None, base {name!r} sets it")
+        raise ValueError(
+            f"training.max_sequence_length={longest}: must be None, base {name!r} sets it"
+        )
     if training.max_tokens_per_microbatch < context - 1:
         raise ValueError(
             f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}: must be at least "
@@ -159,7 +175,9 @@ def _check_room(name: str, context: int, training: TrainingConfig) -> None:
 def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
     """Return the adapters of a model; raise InvalidRequestError if they cannot be created."""
     or_all = "" if base.min_lora_rank else ", unless it is 0 to train all parameters"
-    check_range(f"lora_config.rank{or_all}", lora.rank, max(1, base.min_lora_rank), base.max_lora_rank)
+    check_range(
+        f"lora_config.rank{or_all}", lora.rank, max(1, base.min_lora_rank), base.max_lora_rank
+    )
     check_range("lora_config.seed", lora.seed, 0, MAX_SEQ_ID)
     targets = (*(ATTENTION if lora.train_attn else ()), *(FEED_FORWARD if lora.train_mlp else ()))
     unembedding = lora.train_unembed and not base.tie_embeddings

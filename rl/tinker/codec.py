@@ -74,7 +74,9 @@ def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise InvalidRequestError(f"loss_fn_config[{name!a:.100}]: {value.text!a:.100}, must be a number")
+            raise InvalidRequestError(
+                f"loss_fn_config[{name!a:.100}]: {value.text!a:.100}, must be a number"
+            )
         settings[name] = value.number
     return settings
 
@@ -83,7 +85,9 @@ def _tokens(chunks: Iterable[pb.Chunk], *, where: str) -> np.ndarray:
     parts = [np.zeros(0, np.int32)]
     for i, chunk in enumerate(chunks):
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-            raise InvalidRequestError(f"{where}[{i}]: is a chunk of type {kind}: must be encoded_text")
+            raise InvalidRequestError(
+                f"{where}[{i}]: is a chunk of type {kind}: must be encoded_text"
+            )
         data = chunk.encoded_text.tokens
         parts.append(_from_bytes(data, np.dtype("<i4"), where=f"{where}[{i}].encoded_text.tokens"))
     return np.concatenate(parts)
@@ -129,7 +133,9 @@ def _from_bytes(data: bytes, dtype: np.dtype, *, where: str) -> np.ndarray:
 
 def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
     if len(shape) != 2:
-        raise InvalidRequestError(f"{where}.shape: {list(shape)}, must be [N, K] for a sparse tensor")
+        raise InvalidRequestError(
+            f"{where}.shape: {list(shape)}, must be [N, K] for a sparse tensor"
+        )
     rows = _from_bytes(csr.crow_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.crow_indices")
     columns = _from_bytes(csr.col_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.col_indices")
     values = _from_bytes(csr.values, dtype, where=f"{where}.sparse_csr.values")
@@ -137,7 +143,11 @@ def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(crow, col, val, shape, check_invariants=True).to_dense().numpy()
+            return (
+                torch.sparse_csr_tensor(crow, col, val, shape, check_invariants=True)
+                .to_dense()
+                .numpy()
+            )
     except RuntimeError as error:
         raise InvalidRequestError(
             f"{where}.sparse_csr: is no CSR matrix of shape {list(shape)}: {error}"
@@ -163,7 +173,9 @@ def encode_forward_backward(
 def encode_sample(output: SampleOutput, request: SampleRequest) -> pb.SampleResponse:
     sequences = [
         pb.SampledSequence(
-            stop_reason=pb.STOP_REASON_STOP if one.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            stop_reason=pb.STOP_REASON_STOP
+            if one.finish_reason == "stop"
+            else pb.STOP_REASON_LENGTH,
             tokens=_bytes(one.token_ids, "<i4"),
             logprobs=_bytes(one.logprobs, "<f4"),
         )
@@ -201,7 +213,9 @@ def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -
     if params.stop is not None:
         stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
     if "" in stop:
-        raise InvalidRequestError("sampling_params.stop: has an empty text, which would end every completion")
+        raise InvalidRequestError(
+            "sampling_params.stop: has an empty text, which would end every completion"
+        )
     stop_ids = [entry for entry in stop if isinstance(entry, int)]
     check_ids(np.array(stop_ids, object), base.vocab_size, where="sampling_params.stop")
     room = base.max_context_length - prompt.size
@@ -226,7 +240,9 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     tokens: list[int] = []
     for i, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":
-            raise InvalidRequestError(f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'")
+            raise InvalidRequestError(
+                f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'"
+            )
         tokens += chunk.tokens
     asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
     longest = base.max_context_length if asks_prompt else base.max_context_length - 1
@@ -239,14 +255,23 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits) -> None:
+def _check_ranges(
+    body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits
+) -> None:
     params, coldest = body.sampling_params, base.min_temperature
-    most_top = min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
+    most_top = (
+        min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
+    )
     for name, value, lowest, highest in (
         ("num_samples", body.num_samples, 1, limits.samples_per_request),
         ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
         ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
-        ("sampling_params.temperature, unless it is 0", params.temperature or coldest, coldest, 1e30),
+        (
+            "sampling_params.temperature, unless it is 0",
+            params.temperature or coldest,
+            coldest,
+            1e30,
+        ),
         ("sampling_params.top_p", params.top_p, 1e-30, 1),
         ("sampling_params.top_k", params.top_k, -1, math.inf),
         ("sampling_params.seed", params.seed, 0, MAX_SEQ_ID),

@@ -127,7 +127,9 @@ class Connection(H11Protocol):
             else:
                 self._await_writing()
 
-        self._stalled = self.loop.call_later(WRITE_TIMEOUT_S, check, self.transport.get_write_buffer_size())
+        self._stalled = self.loop.call_later(
+            WRITE_TIMEOUT_S, check, self.transport.get_write_buffer_size()
+        )
 
 
 class _RateFilter(logging.Filter):

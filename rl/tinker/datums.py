@@ -52,7 +52,11 @@ class WireLoss:
     def build(self, settings: Mapping[str, float]) -> Loss:
         for name, value in settings.items():
             if name not in self.defaults:
-                valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
+                valid = (
+                    f"its settings are {', '.join(self.defaults)}"
+                    if self.defaults
+                    else "it has none"
+                )
                 raise InvalidRequestError(
                     f"loss_fn_config: has {name!r:.100}, unknown to {self.name}: {valid}"
                 )
@@ -76,7 +80,10 @@ _LOSSES = (
         optional=(WEIGHTS,),
         many_targets=True,
     ),
-    WireLoss(name="importance_sampling", make=lambda settings: ImportanceSamplingLoss(normalization="none")),
+    WireLoss(
+        name="importance_sampling",
+        make=lambda settings: ImportanceSamplingLoss(normalization="none"),
+    ),
     WireLoss(name="ppo", make=_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
     WireLoss(name="cispo", make=_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
     WireLoss(
@@ -159,7 +166,8 @@ class WireSamples:
             return values[:, 0] if width is None else values[:, :width]
 
         return tuple(
-            of_datum(values[1:], width) for values, width in zip(of_samples, self.widths, strict=True)
+            of_datum(values[1:], width)
+            for values, width in zip(of_samples, self.widths, strict=True)
         )
 
 
@@ -236,7 +244,9 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
             )
     for name in loss.required:
         if name not in inputs:
-            raise InvalidRequestError(f"{where}.loss_fn_inputs: has no {name!r}, which {loss.name} needs")
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs: has no {name!r}, which {loss.name} needs"
+            )
     targets = inputs[TARGETS]
     _check_targets(targets, len(tokens), loss, base, where=f"{where}.{TARGETS}")
     for name, values in inputs.items():

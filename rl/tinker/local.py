@@ -132,5 +132,7 @@ def make_backend(backend: TinkerBackend | Configurable.Config | str) -> TinkerBa
     if isinstance(backend, Configurable.Config):
         built = getattr(backend, "backend", backend).build()
     if not isinstance(built, TinkerBackend):
-        raise ValueError(f"backend={backend!r}: must be a TinkerBackend, its config, or the name of a config")
+        raise ValueError(
+            f"backend={backend!r}: must be a TinkerBackend, its config, or the name of a config"
+        )
     return built

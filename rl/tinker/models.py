@@ -99,7 +99,9 @@ class Model:
         """Return whether all waiting requests wait for this seq id: it alone may exceed the limits."""
         return seq_id == self._next and bool(self._waiting)
 
-    def submit(self, seq_id: int, request: PendingRequest, work: Work, *, adds: bool = False) -> None:
+    def submit(
+        self, seq_id: int, request: PendingRequest, work: Work, *, adds: bool = False
+    ) -> None:
         if self.ended is not None:
             self._futures.fail(request, self._gone)
         elif seq_id >= self._next:

@@ -53,7 +53,9 @@ class Weights:
 
     @property
     def could_not_open(self) -> bool:
-        return self.version.done() and (self.version.cancelled() or self.version.exception() is not None)
+        return self.version.done() and (
+            self.version.cancelled() or self.version.exception() is not None
+        )
 
 
 Source: TypeAlias = Weights | Stored | None
@@ -99,9 +101,13 @@ class OpenWeights:
             adapters = None if lora is None else lora_config(lora, self._parts.backend.base_model)
             num_bytes = 0 if stored is None else self._num_bytes(stored.record.settings)
             self.reserve(owner, num_bytes)
-            opening = self._parts.backend.open(adapters, None if stored is None else stored.data, owner)
+            opening = self._parts.backend.open(
+                adapters, None if stored is None else stored.data, owner
+            )
             version = self._parts.background.start(opening, f"opening of {key}")
-            found = self._open[key] = Weights(key, None if stored is None else owner, version, num_bytes)
+            found = self._open[key] = Weights(
+                key, None if stored is None else owner, version, num_bytes
+            )
         return found
 
     def reserve(self, owner: str, num_bytes: int) -> None:
@@ -113,9 +119,7 @@ class OpenWeights:
         most = self._parts.limits.most_state_bytes
         while num_bytes and (held := self._state_bytes()).total() + num_bytes > most:
             held[owner] += num_bytes
-            why = (
-                f"limit all_state_bytes: the models and open weights of all keys have more than {most} bytes"
-            )
+            why = f"limit all_state_bytes: the models and open weights of all keys have more than {most} bytes"
             if self._close_oldest(owner, why, held) is None:
                 raise LimitReachedError(f"{why}; finish a session")
 
@@ -217,10 +221,14 @@ class SamplingSessions:
         if new_id not in self._sources_of(session):
             stored, name = None, body.base_model
             if body.model_path is not None:
-                stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
+                stored = self._parts.storage.find_weights(
+                    body.model_path, "sampler", owner, base_model=name
+                )
                 name = stored.record.settings.base_model
                 # A session keeps many, and would keep the metadata of each.
-                stored = replace(stored, record=stored.record.model_copy(update={"user_metadata": None}))
+                stored = replace(
+                    stored, record=stored.record.model_copy(update={"user_metadata": None})
+                )
             check_base(self._parts.backend.base_model, name)
             self._add(session, new_id, stored)
         return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
@@ -232,7 +240,9 @@ class SamplingSessions:
         in any order.
         """
         if (session_id := body.sampling_session_id) is None:
-            raise InvalidRequestError("sampling_session_id: is missing; create_sampling_session returns it")
+            raise InvalidRequestError(
+                "sampling_session_id: is missing; create_sampling_session returns it"
+            )
         source = self.source(session_id, owner)
         request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
         asked = checked_request(body, self._parts.backend.base_model, self._parts.limits)
@@ -250,10 +260,14 @@ class SamplingSessions:
             async def sampled() -> Result:
                 version = await asyncio.shield(weights.version)
                 output = await self._parts.backend.sample(version, asked, owner)
-                return await encoded(partial(encode_sample, output, asked), num_bytes=output.num_bytes)
+                return await encoded(
+                    partial(encode_sample, output, asked), num_bytes=output.num_bytes
+                )
 
             self.weights.acquire(weights)
-            request.task = self._parts.background.start(futures.run(request, sampled), f"sample {request_id}")
+            request.task = self._parts.background.start(
+                futures.run(request, sampled), f"sample {request_id}"
+            )
             request.task.add_done_callback(lambda _: self.weights.release(weights))
         ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
@@ -262,7 +276,9 @@ class SamplingSessions:
         source = self.source(sampler_id, owner)
         path = source.path.tinker_path if isinstance(source, Stored) else None
         base_model = self._parts.backend.base_model.name
-        return wire.GetSamplerResponse(sampler_id=sampler_id, base_model=base_model, model_path=path)
+        return wire.GetSamplerResponse(
+            sampler_id=sampler_id, base_model=base_model, model_path=path
+        )
 
     # For the other calls
 

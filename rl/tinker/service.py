@@ -107,12 +107,16 @@ class Service:
         default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
             # A client waits for each sample on a connection, and a key has half of them; some are for other calls.
-            sample_max_concurrent_requests=min(default, max(1, most_connections(self.http) // 2 - 16)),
+            sample_max_concurrent_requests=min(
+                default, max(1, most_connections(self.http) // 2 - 16)
+            ),
             fwdbwd_max_chunk_len=self.http.chunk_data,
             fwdbwd_max_chunk_bytes_count=self.http.chunk_bytes,
         )
 
-    async def dynamic_config(self, body: wire.ClientConfigRequest) -> wire.ClientDynamicConfigResponse:
+    async def dynamic_config(
+        self, body: wire.ClientConfigRequest
+    ) -> wire.ClientDynamicConfigResponse:
         return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
     async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
@@ -122,7 +126,10 @@ class Service:
     async def capabilities(self) -> wire.GetServerCapabilitiesResponse:
         base = self._parts.backend.base_model
         model = wire.SupportedModel(
-            model_name=base.name, max_context_length=base.max_context_length, trainable=True, sampleable=True
+            model_name=base.name,
+            max_context_length=base.max_context_length,
+            trainable=True,
+            sampleable=True,
         )
         return wire.GetServerCapabilitiesResponse(supported_models=[model])
 
@@ -143,10 +150,14 @@ class Service:
         result = await self.retrieve(body.request_id, owner=owner, wait_s=self.http.poll_s)
         if result is None:
             again = TryAgainResponse(request_id=body.request_id, queue_state="active")
-            return JSONResponse(again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408)
+            return JSONResponse(
+                again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408
+            )
         return Response(result.body, media_type=result.media_type)
 
-    async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
+    async def cancel_future(
+        self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner
+    ) -> None:
         """Cancel a sample, whose result becomes a failure unless it has ended."""
         self.sessions.touch(request_id, owner)
         self._parts.futures.cancel(request_id)
@@ -200,7 +211,9 @@ class Runs:
 
         newest = await self._in_turn(owner, read)
         some, cursor = _page(newest, offset=offset, limit=limit)
-        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(one) for one in some], cursor=cursor)
+        return wire.CheckpointsListResponse(
+            checkpoints=[_checkpoint(one) for one in some], cursor=cursor
+        )
 
     async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
         path = parse_path(f"tinker://{run_id}/{kind}/{name}")

@@ -98,7 +98,9 @@ class TinkerServer(Configurable):
         folder = Path(config.storage_folder).expanduser()
         with locked_storage(folder), listening(config.host, config.port) as listener:
             backend = config.backend.build()
-            service = Service(backend=backend, storage_folder=folder, limits=config.limits, http=config.http)
+            service = Service(
+                backend=backend, storage_folder=folder, limits=config.limits, http=config.http
+            )
             if not is_loopback(config.host):
                 _warn(f"{config.host} speaks plain HTTP: put TLS in front of it")
             if not self._keys.configured:
@@ -106,7 +108,9 @@ class TinkerServer(Configurable):
             raise_open_files()
             asyncio.run(self._serve(service, listener, backend))
 
-    async def _serve(self, service: Service, listener: socket.socket, backend: TinkerBackend) -> None:
+    async def _serve(
+        self, service: Service, listener: socket.socket, backend: TinkerBackend
+    ) -> None:
         def print_ready(url: str) -> None:
             print_line(f"serving the Tinker API at {url}\nbase model: {backend.base_model.name}")
 
@@ -116,7 +120,9 @@ class TinkerServer(Configurable):
                 service,
                 listener,
                 keys=self._keys,
-                hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
+                hosts=None
+                if self._keys.configured
+                else (*LOOPBACK_NAMES, self._config.host.lower()),
                 stop=stop,
                 ready=print_ready,
             )
@@ -152,7 +158,9 @@ class ServerThread:
 
     def close(self) -> None:
         """End the sessions, the backend and the thread; idempotent."""
-        with contextlib.suppress(RuntimeError, AttributeError):  # the loop has ended, or never started
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # the loop has ended, or never started
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(END_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -182,7 +190,9 @@ class ServerThread:
 def locked_storage(folder: Path) -> Iterator[None]:
     """Lock a storage folder, which another process would clean up; make a new one for this user only."""
     is_new = not folder.exists()
-    with locked_folder(folder, as_what="the storage folder", otherwise="choose another storage_folder"):
+    with locked_folder(
+        folder, as_what="the storage folder", otherwise="choose another storage_folder"
+    ):
         if is_new:
             folder.chmod(stat.S_IRWXU)
         elif folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -295,7 +305,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((host, port))
             listener.listen(BACKLOG)
         except OSError as error:
-            raise ValueError(f"host={host!r}, port={port}: cannot listen there: {error.strerror}") from None
+            raise ValueError(
+                f"host={host!r}, port={port}: cannot listen there: {error.strerror}"
+            ) from None
         yield listener
 
 

@@ -50,7 +50,9 @@ class Sessions:
         self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
 
-    async def create_session(self, body: CreateSessionBody, *, owner: Owner) -> wire.CreateSessionResponse:
+    async def create_session(
+        self, body: CreateSessionBody, *, owner: Owner
+    ) -> wire.CreateSessionResponse:
         own = [one for one in self._sessions.values() if one.owner == owner]
         ended = [one for one in own if one.ended and not one.models]
         if len(own) - len(ended) >= (most := self._limits.sessions):
@@ -128,7 +130,9 @@ class Sessions:
             if session.silence is not None:
                 session.silence.cancel()
             why = f"session {session.session_id} sent no heartbeat for {timeout_s:g} s"
-            session.silence = asyncio.get_running_loop().call_later(timeout_s, self._end, session, why)
+            session.silence = asyncio.get_running_loop().call_later(
+                timeout_s, self._end, session, why
+            )
 
     def _end(self, session: Session, why: str) -> None:
         if session.ended:

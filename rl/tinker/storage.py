@@ -172,7 +172,11 @@ class Storage:
         """Return the records that have expired."""
         self._removed_s = self._wall_time_s()
         files = [file for run in self._runs() for file in _records(run)]
-        return [file for file in files if (one := _read(file, CheckpointRecord)) and self._has_expired(one)]
+        return [
+            file
+            for file in files
+            if (one := _read(file, CheckpointRecord)) and self._has_expired(one)
+        ]
 
     # Reading
 
@@ -192,7 +196,9 @@ class Storage:
             for file in _records(self._run(model_id))
         ]
         found = [stored for path in paths if (stored := self._stored(path)) is not None]
-        return sorted(found, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True)
+        return sorted(
+            found, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True
+        )
 
     def find(self, path: CheckpointPath, owner: str) -> Stored:
         stored = self._stored(path) if self.run(path.training_run_id, owner) is not None else None
@@ -200,7 +206,9 @@ class Storage:
             raise NotFoundError(f"there is no checkpoint {path.tinker_path}")
         return stored
 
-    def find_weights(self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None) -> Stored:
+    def find_weights(
+        self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None
+    ) -> Stored:
         """Find the checkpoint at a path, which must be of this kind and, unless None, of this base model."""
         parsed = parse_path(path)
         if parsed.checkpoint_type != kind:
@@ -299,7 +307,9 @@ class Storage:
         return record if record is not None and self._run(record.model_id) == run else None
 
     def _runs(self) -> list[Path]:
-        return [run for run in self._root.iterdir() if _MODEL_ID.fullmatch(run.name.replace(".", ":"))]
+        return [
+            run for run in self._root.iterdir() if _MODEL_ID.fullmatch(run.name.replace(".", ":"))
+        ]
 
     def _file(self, path: CheckpointPath) -> Path:
         return self._run(path.training_run_id) / f"{path.checkpoint_id}.json"

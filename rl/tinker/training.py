@@ -72,7 +72,11 @@ class TrainingCalls:
             raise InvalidRequestError(_EITHER)
 
         def check(model: Model) -> Work:
-            if body.session_id is not None or body.model_seq_id is not None or body.base_model is not None:
+            if (
+                body.session_id is not None
+                or body.model_seq_id is not None
+                or body.base_model is not None
+            ):
                 raise InvalidRequestError(_EITHER)
             stored = self._find_state(body, owner)
             if _seedless(stored.record.settings) != _seedless(model.settings):
@@ -83,7 +87,9 @@ class TrainingCalls:
 
             async def load() -> Answer:
                 async with self._backend.trainer(owner) as trainer:
-                    await trainer.load_model(model.model_id, str(stored.data), optimizer=body.optimizer)
+                    await trainer.load_model(
+                        model.model_id, str(stored.data), optimizer=body.optimizer
+                    )
                 model.failed.clear()
                 return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
 
@@ -113,7 +119,9 @@ class TrainingCalls:
             raise GoneError(f"model {model_id} is no longer there: {model.ended}")
         return model
 
-    def _create_model(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str) -> Future:
+    def _create_model(
+        self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
+    ) -> Future:
         session = self._parts.sessions.live(str(body.session_id), owner)
         number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
         model_id = f"{session.session_id}:train:{number}"
@@ -127,7 +135,9 @@ class TrainingCalls:
             settings = stored.record.settings
         else:
             _check_optimizer(body.optimizer_config)
-            lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
+            lora = (
+                body.lora_config if body.lora_config is not None and body.lora_config.rank else None
+            )
             settings = ModelSettings(base_model=body.base_model, lora=lora)
         base = self._backend.base_model
         check_base(base, settings.base_model)
@@ -174,10 +184,16 @@ class TrainingCalls:
         """Raise LimitReachedError if there is no room for another model."""
         limits, models = self._parts.limits, self._parts.sessions.all_models()
         if sum(one.owner == owner for one in models) >= limits.models:
-            raise LimitReachedError(f"limit models: {limits.models} are in memory; finish the session of one")
+            raise LimitReachedError(
+                f"limit models: {limits.models} are in memory; finish the session of one"
+            )
         if len(models) >= limits.all_models:
-            raise LimitReachedError(f"limit all_models: {limits.all_models} of all keys are in memory")
-        self._sampling.weights.reserve(owner, 16 * self._backend.base_model.num_trained(settings.lora))
+            raise LimitReachedError(
+                f"limit all_models: {limits.all_models} of all keys are in memory"
+            )
+        self._sampling.weights.reserve(
+            owner, 16 * self._backend.base_model.num_trained(settings.lora)
+        )
 
     # Steps
 
@@ -202,14 +218,21 @@ class TrainingCalls:
                 async with self._backend.trainer(owner) as trainer:
                     if body.backward:
                         result = await trainer.forward_backward(
-                            samples.samples, loss=built, return_logprobs=True, model_id=model.model_id
+                            samples.samples,
+                            loss=built,
+                            return_logprobs=True,
+                            model_id=model.model_id,
                         )
                     else:
-                        result = await trainer.forward(samples.samples, loss=built, model_id=model.model_id)
+                        result = await trainer.forward(
+                            samples.samples, loss=built, model_id=model.model_id
+                        )
                 assert result.logprobs is not None
                 logprobs, metrics = samples.logprobs(result.logprobs), metrics_of(result, loss)
                 num_bytes = sum(values.nbytes for values in logprobs)
-                return await encoded(partial(encode_forward_backward, logprobs, metrics), num_bytes=num_bytes)
+                return await encoded(
+                    partial(encode_forward_backward, logprobs, metrics), num_bytes=num_bytes
+                )
 
             return Work(compute, body.num_bytes)
 
@@ -218,7 +241,9 @@ class TrainingCalls:
     async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:
         def check(model: Model) -> Work:
             if not isinstance(body.optim_params, wire.AdamParams):
-                raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
+                raise InvalidRequestError(
+                    "optimizer_params: this server has Adam only; give adam_params"
+                )
             settings = optim_params(body.optim_params)
 
             async def step() -> Answer:
@@ -232,7 +257,9 @@ class TrainingCalls:
                             "whole batch again, or without the data that failed"
                         )
                     # The API steps without a gradient too, with zeros.
-                    result = await trainer.optim_step(settings, allow_empty=True, model_id=model.model_id)
+                    result = await trainer.optim_step(
+                        settings, allow_empty=True, model_id=model.model_id
+                    )
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
 
             return Work(step)
@@ -259,7 +286,9 @@ class TrainingCalls:
 
         def check(model: Model) -> Work:
             number = body.sampling_session_seq_id
-            answer = partial(wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
+            answer = partial(
+                wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler"
+            )
             if body.kind != "snapshot":
                 raise InvalidRequestError(
                     f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never change here"
@@ -319,7 +348,9 @@ class TrainingCalls:
             raise InvalidRequestError(
                 "weights_access_token: must be left out, other keys' weights are private"
             )
-        return self._parts.storage.find_weights(body.path, "training", owner, base_model=body.base_model)
+        return self._parts.storage.find_weights(
+            body.path, "training", owner, base_model=body.base_model
+        )
 
     # Submission
 
@@ -349,7 +380,10 @@ class TrainingCalls:
             # Its place in the stream waits and counts like any other, without the request's data.
             refusal, work = error, _refused(str(error))
         request = self._futures.begin(
-            future.request_id, owner=owner, num_bytes=work.num_bytes, unblocks=model.unblocks(number)
+            future.request_id,
+            owner=owner,
+            num_bytes=work.num_bytes,
+            unblocks=model.unblocks(number),
         )
         model.submit(number, request, work, adds=adds)
         if refusal is not None:
@@ -371,4 +405,6 @@ def _check_optimizer(config: wire.OptimizerConfig | None) -> None:
 
 def _seedless(settings: ModelSettings) -> ModelSettings:
     lora = settings.lora
-    return settings if lora is None else replace(settings, lora=lora.model_copy(update={"seed": None}))
+    return (
+        settings if lora is None else replace(settings, lora=lora.model_copy(update={"seed": None}))
+    )

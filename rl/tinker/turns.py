@@ -85,7 +85,9 @@ class _Request:
     owner: str
     num_sequences: int
     number: int
-    started: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    started: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     is_late: bool = False
     """True if it joined a running turn, in which the engine may have kept it waiting behind the others."""
     is_first: bool = False
@@ -171,7 +173,9 @@ class Turns:
         self, request: _Request, work: Callable[[], Awaitable[T | Interrupted[T]]]
     ) -> T | Interrupted[T]:
         # An interrupted request is older than those that have not started.
-        bisect.insort(self._waiting.setdefault(request.owner, []), request, key=attrgetter("number"))
+        bisect.insort(
+            self._waiting.setdefault(request.owner, []), request, key=attrgetter("number")
+        )
         self._look()
         try:
             await request.started
@@ -188,7 +192,8 @@ class Turns:
         if not self._active[owner]:
             others = [one for one in self._active if one != owner and self._active[one]]
             least_s = min(
-                (self._used_s[one] - CREDIT_S * (one in self._num_sequences) for one in others), default=0.0
+                (self._used_s[one] - CREDIT_S * (one in self._num_sequences) for one in others),
+                default=0.0,
             )
             self._used_s = {
                 one: used_s
@@ -216,7 +221,9 @@ class Turns:
         self._drop_cancelled()
         if self._change is not None or not self._waiting:
             return
-        owners = sorted(self._waiting, key=lambda one: (self._used_s[one], self._waiting[one][0].number))
+        owners = sorted(
+            self._waiting, key=lambda one: (self._used_s[one], self._waiting[one][0].number)
+        )
         if is_late := bool(self._running):
             for owner in owners:
                 while (own := self._waiting.get(owner)) and self._fits(own[0]):
@@ -292,7 +299,9 @@ class Turns:
 
     def _end_s(self) -> float:
         """Return the time at which the turn may end."""
-        return self._began_s + max(self._switch_s, TURN_S * max(one.patience for one in self._running))
+        return self._began_s + max(
+            self._switch_s, TURN_S * max(one.patience for one in self._running)
+        )
 
     def _end_turn(self) -> None:
         self._timer = None

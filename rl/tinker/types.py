@@ -89,9 +89,7 @@ class UnsavedError(TinkerError):
         """Take the system's reason, without a path, and what did not happen."""
         text = f"{what}: the server's disk has refused it ({reason})"
         if what == NOT_SAVED:
-            text += (
-                ". When there is room, such as after checkpoints were deleted, the same request may succeed"
-            )
+            text += ". When there is room, such as after checkpoints were deleted, the same request may succeed"
         super().__init__(text)
 
 
@@ -253,7 +251,9 @@ class HttpLimits:
     def __post_init__(self) -> None:
         check_bounds(self, *(field.name for field in fields(self)), above=0)
         check_bounds(self, "poll_s", at_most=40)
-        check_bounds(self, "held_bytes", at_least=2 * max(self.body_bytes, self.json_bytes, self.small_bytes))
+        check_bounds(
+            self, "held_bytes", at_least=2 * max(self.body_bytes, self.json_bytes, self.small_bytes)
+        )
 
 
 # Parameters of calls
@@ -312,7 +312,9 @@ def check_ttl(ttl_seconds: int | None) -> None:
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
     """Raise InvalidRequestError unless the values are texts that an answer can hold, and not too long."""
     metadata = metadata or {}
-    if (length := sum(len(key) + len(str(value)) for key, value in metadata.items())) > MAX_METADATA_LENGTH:
+    if (
+        length := sum(len(key) + len(str(value)) for key, value in metadata.items())
+    ) > MAX_METADATA_LENGTH:
         raise InvalidRequestError(
             f"user_metadata: has {length} characters, must be at most {MAX_METADATA_LENGTH}"
         )

@@ -24,7 +24,10 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 _VALID = "numbers, + - * / // % ** and parentheses"
 
 
@@ -40,7 +43,10 @@ class Calculator:
         self.parameters: Mapping[str, Any] = {
             "type": "object",
             "properties": {
-                "expression": {"type": "string", "description": "The expression, such as (3 + 4) * 2."}
+                "expression": {
+                    "type": "string",
+                    "description": "The expression, such as (3 + 4) * 2.",
+                }
             },
             "required": ["expression"],
             "additionalProperties": False,
@@ -55,7 +61,9 @@ class Calculator:
 def evaluate(expression: str) -> Number:
     """Return the value of an expression; raise ToolError for other text, or a value beyond the limits."""
     if len(expression) > MAX_CHARS:
-        raise ToolError(f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}")
+        raise ToolError(
+            f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}"
+        )
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
@@ -64,7 +72,9 @@ def evaluate(expression: str) -> Number:
         raise ToolError("Error: the expression is too large") from None
     except (SyntaxError, ValueError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ToolError(f"Error: not an arithmetic expression ({reason}); valid are {_VALID}") from None
+        raise ToolError(
+            f"Error: not an arithmetic expression ({reason}); valid are {_VALID}"
+        ) from None
     return value
 
 
@@ -77,7 +87,11 @@ def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         is_power = isinstance(node.op, ast.Pow)
-        if is_power and type(left) is type(right) is int and (left.bit_length() - 1) * right > MAX_BITS:
+        if (
+            is_power
+            and type(left) is type(right) is int
+            and (left.bit_length() - 1) * right > MAX_BITS
+        ):
             raise OverflowError
         return _within_limits(_BINARY[type(node.op)](left, right))
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")

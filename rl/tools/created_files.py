@@ -31,14 +31,18 @@ class CreatedFiles:
     """
 
     def __init__(self) -> None:
-        self._instance = _checked("max_user_instances", _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._instance = _checked(
+            "max_user_instances", _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        )
         self._counts: dict[int, int] = {}
         weakref.finalize(self, os.close, self._instance)
 
     @contextmanager
     def watched(self, folder: str) -> Iterator[int]:
         """Count in a folder, which must be removed afterwards: that ends the watch."""
-        added = _libc.inotify_add_watch(self._instance, os.fsencode(folder), ctypes.c_uint32(_WATCHED))
+        added = _libc.inotify_add_watch(
+            self._instance, os.fsencode(folder), ctypes.c_uint32(_WATCHED)
+        )
         watch = _checked("max_user_watches", added)
         self._counts[watch] = 0
         try:

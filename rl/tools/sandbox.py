@@ -34,7 +34,9 @@ from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["ok", "error", "time limit", "memory limit", "output limit", "file limit", "thread limit"]
+Reason = Literal[
+    "ok", "error", "time limit", "memory limit", "output limit", "file limit", "thread limit"
+]
 
 ROOT = str(Path(__file__).parents[2])
 CHECK_S = 60.0
@@ -78,7 +80,9 @@ class SandboxResult:
             return f"{said}\nError: stopped at its {self.reason}".lstrip("\n")
         if self.status < 0:
             return f"{said}\nError: ended by {signal_name(-self.status)}".lstrip("\n")
-        return said or ("(no output)" if self.reason == "ok" else f"Error: exit status {self.status}")
+        return said or (
+            "(no output)" if self.reason == "ok" else f"Error: exit status {self.status}"
+        )
 
 
 class PythonSandbox(Configurable):
@@ -223,15 +227,23 @@ class PythonSandbox(Configurable):
                 stopped = "time limit"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
+                    os.killpg(
+                        process.pid, signal.SIGKILL
+                    )  # a confined process cannot leave its group
                 await asyncio.wait([ended], timeout=GRACE_S)
             if process.returncode is None:
-                raise OSError(f"child process {process.pid} still exists {GRACE_S:g} s after it was killed")
+                raise OSError(
+                    f"child process {process.pid} still exists {GRACE_S:g} s after it was killed"
+                )
             if problem := refusal.read():
                 raise RunError(f"the Python sandbox: {problem.decode()}")
         if len(output) > config.max_output_bytes:
             stopped = "output limit"
-        return output[: config.max_output_bytes].decode(errors="replace"), process.returncode, stopped
+        return (
+            output[: config.max_output_bytes].decode(errors="replace"),
+            process.returncode,
+            stopped,
+        )
 
     async def _start(self, folder: str, code: str, *, refusal: int) -> asyncio.subprocess.Process:
         """Start the child and send it the code, and the pipe in which it says why it cannot confine itself."""

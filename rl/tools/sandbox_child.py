@@ -22,9 +22,7 @@ from types import CodeType
 
 from rl.tools.syscalls import seccomp_program
 
-LAUNCH = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; sandbox_child.main()"
-)
+LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; sandbox_child.main()"
 ENDED_BY_ERROR, OUT_OF_MEMORY = 1, 101
 """Exit statuses."""
 NAME = "main.py"
@@ -93,7 +91,9 @@ def run(code: str) -> int:
     sys.argv = [NAME]
     try:
         for part, is_value in _parts(code):
-            value = eval(part, module.__dict__)  # executes statements too, and returns None for them
+            value = eval(
+                part, module.__dict__
+            )  # executes statements too, and returns None for them
             if is_value and value is not None:
                 print(repr(value))
         sys.stdout.flush()
@@ -134,7 +134,12 @@ def _report(error: BaseException) -> None:
 
 
 def confine(
-    *, folder: str, readable: Sequence[str], limits: Mapping[str, int], parent: int, unconfined: bool
+    *,
+    folder: str,
+    readable: Sequence[str],
+    limits: Mapping[str, int],
+    parent: int,
+    unconfined: bool,
 ) -> None:
     """Confine this process and its future threads; it must have a single thread.
 
@@ -205,7 +210,9 @@ def _restrict_files(folder: str, readable: Sequence[str]) -> None:
     abi = _system_call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ABI_QUESTION)
     # A ruleset may name only rights that this version knows; a named right without a rule is refused.
     files = (1 << 13) - 1
-    files |= (1 << 13 if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (1 << 15 if abi >= 5 else 0)
+    files |= (
+        (1 << 13 if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (1 << 15 if abi >= 5 else 0)
+    )
     tcp, scopes = 0b11, 0b11
     attributes = struct.pack("=QQQ", files, tcp, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _system_call(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
@@ -234,7 +241,9 @@ def _filter_system_calls() -> None:
     """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this machine has none."""
     program = seccomp_program(machine=os.uname().machine, pid=os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    header = ctypes.create_string_buffer(
+        struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    )
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 

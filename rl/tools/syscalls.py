@@ -104,7 +104,9 @@ def seccomp_program(*, machine: str, pid: int) -> bytes:
         pid: the filtered process, which may send signals only to itself.
     """
     if machine not in MACHINES:
-        raise ValueError(f"no list of system calls for machine {machine!r}, only for {list(MACHINES)}")
+        raise ValueError(
+            f"no list of system calls for machine {machine!r}, only for {list(MACHINES)}"
+        )
     column, arch = MACHINES[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),

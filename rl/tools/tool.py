@@ -82,14 +82,19 @@ class FunctionTool:
         ValueError: a parameter has no description, no annotation, or one that JSON cannot express.
     """
 
-    def __init__(self, function: Callable[..., Any], *, time_limit_s: float = 10.0, name: str = "") -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, time_limit_s: float = 10.0, name: str = ""
+    ) -> None:
         if not time_limit_s > 0:
             raise ValueError(f"time_limit_s={time_limit_s} is not above 0")
         self.function = function
         self.time_limit_s = time_limit_s
         # transformers is imported here, for the processes that need only the other tools.
         from transformers.utils import get_json_schema
-        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+        from transformers.utils.chat_template_utils import (
+            DocstringParsingException,
+            TypeHintParsingException,
+        )
 
         self.name = name or function.__name__
         try:
@@ -107,7 +112,9 @@ class FunctionTool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**passed)
                 else:
-                    result = await run_aside(lambda: self._call_plain(passed), name=f"tool-{self.name}")
+                    result = await run_aside(
+                        lambda: self._call_plain(passed), name=f"tool-{self.name}"
+                    )
         except ToolError:
             raise
         except Exception as error:
@@ -132,7 +139,10 @@ class FunctionTool:
 
     def _whole(self, name: str, value: Any) -> Any:
         """Convert 2.0, which JSON schema accepts as an integer, to the int that a function expects."""
-        if isinstance(value, float) and self.parameters["properties"][name].get("type") == "integer":
+        if (
+            isinstance(value, float)
+            and self.parameters["properties"][name].get("type") == "integer"
+        ):
             return int(value)
         return value
 
@@ -180,7 +190,9 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
     parts = split_reply(text)
     calls = [_read(part) for part in parts if part.kind == "call"]
     if any(part.kind == "text" and CALL_OPEN in part.text for part in parts):
-        calls.append(BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read"))
+        calls.append(
+            BadCall(error=f"Error: only the first {MAX_CALLS} tool calls of a reply are read")
+        )
     return tuple(calls)
 
 
@@ -188,9 +200,13 @@ def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
     """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit its schema."""
     by_name = {tool.name: tool for tool in tools}
     if (tool := by_name.get(call.name)) is None:
-        raise ToolError(f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}")
+        raise ToolError(
+            f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}"
+        )
     try:
-        problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
+        problem = best_match(
+            Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments))
+        )
     except RecursionError:
         raise ToolError(f"Error: arguments of {call.name} are nested too deeply") from None
     if problem is not None:
@@ -216,7 +232,11 @@ def announce(tools: Sequence[Tool], system: str = "") -> str:
 
 def describe(tool: Tool) -> dict[str, Any]:
     """Return the tool as chat templates and OpenAI-compatible servers expect it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
     return {"type": "function", "function": function}
 
 

@@ -90,7 +90,9 @@ class Checkpointer(Configurable):
         mesh = policy.mesh
         if mesh is not None:
             backend = "gloo" if policy.device.type == "cuda" else None
-            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=config.timeout_s))
+            self._group = dist.new_group(
+                backend=backend, timeout=timedelta(seconds=config.timeout_s)
+            )
         self._rank = 0 if mesh is None else dist.get_rank()
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
         self._random_file = random_file(layout=layout, rank=self._rank)
@@ -187,7 +189,9 @@ class Checkpointer(Configurable):
         saved = self._verified_state(path)
         if saved.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
-        check_tokenizer(path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude)
+        check_tokenizer(
+            path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude
+        )
         into = self.tensors(model_only=model_only)
         tensors = matching_tensors(
             path,
@@ -200,7 +204,9 @@ class Checkpointer(Configurable):
         restores = not (model_only or excluded(RANDOM, exclude))
         random = None
         if restores:
-            random = on_all_ranks(partial(read_random_states, path / self._random_file), group=self._group)
+            random = on_all_ranks(
+                partial(read_random_states, path / self._random_file), group=self._group
+            )
         with checkpoint_errors(f"checkpoint {path} could not be read"):
             read_tensors(path, tensors, group=self._group)
         self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
@@ -284,7 +290,9 @@ class Checkpointer(Configurable):
             sums = {file.name: sum_of_file(file) for file in files}
 
             def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
-                of_all = {name: found for of_rank in sums_of_ranks for name, found in of_rank.items()}
+                of_all = {
+                    name: found for of_rank in sums_of_ranks for name, found in of_rank.items()
+                }
                 write_description(folder, saved, of_all)
                 hidden.close()  # Gives the folder its name.
                 keep_latest(path, self.config.keep_latest_k)
@@ -303,7 +311,9 @@ class Checkpointer(Configurable):
 
     def _verified_state(self, path: Path) -> SavedState:
         """Check every file, each rank its share of them, and return the saved state."""
-        share = slice(self._rank, None, 1 if self._group is None else dist.get_world_size(self._group))
+        share = slice(
+            self._rank, None, 1 if self._group is None else dist.get_world_size(self._group)
+        )
         on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
         return read_state(path)
 

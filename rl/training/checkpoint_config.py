@@ -103,7 +103,9 @@ class CheckpointConfig(Configurable.Config):
             raise ValueError(
                 f"initial_load_path={self.initial_load_path!r}: must be None with enable=False, which loads nothing"
             )
-        if not self.initial_load_model_only and (self.initial_load_path is None or self.initial_load_in_hf):
+        if not self.initial_load_model_only and (
+            self.initial_load_path is None or self.initial_load_in_hf
+        ):
             raise ValueError(
                 "initial_load_model_only=False: needs initial_load_path, and initial_load_in_hf=False, "
                 "because a Hugging Face folder holds only the model"
@@ -120,7 +122,9 @@ class CheckpointConfig(Configurable.Config):
             return False
         if step == 0:
             return self.create_seed_checkpoint
-        return last or step % self.interval == 0 or (step == 1 and self.enable_first_step_checkpoint)
+        return (
+            last or step % self.interval == 0 or (step == 1 and self.enable_first_step_checkpoint)
+        )
 
     @property
     def saves(self) -> bool:
@@ -233,7 +237,9 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
             f"loop.num_steps={num_steps}: must be at least {position.step}, the steps that {path} has done"
         )
     if state.model_only and position.step < num_steps:
-        raise ValueError(f"{path} {_MODEL_ONLY}; move it away to continue from the checkpoint before it")
+        raise ValueError(
+            f"{path} {_MODEL_ONLY}; move it away to continue from the checkpoint before it"
+        )
     return LoadSource(path=path, model_only=state.model_only, position=position, whole=True)
 
 

@@ -98,7 +98,9 @@ def is_checkpoint(folder: str | Path) -> bool:
     A folder with a config.json is one of Hugging Face, whatever else somebody has put into it.
     """
     folder = Path(folder)
-    return not (folder / HF_CONFIG).exists() and any((folder / name).is_file() for name in (MANIFEST, STATE))
+    return not (folder / HF_CONFIG).exists() and any(
+        (folder / name).is_file() for name in (MANIFEST, STATE)
+    )
 
 
 def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
@@ -127,7 +129,9 @@ def _position(values: Mapping[str, Any]) -> LoopPosition:
     problems = values.get("problems")  # a checkpoint of an earlier version has none
     if problems is not None:
         problems = ProblemsFingerprint(**problems | {"digests": tuple(problems["digests"])})
-    return LoopPosition(**{**values, "outstanding": tuple(values["outstanding"]), "problems": problems})
+    return LoopPosition(
+        **{**values, "outstanding": tuple(values["outstanding"]), "problems": problems}
+    )
 
 
 def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)) -> None:
@@ -190,7 +194,9 @@ def sum_of_file(file: Path) -> FileSum:
     return FileSum(num_bytes=num_bytes, crc32=crc32)
 
 
-def newest_usable(folder: Path, check: Callable[[Path], T], *, skip: Skip | None = None) -> T | None:
+def newest_usable(
+    folder: Path, check: Callable[[Path], T], *, skip: Skip | None = None
+) -> T | None:
     """Return the result of `check` for the newest undamaged checkpoint, or None.
 
     Args:

@@ -48,7 +48,9 @@ _RECORDS = frozenset(
 """Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and dtypes."""
 _LOAD: Any = pickle._Unpickler.dispatch
 """Methods by code of a pickle."""
-_UNUSED_CODES = pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
+_UNUSED_CODES = (
+    pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
+)
 """Codes of a pickle, not used by checkpoints, that hash content or take memory before there is any."""
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 _MALFORMED = (
@@ -80,7 +82,9 @@ class SavedTensors:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         entries = self.metadata.state_dict_metadata
-        return {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+        return {
+            name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")
+        }
 
 
 def read_saved_tensors(folder: str | Path) -> SavedTensors:
@@ -131,7 +135,9 @@ class _Unpickler(pickle._Unpickler):
     one tuple twice, which holds another twice, and so on.
     """
 
-    dispatch: ClassVar[Any] = {code: load for code, load in _LOAD.items() if code not in _UNUSED_CODES}
+    dispatch: ClassVar[Any] = {
+        code: load for code, load in _LOAD.items() if code not in _UNUSED_CODES
+    }
     stack: list[Any]
 
     def __init__(self, content: bytes, *, file: Path) -> None:
@@ -246,6 +252,8 @@ def _text(value: Any) -> str:
 
 
 def _size(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or not all(type(number) is int and number >= 0 for number in value):
+    if not isinstance(value, tuple) or not all(
+        type(number) is int and number >= 0 for number in value
+    ):
         raise TypeError("a size is not a tuple of numbers from 0 up")
     return torch.Size(value)

@@ -44,10 +44,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
     """Return all parameters and persistent buffers by their names in a checkpoint, without copying."""
     tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
-    return {f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()}
+    return {
+        f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()
+    }
 
 
-def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(
+    trained: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> dict[str, Tensor]:
     """Return the optimizer's state by its names in a checkpoint, without copying."""
     states = optimizer.state_tensors()
     return {
@@ -93,9 +97,13 @@ def matching_tensors(
     tensors = read_saved_tensors(path)
     if parts != {MODEL}:
         _check_random_states(path, tensors, exclude=exclude)
-    there: Shapes = {name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts}
+    there: Shapes = {
+        name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts
+    }
     names = {**needed, **there}
-    others = (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
+    others = (
+        (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
+    )
     _check_exclusions(path, [*others, *names], exclude=exclude)
     needed, there = _without(needed, exclude), _without(there, exclude)
     differences = list(_converter_differences(saved, converters, names, exclude))
@@ -205,13 +213,18 @@ def write_tensors(
     rank = 0 if group is None else dist.get_rank(group)
     with plain_errors():
         state_dict_saver.save(
-            dict(state), storage_writer=_Writer(folder, more), process_group=group, no_dist=group is None
+            dict(state),
+            storage_writer=_Writer(folder, more),
+            process_group=group,
+            no_dist=group is None,
         )
     files = [*folder.glob(f"__{rank}_*"), *(folder / name for name in more)]
     return [*files, folder / METADATA] if rank == 0 else files
 
 
-def read_tensors(folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
+def read_tensors(
+    folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
+) -> None:
     """Fill the tensors of `state` in place; raises ValueError for files that hold something else."""
     into: dict[str, Any] = dict(state)
     try:
@@ -259,7 +272,9 @@ class _Writer(FileSystemWriter):
         super().__init__(folder)
         self._more = {folder / name: content for name, content in more.items()}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         # Here, because an error of one rank is raised on all of them.
         for file, content in self._more.items():
             file.write_bytes(content)

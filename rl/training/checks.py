@@ -160,9 +160,16 @@ def _check_early_step(config: TrainerConfig) -> None:
     if not config.optimizer.early_step_in_backward:
         return
     training, degree = config.training, config.parallelism.pipeline_parallel_degree
-    normalization = getattr(config.loss, "normalization", "none")  # The first call checks other losses.
+    normalization = getattr(
+        config.loss, "normalization", "none"
+    )  # The first call checks other losses.
     for name, value, is_valid, rule in (
-        ("optimizer.name", config.optimizer.name, config.optimizer.name != "Muon", "'AdamW' or 'Adam'"),
+        (
+            "optimizer.name",
+            config.optimizer.name,
+            config.optimizer.name != "Muon",
+            "'AdamW' or 'Adam'",
+        ),
         ("loss.normalization", normalization, normalization == "none", "'none'"),
         ("training.max_norm", training.max_norm, training.max_norm == float("inf"), "inf"),
         ("training.cpu_offload", training.cpu_offload, not training.cpu_offload, "False"),
@@ -178,7 +185,9 @@ def _check_early_step(config: TrainerConfig) -> None:
 def _check_reference(loss: Loss, *, reference: ReferenceConfig) -> None:
     coef = getattr(loss, "kl_coef", 0.0)
     if coef and not reference.enable:
-        raise ValueError(f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True")
+        raise ValueError(
+            f"loss.kl_coef={coef} needs the reference policy: reference.enable must be True"
+        )
 
 
 def check_experts(model: Decoder.Config, *, balance: ExpertBalanceConfig) -> None:
@@ -188,7 +197,9 @@ def check_experts(model: Decoder.Config, *, balance: ExpertBalanceConfig) -> Non
     for f in dataclasses.fields(balance):
         value = getattr(balance, f.name)
         if value != f.default:
-            raise ValueError(f"experts.{f.name}={value}: must be {f.default} for a model without experts")
+            raise ValueError(
+                f"experts.{f.name}={value}: must be {f.default} for a model without experts"
+            )
 
 
 def check_batch_invariant(config: TrainerConfig, spec: ModelSpec) -> None:
@@ -219,4 +230,6 @@ def check_batch_invariant(config: TrainerConfig, spec: ModelSpec) -> None:
         ),
     ):
         if not is_valid:
-            raise ValueError(f"{name}={value}: must be {rule} with batch_invariant=True, to keep the bits")
+            raise ValueError(
+                f"{name}={value}: must be {rule} with batch_invariant=True, to keep the bits"
+            )

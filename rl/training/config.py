@@ -126,7 +126,9 @@ class TrainerConfig(Configurable.Config):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     compile: CompileConfig = field(default_factory=CompileConfig)
     converters: tuple[ModelConverter.Config, ...] = ()
     """Changes to the model before it is sharded, in order: LoRA, Float8, Float8GroupedMM, your own."""

@@ -41,7 +41,13 @@ from rl.training.memory import estimate_memory, explaining_memory, reset_peak_me
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
-from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
+from rl.types import (
+    ForwardBackwardResult,
+    LoopPosition,
+    OptimParams,
+    OptimStepResult,
+    TrainingSample,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +93,14 @@ class TrainingEngine(Configurable):
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
         folder, self._spec = _open_assets(hf_assets_path, model_spec)
-        self._degrees = check_trainer(config, spec=self._spec, world_size=world.size, device=self.device)
-        self.config, self.hf_assets_path, self.failure_folder = config, hf_assets_path, failure_folder
+        self._degrees = check_trainer(
+            config, spec=self._spec, world_size=world.size, device=self.device
+        )
+        self.config, self.hf_assets_path, self.failure_folder = (
+            config,
+            hf_assets_path,
+            failure_folder,
+        )
         self._owns_rank = rank is None
         self._rank = rank or RankInfo.join(
             self._degrees,
@@ -108,11 +120,17 @@ class TrainingEngine(Configurable):
         self.optimizer = _optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
-            policy=self.policy, optimizer=self.optimizer, reference=self.reference, assets=hf_assets_path
+            policy=self.policy,
+            optimizer=self.optimizer,
+            reference=self.reference,
+            assets=hf_assets_path,
         )
         self.policy_version = 0
         self._gradient = GradientAccumulator(
-            policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
+            policy=self.policy,
+            reference=self.reference,
+            experts=self.experts,
+            failure_folder=failure_folder,
         )
         if config.optimizer.early_step_in_backward:
             self._gradient.step_early_with(self._step_early)
@@ -181,7 +199,9 @@ class TrainingEngine(Configurable):
         with self._explaining_memory("forward"):
             return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
 
-    def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
+    def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
         """Divide the gradient by the accumulated denominator, clip it, step and clear it.
 
         Args:
@@ -208,7 +228,9 @@ class TrainingEngine(Configurable):
             self._explaining_memory("optim_step"),
             self._gradient.dropped_on_error(f"optim_step {self.policy_version}"),
         ):
-            grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
+            grad_norm = self._gradient.finish(
+                scale=scale, max_norm=max_norm, version=self.policy_version
+            )
             # Of parameters stepped early, none has a gradient left.
             self.optimizer.step(settings, version=self.policy_version)
             self.policy.converters.post_optimizer_hook(self.policy.model)
@@ -267,7 +289,9 @@ class TrainingEngine(Configurable):
     def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return `compute_logprobs` of the reference policy; raises ValueError if there is none."""
         if self.reference is None:
-            raise ValueError("there is no reference policy to ask: reference.enable is False, must be True")
+            raise ValueError(
+                "there is no reference policy to ask: reference.enable is False, must be True"
+            )
         with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
             return self.reference.policy.logprobs(samples) if samples else []
 
@@ -383,7 +407,10 @@ class TrainingEngine(Configurable):
         if training.gc_debug:
             time_s = time.perf_counter() - started
             logger.info(
-                "collected after step %d: %d objects, %.3f s", self.policy_version, num_objects, time_s
+                "collected after step %d: %d objects, %.3f s",
+                self.policy_version,
+                num_objects,
+                time_s,
             )
 
 
@@ -391,7 +418,10 @@ def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
     adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
     made: Optimizer = config.build(
-        parameters=policy.trained_parameters, adapter=adapter, group=group, seed=policy.training.seed
+        parameters=policy.trained_parameters,
+        adapter=adapter,
+        group=group,
+        seed=policy.training.seed,
     )
     return made
 
@@ -412,7 +442,9 @@ def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | N
     """Return the Hugging Face folder and the spec with the folder's sizes."""
     if path is None:
         if spec is None:
-            raise ValueError("hf_assets_path=None: must be a Hugging Face folder if model_spec is None")
+            raise ValueError(
+                "hf_assets_path=None: must be a Hugging Face folder if model_spec is None"
+            )
         return None, spec
     folder = HFFolder(path, tokenizer=True)
     if spec is None:

@@ -43,12 +43,18 @@ class ExpertBalance:
         self.mesh = mesh
         self._real_tokens = real_tokens
         self._routers = {
-            part: {_layer_of(name): m for name, m in part.named_modules() if isinstance(m, ExpertRouter)}
+            part: {
+                _layer_of(name): m
+                for name, m in part.named_modules()
+                if isinstance(m, ExpertRouter)
+            }
             for part in parts
         }
         """Routers of each part by layer."""
         for part in parts:
-            part.register_forward_hook(lambda part, *_: self.count(part) if torch.is_grad_enabled() else None)
+            part.register_forward_hook(
+                lambda part, *_: self.count(part) if torch.is_grad_enabled() else None
+            )
         for router in self._all_routers.values():
             router.force_balance = config.force_load_balance
         self._of_call_LN = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
@@ -56,7 +62,9 @@ class ExpertBalance:
 
     @property
     def _all_routers(self) -> dict[int, ExpertRouter]:
-        return {layer: router for routers in self._routers.values() for layer, router in routers.items()}
+        return {
+            layer: router for routers in self._routers.values() for layer, router in routers.items()
+        }
 
     @torch.no_grad()
     def count(self, part: nn.Module) -> None:

@@ -136,7 +136,9 @@ class GradientAccumulator:
         if allow_empty and not self.denominator:
             return 1.0
         if not self.num_calls:
-            raise ValueError("optim_step without an accumulated gradient: call forward_backward first")
+            raise ValueError(
+                "optim_step without an accumulated gradient: call forward_backward first"
+            )
         if self.denominator is None:
             return 1.0
         if not self.denominator > 0.0:
@@ -152,7 +154,9 @@ class GradientAccumulator:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
         place_gradients(parameters)
-        assert all(_lies_like(p.grad, p.data) for p in parameters), "gradients lie as their parameters"
+        assert all(_lies_like(p.grad, p.data) for p in parameters), (
+            "gradients lie as their parameters"
+        )
         squares = squared_norm(self._norms | local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
@@ -216,15 +220,21 @@ class GradientAccumulator:
                 "optim_step between them"
             )
 
-    def _check_finite(self, what: str, value: float, version: int, samples: Sequence[TrainingSample]) -> None:
+    def _check_finite(
+        self, what: str, value: float, version: int, samples: Sequence[TrainingSample]
+    ) -> None:
         if not math.isfinite(value):
-            raise non_finite(what, policy_version=version, samples=samples, folder=self._failure_folder)
+            raise non_finite(
+                what, policy_version=version, samples=samples, folder=self._failure_folder
+            )
 
 
 class CallSums:
     """Micro-batches of one call, and sums over them that stay on the device until the end of the call."""
 
-    def __init__(self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]) -> None:
+    def __init__(
+        self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]
+    ) -> None:
         """`wanted` are the indices of the samples whose logprobs are returned."""
         if not samples:
             raise ValueError("forward and forward_backward need samples: there are no samples")
@@ -275,7 +285,9 @@ class CallSums:
         self.has_denominator = denominator is not None
         sums = {
             "loss": output.loss_sum,
-            "denominator": torch.zeros_like(output.loss_sum) if denominator is None else denominator,
+            "denominator": torch.zeros_like(output.loss_sum)
+            if denominator is None
+            else denominator,
             "num_valid": output.num_tokens,
             "num_masked": inputs.mask.sum(),
             "entropy": torch.where(inputs.mask, entropy_T, 0.0).sum(),
@@ -302,7 +314,9 @@ class CallSums:
         largest = torch.stack([*self._largest, zeros.new_zeros(())]).amax().reshape(1)
         own_memory = torch.tensor(peak_memory(policy.device), dtype=torch.float64)
         largest = torch.cat((largest, to_device(own_memory, policy.device)))
-        totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(sums_N, largest, mesh=policy.mesh)
+        totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(
+            sums_N, largest, mesh=policy.mesh
+        )
         sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
         means = {
@@ -346,7 +360,11 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     for parameter in parameters:
         grad, data = parameter.grad, parameter.data
-        if isinstance(grad, DTensor) and isinstance(data, DTensor) and grad.placements != data.placements:
+        if (
+            isinstance(grad, DTensor)
+            and isinstance(data, DTensor)
+            and grad.placements != data.placements
+        ):
             parameter.grad = grad.redistribute(placements=data.placements)
 
 

@@ -135,9 +135,13 @@ def estimate_memory(
             converters.convert(module)
         share = _PipelineShare()
         if plan is not None:
-            share = _PipelineShare.of(plan, rank=rank, model=spec.model, parallelism=config.parallelism)
+            share = _PipelineShare.of(
+                plan, rank=rank, model=spec.model, parallelism=config.parallelism
+            )
             module = part_of(module, plan.modules_of(rank))
-        estimates.append(_estimate_rank(config, module, share, spec=spec, degrees=degrees, on_gpu=on_gpu))
+        estimates.append(
+            _estimate_rank(config, module, share, spec=spec, degrees=degrees, on_gpu=on_gpu)
+        )
     return max(estimates, key=lambda estimated: estimated.total)
 
 
@@ -207,7 +211,9 @@ def use_growing_segments() -> None:
     it before the first use of the GPU; settings that the environment has stay.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            "expandable_segments:True,pinned_max_round_threshold_mb:1"
+        )
         # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an NVLink fabric, which
         # it does not before Hopper (PyTorch's issue 186374). The trainer shares none.
         os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
@@ -264,7 +270,9 @@ def _advise_less(training: TrainingConfig, *, checkpoint_mode: str) -> str:
     """Return the options that reduce memory and are not used yet."""
     advice = [
         f"lower training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}",
-        "" if checkpoint_mode == "full" else f"set activation_checkpoint.mode={checkpoint_mode!r} to 'full'",
+        ""
+        if checkpoint_mode == "full"
+        else f"set activation_checkpoint.mode={checkpoint_mode!r} to 'full'",
         "" if training.logits_chunk_tokens else "set training.logits_chunk_tokens to 2048",
         "raise parallelism.data_parallel_shard_degree or tensor_parallel_degree",
         "" if training.cpu_offload else "set training.cpu_offload",
@@ -285,7 +293,9 @@ def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int, compile
     )
 
 
-def check_memory(estimated: MemoryEstimate, *, rank_bytes: float, message: str, compiled: bool) -> None:
+def check_memory(
+    estimated: MemoryEstimate, *, rank_bytes: float, message: str, compiled: bool
+) -> None:
     """Raise ValueError if a rank certainly needs more than `rank_bytes`; log a warning if it may.
 
     Certain are the bytes held between steps and, unless the model is compiled, a peak beyond the margin of error.
@@ -336,7 +346,9 @@ def _count_optimizer_bytes(
     """Return the bytes of the optimizer's state between steps, and of copies in its step."""
     stored, num_trained = _size(training.dtype), on_rank.shards(trained.values())
     # Adam keeps two running means, Muon one.
-    by_muon = [p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)]
+    by_muon = [
+        p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)
+    ]
     num_adam = num_trained - on_rank.shards(by_muon)
     copies = num_adam * stored if optimizer.implementation == "foreach" else 0
     if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
@@ -357,7 +369,11 @@ def _gathered(
     computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
     if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:
         # All parameters are cast at once.
-        return 0 if training.param_dtype == training.dtype else on_rank.gathered(named.values()) * computed
+        return (
+            0
+            if training.param_dtype == training.dtype
+            else on_rank.gathered(named.values()) * computed
+        )
     stays = reshard == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
     stays |= reshard == "default" and degrees.pp > 1
     num_layers = max(1, len(on_rank.layers))
@@ -412,20 +428,26 @@ def _activations_of_token(
     norm = FLOAT32 if model.norm_offset else itemsize
     if not on_gpu and (tp > 1 or model.norm_offset):
         norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
-    norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (queries + keys) * attention.qk_norm
+    norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (
+        queries + keys
+    ) * attention.qk_norm
     # Results of products, of rotation and attention (which a GPU gives copies of keys and values, for each query head
     # unless its kernel takes grouped heads), and of the feed-forward: gate and up, silu(gate), and their product.
     # Context parallelism gathers keys and values, unless it exchanges heads, which is not kept.
     cp = 1 if exchanges_heads else degrees.cp
     copied = keys if VARLEN_TAKES_GROUPED_HEADS and itemsize < FLOAT32 else queries
     core = 2 * queries + 2 * cp * copied if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
-    whole = norms + itemsize * (2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed)
+    whole = norms + itemsize * (
+        2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed
+    )
     block_input = itemsize * width / tp
     # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter has a result like
     # its layer.
     exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
     added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
-    results = itemsize * (2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added)
+    results = itemsize * (
+        2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added
+    )
     num_layers, every = len(blocks), checkpoint.selective_option
     ends = 4 * width * itemsize  # the embedding, and the last norm's input and result
     if checkpoint.mode == "none":

@@ -67,10 +67,14 @@ class InvariantKernels(ModelConverter):
     token_multiple = ROW_MULTIPLE
 
     def convert(self, model: nn.Module) -> None:
-        make_batch_invariant(model, spec=replace(self.spec, batch_invariant=True), device=self.device)
+        make_batch_invariant(
+            model, spec=replace(self.spec, batch_invariant=True), device=self.device
+        )
 
 
-def adapted(spec: ModelSpec, lora: LoRA.Config | None) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
+def adapted(
+    spec: ModelSpec, lora: LoRA.Config | None
+) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
     """Return spec and converters of a model with adapters, or of one with all parameters trained."""
     if lora is None:
         return spec, ()
@@ -160,7 +164,11 @@ class TrainedModels:
             raise UnsavedModelError(disk_reason(error)) from error
 
     def _write(
-        self, folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], *, description: Mapping[str, Any]
+        self,
+        folder: Path,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        *,
+        description: Mapping[str, Any],
     ) -> None:
         sums = {}
         for file, content in tensors.items():
@@ -231,10 +239,16 @@ class TrainedModels:
                 if name not in saved["files"]:
                     raise ModelError(f"the saved model has no {name}: it was saved to sample from")
                 if dataclasses.asdict(sum_of_file(file)) != saved["files"][name]:
-                    raise ModelError(f"the saved model's file {name} is damaged: its checksum is another one")
+                    raise ModelError(
+                        f"the saved model's file {name} is damaged: its checksum is another one"
+                    )
                 found[name] = load_file(file)
-                if {k: t.shape for k, t in found[name].items()} != {k: t.shape for k, t in present.items()}:
-                    raise ModelError(f"the saved model's file {name} has other tensors than the model")
+                if {k: t.shape for k, t in found[name].items()} != {
+                    k: t.shape for k, t in present.items()
+                }:
+                    raise ModelError(
+                        f"the saved model's file {name} has other tensors than the model"
+                    )
         except ModelError:
             raise
         except FileNotFoundError as error:
@@ -247,7 +261,9 @@ class TrainedModels:
 def check_config(config: TrainingEngine.Config) -> None:
     """Raise ValueError for options that several models cannot have."""
     if config.training.cpu_offload:
-        raise ValueError("training.cpu_offload=True: must be False, models share their base's memory")
+        raise ValueError(
+            "training.cpu_offload=True: must be False, models share their base's memory"
+        )
     if config.optimizer.early_step_in_backward:
         raise ValueError(
             "optimizer.early_step_in_backward=True: must be False, clients give the settings of a step after its "

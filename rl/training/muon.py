@@ -109,12 +109,18 @@ class Muon:
                 whole = (
                     update
                     if owner == rank and update is not None
-                    else torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter))
+                    else torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device=_device_of(parameter)
+                    )
                 )
                 if num_ranks > 1:
                     dist.broadcast(whole, group_src=owner, group=self.group)
                 self._apply(
-                    name, parameter, local_shard_of(whole, parameter), lr=lr, weight_decay=weight_decay
+                    name,
+                    parameter,
+                    local_shard_of(whole, parameter),
+                    lr=lr,
+                    weight_decay=weight_decay,
                 )
 
     def _apply(

@@ -73,7 +73,11 @@ class Optimizer(Configurable):
         if config.name == "Muon":
             matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
             self.muon = Muon(
-                config=config.muon, parameters=matrices, adapter=adapter, group=group, rounding=self.rounding
+                config=config.muon,
+                parameters=matrices,
+                adapter=adapter,
+                group=group,
+                rounding=self.rounding,
             )
             parameters = {name: p for name, p in parameters.items() if name not in matrices}
         self._rounded = {p: name for name, p in parameters.items() if p.dtype == torch.bfloat16}
@@ -119,7 +123,9 @@ class Optimizer(Configurable):
             group.update(settings)
         if self.muon is not None:
             self.muon.step(
-                lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
+                lr=settings["lr"],
+                weight_decay=settings["weight_decay"],
+                momentum=settings["momentum"],
             )
         if not self._rounded:
             self.inner.step()  # Last, so that its hooks find every parameter stepped.
@@ -128,7 +134,9 @@ class Optimizer(Configurable):
         for parameter in group["params"]:
             self._step_alone(parameter)
 
-    def step_one(self, parameter: nn.Parameter, settings: dict[str, Any], *, version: int = 0) -> None:
+    def step_one(
+        self, parameter: nn.Parameter, settings: dict[str, Any], *, version: int = 0
+    ) -> None:
         """Update one parameter as `step` would; not with Muon."""
         self.rounding.version = version
         (group,) = self.inner.param_groups

@@ -120,7 +120,9 @@ class Policy:
         if mesh is not None and (axis := pipeline_axis(mesh)) is not None:
             plan = plan_stages(parallelism, module_names(spec.model))
             self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
-        seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
+        seed_everything(
+            training.seed, offset=self.data_rank.index, deterministic=training.deterministic
+        )
         self.whole = self._convert_model()
         """The whole model; what only other ranks of a pipeline have stays on the meta device."""
         self.model = self.whole
@@ -131,7 +133,9 @@ class Policy:
         """This rank's shards by name, including frozen ones."""
         # A router would count a shared prompt only once for the balance of experts.
         splits_keys = self.context is not None and not parallelism.exchanges_heads
-        self._shares_prompts = training.share_prompts and not (spec.model.has_experts or splits_keys)
+        self._shares_prompts = training.share_prompts and not (
+            spec.model.has_experts or splits_keys
+        )
         if print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
 
@@ -220,7 +224,9 @@ class Policy:
         self.loaded_from = str(folder.path.expanduser().absolute())
         self.converters.weights_loaded(self.model, fresh=True)
 
-    def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
+    def export_hf(
+        self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None
+    ) -> None:
         """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers."""
         adapter = self.spec.adapter(self.spec.model)
         # An absent buffer is read as zero, and other programs know the model only without it.
@@ -229,7 +235,12 @@ class Policy:
         with self._gathering(tensors) as writes:
             if writes:
                 write_hf_folder(
-                    folder, tensors, adapter, dtype=dtype, buffers=buffers, tokenizer_from=tokenizer_from
+                    folder,
+                    tensors,
+                    adapter,
+                    dtype=dtype,
+                    buffers=buffers,
+                    tokenizer_from=tokenizer_from,
                 )
 
     def save_adapter(self, folder: str | Path) -> None:
@@ -238,7 +249,11 @@ class Policy:
         with self._gathering(factors) as writes:
             if writes:
                 write_peft_folder(
-                    folder, factors, rank=config.rank, alpha=config.alpha, base_model=self.base_model
+                    folder,
+                    factors,
+                    rank=config.rank,
+                    alpha=config.alpha,
+                    base_model=self.base_model,
                 )
                 if self.base_model is None:
                     logger.warning(
@@ -302,7 +317,9 @@ class Policy:
         max_sequences, of_pipeline = self.training.max_sequences_per_microbatch, {}
         if self.pipeline is not None:
             own_limit = self.pipeline.config.pipeline_parallel_microbatch_size
-            max_sequences = min((n for n in (max_sequences, own_limit) if n is not None), default=None)
+            max_sequences = min(
+                (n for n in (max_sequences, own_limit) if n is not None), default=None
+            )
             of_pipeline = {"num_allowed": self.pipeline.num_allowed}
         with span("pack"):
             return pack(
@@ -345,8 +362,12 @@ class Policy:
         dtype = self._options.param_dtype
         if self.pipeline is not None:
             assert self.mesh is not None
-            num_tokens = batches[0].input_ids.numel() // (self.mesh[CP].size() * self.mesh[TP].size())
-            hidden = partial(torch.empty, num_tokens, self.spec.model.dim, dtype=dtype, device="meta")
+            num_tokens = batches[0].input_ids.numel() // (
+                self.mesh[CP].size() * self.mesh[TP].size()
+            )
+            hidden = partial(
+                torch.empty, num_tokens, self.spec.model.dim, dtype=dtype, device="meta"
+            )
             self.pipeline.run(batches, prepared, read, hidden=hidden, backward=backward)
             return
         for batch, ids, options in map(prepared, batches):
@@ -366,11 +387,17 @@ class Policy:
         if self.context is None:
             # Batch-invariant products need whole tiles of rows.
             is_part = (
-                of_loss and row_multiple(self.spec) == 1 and len(batch.loss_rows) < batch.input_ids.numel()
+                of_loss
+                and row_multiple(self.spec) == 1
+                and len(batch.loss_rows) < batch.input_ids.numel()
             )
             rows = batch.loss_rows if is_part else None
             head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
-            return batch.input_ids, {"positions": batch.positions, "sequences": batch.sequences, "head": head}
+            return batch.input_ids, {
+                "positions": batch.positions,
+                "sequences": batch.sequences,
+                "head": head,
+            }
         context, num_tokens = self.context, batch.input_ids.numel()
         mine_t = to_device(context.token_indices(num_tokens), self.device)
         share = batch.sequences
@@ -380,7 +407,9 @@ class Policy:
         places_T = to_device(context.places(num_tokens), self.device)
 
         def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
-            return tuple(context.gather(value_t, places_T) for value_t in own_head(hidden_tE, weight_VE))
+            return tuple(
+                context.gather(value_t, places_T) for value_t in own_head(hidden_tE, weight_VE)
+            )
 
         options = {"positions": batch.positions[mine_t], "sequences": share, "head": gathering_head}
         return batch.input_ids[mine_t], options

@@ -31,7 +31,9 @@ def pack_random_states(states: Mapping[str, Any]) -> bytes:
     tensors = {"python": torch.tensor(numbers, dtype=torch.int64)}
     if gauss is not None:
         tensors["python.gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    if isinstance(states.get("numpy"), tuple):  # numpy's own generator, and no other that somebody set
+    if isinstance(
+        states.get("numpy"), tuple
+    ):  # numpy's own generator, and no other that somebody set
         _, keys, place, has_gauss, cached = states["numpy"]
         tensors["numpy"] = torch.tensor([*keys.tolist(), place, has_gauss], dtype=torch.int64)
         tensors["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64)
@@ -44,7 +46,15 @@ def read_random_states(file: Path) -> dict[str, Any] | None:
         return None
     try:
         return _states(load_file(file))
-    except (KeyError, OSError, OverflowError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+    except (
+        KeyError,
+        OSError,
+        OverflowError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"checkpoint file {file} has no random states: {error}") from error
 
 
@@ -54,7 +64,9 @@ def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if state.dtype != torch.uint8 or state.dim() != 1:
             raise ValueError(f"tensor {name} is not a list of bytes")
     if "torch" in states:
-        torch.Generator().set_state(states["torch"])  # raises RuntimeError for bytes that are no state
+        torch.Generator().set_state(
+            states["torch"]
+        )  # raises RuntimeError for bytes that are no state
     gauss = tensors["python.gauss"].item() if "python.gauss" in tensors else None
     states["python"] = (_PYTHON, tuple(_integers(tensors, "python")), gauss)
     random.Random().setstate(states["python"])  # raises ValueError for numbers that are no state

@@ -47,4 +47,6 @@ class ReferencePolicy:
             self.policy.release()
         # Only the last stage of a pipeline has found any, and only there a loss is computed.
         of_batch = zip(batches, found, strict=True) if found else ()
-        return [replace(batch, reference_logprobs=logprobs_T) for batch, logprobs_T in of_batch] or [*batches]
+        return [
+            replace(batch, reference_logprobs=logprobs_T) for batch, logprobs_T in of_batch
+        ] or [*batches]

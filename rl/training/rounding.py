@@ -47,7 +47,9 @@ class Rounding:
         local = rows_of(parameter)
         if not local.numel():
             return
-        digest = hashlib.blake2b(f"{self.seed} {self.version} {name}".encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(
+            f"{self.seed} {self.version} {name}".encode(), digest_size=4
+        ).digest()
         rows_R, columns_C = _places(parameter)
         # An odd factor, the golden ratio's, spreads the columns before they are mixed with the row.
         columns_C = columns_C * -1640531535
@@ -57,7 +59,9 @@ class Rounding:
             rows = slice(start, start + num_rows)
             yield rows, _mix(keys_R[rows, None] + columns_C)
 
-    def store_weights(self, parameter: nn.Parameter, rows: slice, wide_rC: Tensor, bits_rC: Tensor) -> None:
+    def store_weights(
+        self, parameter: nn.Parameter, rows: slice, wide_rC: Tensor, bits_rC: Tensor
+    ) -> None:
         """Round new weights into the parameter, and count what was lost."""
         stored_rC = rows_of(parameter)[rows]
         before_rC = stored_rC.float()
@@ -65,7 +69,10 @@ class Rounding:
         # A weight moves towards its new value or beyond, never the other way, and only if it has an update.
         sums = []
         for differences_rC in (wide_rC - before_rC, stored_rC.float() - before_rC):
-            sums += [torch.count_nonzero(differences_rC), torch.linalg.vector_norm(differences_rC, ord=1)]
+            sums += [
+                torch.count_nonzero(differences_rC),
+                torch.linalg.vector_norm(differences_rC, ord=1),
+            ]
         total = torch.stack([x.double() for x in sums])
         self._sums[parameter] = total + self._sums.get(parameter, 0.0)
 
@@ -90,7 +97,11 @@ class Rounding:
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a view [R, C] of this rank's part."""
     local = local_tensor(unwrapped(tensor.detach()))
-    return local.view(-1, local.size(-1) if local.ndim else 1) if local.numel() else local.new_empty(0, 1)
+    return (
+        local.view(-1, local.size(-1) if local.ndim else 1)
+        if local.numel()
+        else local.new_empty(0, 1)
+    )
 
 
 def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
@@ -114,9 +125,13 @@ def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         return place, place
     indices = []
     for dim, size in enumerate(shape):
-        along = torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        along = (
+            torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        )
         mine = local_shard_of(along, parameter)
-        indices.append(mine[tuple(slice(None) if other == dim else 0 for other in range(len(shape)))])
+        indices.append(
+            mine[tuple(slice(None) if other == dim else 0 for other in range(len(shape)))]
+        )
     rows_R = torch.zeros(1, dtype=torch.int64, device=device)
     for size, index in zip(shape[:-1], indices[:-1], strict=True):
         rows_R = (rows_R[:, None] * size + index).flatten()

@@ -80,7 +80,9 @@ class TrainerSleep:
             self._moved.pop()
             moved_bytes += host.nbytes
         if self.asleep:
-            logger.info("awake: %.3g GB back in %.2f s", moved_bytes / 1e9, time.perf_counter() - started)
+            logger.info(
+                "awake: %.3g GB back in %.2f s", moved_bytes / 1e9, time.perf_counter() - started
+            )
         self.asleep = False
         return moved_bytes
 

@@ -32,7 +32,9 @@ class TokenValues:
         self._mesh = mesh
         self._device = device
         indices = range(len(samples)) if wanted is None else wanted
-        self._values = {index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices}
+        self._values = {
+            index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices
+        }
         self._added: list[tuple[PackedBatch, Tensor]] = []
         """Micro-batches with their values, which stay on the device so that the next one need not wait."""
 
@@ -55,7 +57,9 @@ class TokenValues:
         if self._mesh is None:
             return arrays
         # One data-parallel rank computed each token; on the others it is 0.
-        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(self._device)
+        summed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(
+            self._device
+        )
         dist.all_reduce(summed)
         parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]

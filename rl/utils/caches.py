@@ -87,7 +87,10 @@ def find_fault(folder: Path) -> str | None:
     try:
         absolute = folder.expanduser().absolute()
         paths = (*_links_to(absolute), absolute.resolve())
-    except (OSError, RuntimeError) as error:  # closed to this user, an unknown ~user, a circle of links
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # closed to this user, an unknown ~user, a circle of links
         return str(error)
     trusted = _trusted_users()
     for path in paths:

@@ -126,7 +126,9 @@ def _end_descendants() -> None:
     """Kill all descendants, also those that a killed one leaves behind, and wait until they are gone."""
     until = time.monotonic() + END_S
     while time.monotonic() < until:
-        left = psutil.Process().children(recursive=True)  # without zombies, which `_reap` forgets at once
+        left = psutil.Process().children(
+            recursive=True
+        )  # without zombies, which `_reap` forgets at once
         if not left:
             return
         for process in left:

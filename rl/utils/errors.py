@@ -64,7 +64,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UnwrittenError(f"{path} was not written, its previous content is intact: {reason}") from error
+        raise UnwrittenError(
+            f"{path} was not written, its previous content is intact: {reason}"
+        ) from error
 
 
 @contextmanager
@@ -75,7 +77,9 @@ def optional_write(path: Path) -> Iterator[None]:
     except OSError as error:
         is_new = path not in _FAILING
         _FAILING.add(path)
-        if is_new:  # the path may be that of the log, which then refuses the warning too, or takes it
+        if (
+            is_new
+        ):  # the path may be that of the log, which then refuses the warning too, or takes it
             logger.warning("%s was not written: %s; the run goes on", path, error.strerror or error)
             _FAILING.add(path)
     else:

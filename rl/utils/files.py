@@ -90,7 +90,9 @@ def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders in `parent` whose process was killed."""
     for lock_file in parent.glob(f".*.{'[0-9a-f]' * 32}{_BEING_WRITTEN}{LOCK}"):
         with suppress(OSError, Timeout), FileLock(lock_file, blocking=False):
-            shutil.rmtree(lock_file.with_name(lock_file.name.removesuffix(LOCK)), ignore_errors=True)
+            shutil.rmtree(
+                lock_file.with_name(lock_file.name.removesuffix(LOCK)), ignore_errors=True
+            )
             lock_file.unlink()
 
 
@@ -236,7 +238,9 @@ def parse_json(text: str | bytes) -> Any:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         contents = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [inner for content in contents for inner in content if isinstance(inner, dict | list)]
+        level = [
+            inner for content in contents for inner in content if isinstance(inner, dict | list)
+        ]
     if level:
         raise ValueError(too_deep)
     return value

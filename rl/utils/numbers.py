@@ -71,7 +71,9 @@ _UNFINISHED = re.compile(r"(?:[\s.,'\u2019_\\{}/+~-]|\\[!:;])*(?:[eE][-+]?)?")
 
 def with_ascii_digits(text: str) -> str:
     """Return the text with ASCII digits, minus signs and decimal points."""
-    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS))
+    return _OTHER_DIGIT.sub(
+        lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS)
+    )
 
 
 def find_numbers(text: str) -> list[str]:
@@ -95,7 +97,11 @@ def number_value(text: str) -> Fraction | None:
     if len(text) > MAX_CHARS:
         return None
     match = _NUMBER.fullmatch(_ALONE.sub("", _plain(text.strip().removesuffix("."))))
-    if match is None or re.match("0[0-9]", match["magnitude"]) or _has_decimal_comma(match["magnitude"]):
+    if (
+        match is None
+        or re.match("0[0-9]", match["magnitude"])
+        or _has_decimal_comma(match["magnitude"])
+    ):
         return None
     try:
         whole, _, divisor = _written(match).partition("/")

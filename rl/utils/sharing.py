@@ -136,7 +136,9 @@ def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an object of any other class, or the object itself if that fails."""
     num_before = len(memo)
     try:
-        return copy.deepcopy(value, memo) if hasattr(value, "__deepcopy__") else _rebuild(value, memo)
+        return (
+            copy.deepcopy(value, memo) if hasattr(value, "__deepcopy__") else _rebuild(value, memo)
+        )
     except Exception:  # noqa: BLE001  (code of a user's class)
         while len(memo) > num_before:
             memo.popitem()  # The latest entries are parts of a copy that nobody gets.
@@ -183,5 +185,7 @@ def _is_shared(value: Any) -> bool:
         return not (value.flags.writeable or value.dtype.hasobject)
     if isinstance(value, (type, Enum, np.number, np.bool_)):
         return True
-    is_resource = any(hasattr(kind, name) for name in ("close", "aclose", "__enter__", "__aenter__"))
+    is_resource = any(
+        hasattr(kind, name) for name in ("close", "aclose", "__enter__", "__aenter__")
+    )
     return is_resource or kind.__module__.partition(".")[0] in _WAITING

@@ -29,7 +29,9 @@ def handling_end_signals(
     ask for a faster end.
     """
     before = {number: signal.getsignal(number) for number in END_SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {
+        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
+    }
     if threading.current_thread() is not threading.main_thread():
         before.clear()
     last: tuple[int, float] | None = None

@@ -68,7 +68,9 @@ class WorkerThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -156,7 +158,9 @@ class BackgroundWriter:
         return not self._hangs
 
 
-async def until_event(event: asyncio.Event, work: Coroutine[Any, Any, None], *, grace_s: float = 0.0) -> None:
+async def until_event(
+    event: asyncio.Event, work: Coroutine[Any, Any, None], *, grace_s: float = 0.0
+) -> None:
     """Wait for a coroutine, after the event only for `grace_s` more, and cancel it then."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:

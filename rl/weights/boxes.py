@@ -122,7 +122,9 @@ def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
     return parts
 
 
-def _box(offsets: Iterable[int], *, global_shape: Iterable[int], local_shape: Iterable[int]) -> TensorSlice:
+def _box(
+    offsets: Iterable[int], *, global_shape: Iterable[int], local_shape: Iterable[int]
+) -> TensorSlice:
     """Return a box without coordinates on a mesh."""
     return TensorSlice(tuple(offsets), (), tuple(global_shape), tuple(local_shape), ())
 
@@ -144,7 +146,11 @@ def _check_is_box(name: str, placements: Sequence[Placement], mesh_shape: Sequen
 
 
 def outgoing_parts(
-    state_dict: Mapping[str, Tensor], *, dtype: torch.dtype, buffer_names: Collection[str], rank: int = 0
+    state_dict: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    buffer_names: Collection[str],
+    rank: int = 0,
 ) -> list[Part]:
     """Return the boxes that this rank sends, with the dtypes to send them in.
 
@@ -342,7 +348,9 @@ class _GPUCopier:
 
     def run(self, copies: Sequence[Copy], *, stop: threading.Event) -> Sums:
         """Make the copies that involve the GPU and wait for them; return their checksums."""
-        torch.cuda.set_device(self._device)  # Else leaving the stream would open a context on GPU 0.
+        torch.cuda.set_device(
+            self._device
+        )  # Else leaving the stream would open a context on GPU 0.
         torch.cuda.synchronize()  # Weights are computed on any stream: vLLM has its own.
         self._stream = self._stream or torch.cuda.Stream()
         try:
@@ -354,7 +362,9 @@ class _GPUCopier:
             self._stream.synchronize()  # After an error too, nothing is written once this returns.
         return list(zip(queued, sums, strict=True))
 
-    def _queue(self, copies: Sequence[Copy], *, stop: threading.Event) -> Iterator[tuple[int, Tensor]]:
+    def _queue(
+        self, copies: Sequence[Copy], *, stop: threading.Event
+    ) -> Iterator[tuple[int, Tensor]]:
         """Queue the copies; yield the number of each and its checksum, [] int64 on the GPU."""
         for i, copy in enumerate(copies):
             if copy.device is None or stop.is_set():
@@ -366,7 +376,9 @@ class _GPUCopier:
                 destination.copy_(sent, non_blocking=True)
             else:
                 for piece in pieces_of(destination, max_bytes=GPU_PIECE_BYTES):
-                    destination[piece].copy_(whole_rows(sent[piece], device=self._device), non_blocking=True)
+                    destination[piece].copy_(
+                        whole_rows(sent[piece], device=self._device), non_blocking=True
+                    )
             summed = destination if destination.is_cuda else sent
             box = copy.part.box
             yield i, queue_checksum(summed, global_shape=box.global_shape, offsets=box.offsets)

@@ -36,7 +36,9 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
     if tensor.numel() == 0:
         return 0
     if tensor.device.type != "cpu":
-        return int(queue_checksum(tensor, global_shape=global_shape, offsets=offsets).item()) % 2**64
+        return (
+            int(queue_checksum(tensor, global_shape=global_shape, offsets=offsets).item()) % 2**64
+        )
     bits_RC = _bits(tensor)
     num_rows, num_columns = bits_RC.shape
     stride = bits_RC.stride(0)
@@ -46,7 +48,9 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
     return int(_compiled_loop()(memory, stride, rows, columns))
 
 
-def queue_checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+def queue_checksum(
+    tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]
+) -> Tensor:
     """Return the checksum as a signed integer, [] int64 on the tensor's device, without waiting for a GPU."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
@@ -89,13 +93,17 @@ def _weights(
 
 @lru_cache(maxsize=256)
 def _weights_on(
-    device: torch.device, shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int], size: int
+    device: torch.device,
+    shape: Sequence[int],
+    global_shape: Sequence[int],
+    offsets: Sequence[int],
+    size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return `_weights` as int64 on a device; layers of one shape and later versions share them."""
     rows, columns = _weights(shape, global_shape, offsets, size)
-    return torch.from_numpy(rows.view(np.int64)).to(device), torch.from_numpy(columns.astype(np.int64)).to(
-        device
-    )
+    return torch.from_numpy(rows.view(np.int64)).to(device), torch.from_numpy(
+        columns.astype(np.int64)
+    ).to(device)
 
 
 def _row_weights(rows: np.ndarray) -> np.ndarray:
@@ -127,7 +135,9 @@ def _compiled_loop() -> Callable[[np.ndarray, int, np.ndarray, np.ndarray], int]
     return numba.njit(nogil=True, cache=True)(_sum_rows)
 
 
-def _sum_rows(bits: np.ndarray, stride: int, row_weights: np.ndarray, column_weights: np.ndarray) -> int:
+def _sum_rows(
+    bits: np.ndarray, stride: int, row_weights: np.ndarray, column_weights: np.ndarray
+) -> int:
     """Return the weighted sum of rows that are `stride` elements apart in `bits`."""
     total = np.uint64(0)
     for r in range(len(row_weights)):
@@ -152,7 +162,9 @@ def box_sum(name: str, box: TensorSlice, *, dtype: torch.dtype, value: int) -> B
     )
 
 
-def check_sums(*, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, Sequence[BoxSum]]) -> None:
+def check_sums(
+    *, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, Sequence[BoxSum]]
+) -> None:
     """Compare the checksums that the trainer's ranks sent with the checksums that each generator holds.
 
     Args:

@@ -132,7 +132,9 @@ class SegmentPool:
         self._free: list[Segment] = []
         self._is_checked = False
 
-    def take(self, version: int, num_bytes: int, *, num_versions: int) -> tuple[Segment, SegmentRef]:
+    def take(
+        self, version: int, num_bytes: int, *, num_versions: int
+    ) -> tuple[Segment, SegmentRef]:
         """Return a free segment of this size that is unread, or a new one; first check that all versions have room."""
         if not self._is_checked and num_bytes * num_versions > free_memory():
             raise SharedMemoryError(
@@ -186,7 +188,9 @@ class Volume(StorageVolume):
         self, version: int, parts: Sequence[PackedPart], num_bytes: int, num_versions: int
     ) -> SegmentRef:
         """Reserve shared memory for one rank's boxes, which the rank then fills."""
-        all_boxes = [(self.store.kv.setdefault(key_of(version, part.name), {}), part) for part in parts]
+        all_boxes = [
+            (self.store.kv.setdefault(key_of(version, part.name), {}), part) for part in parts
+        ]
         if any(part.box.offsets in boxes for boxes, part in all_boxes):
             raise VersionExistsError(
                 f"version {version} is already pushed: push a new one, or delete this one"
@@ -210,7 +214,9 @@ class Volume(StorageVolume):
         for offsets, part in wanted:
             stored = self.store.kv.get(key_of(version, part.name), {}).get(offsets)
             if stored is None:
-                raise VersionNotFoundError(f"version {version} was deleted while it was being pulled")
+                raise VersionNotFoundError(
+                    f"version {version} was deleted while it was being pulled"
+                )
             part.view(flat).copy_(within_box(stored["tensor"], stored["slice"], part.box))
         return message
 
@@ -299,7 +305,9 @@ class SegmentMaps:
             self._maps[key].last_used = self._num_operations
             yield self._maps[key].data
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
+            fcntl.flock(
+                descriptor, fcntl.LOCK_UN
+            )  # the mapping keeps a duplicate of the descriptor
             os.close(descriptor)
 
     async def prepare(self, ref: SegmentRef, *, device: torch.device) -> None:

@@ -120,7 +120,9 @@ class WeightStore(Configurable):
             check_bounds(self, "timeout_s", above=0)
             check_bounds(self, "keep_versions", "num_threads", at_least=1)
 
-    def __init__(self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None) -> None:
+    def __init__(
+        self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None
+    ) -> None:
         """`dtype` is the generators': floating-point parameters are cast to it when they are pushed."""
         self.config = config
         self.dtype = dtype
@@ -240,10 +242,14 @@ class WeightStore(Configurable):
     def snapshot(self, version: int) -> Snapshot:
         """Return a readable version, or raise VersionNotFoundError; controller only."""
         if version not in self._snapshots:
-            raise VersionNotFoundError(f"version {version} is not in the store; there are {self.versions()}")
+            raise VersionNotFoundError(
+                f"version {version} is not in the store; there are {self.versions()}"
+            )
         return self._snapshots[version]
 
-    async def pull(self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]) -> tuple[BoxSum, ...]:
+    async def pull(
+        self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]
+    ) -> tuple[BoxSum, ...]:
         """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is then there.
 
         Names and shapes are checked before anything is written. If the transfer fails, some tensors are
@@ -258,7 +264,9 @@ class WeightStore(Configurable):
         reads = plan_reads(version, parts_of(state_dict), [shard.parts for shard in shards])
         self._maps.begin_operation()
         async with self._operation("pull", version, len(state_dict)):
-            sums = await _gather_all(self._fetch(shards[number], some) for number, some in reads.items())
+            sums = await _gather_all(
+                self._fetch(shards[number], some) for number, some in reads.items()
+            )
         return tuple(itertools.chain.from_iterable(sums))
 
     async def _fetch(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
@@ -271,13 +279,17 @@ class WeightStore(Configurable):
         if self.config.transport == "auto" and place.host == this_host():
             with self._maps.holding(place) as memory:
                 await self._maps.prepare(place, device=reads[0].part.local.device)
-                return await self._receive(reads, [read.within(read.stored.view(memory)) for read in reads])
+                return await self._receive(
+                    reads, [read.within(read.stored.view(memory)) for read in reads]
+                )
         if _has_rdma():
             return await self._fetch_by_rdma(shard, reads)
         sums: list[BoxSum] = []
         for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
             packed, size = lay_out([read.part for read in batch])
-            wanted = [(read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)]
+            wanted = [
+                (read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)
+            ]
             message = await self._volume(shard.rank).read.call_one(shard.version, wanted, size)
             flat = torch.from_numpy(message)
             sums += await self._receive(batch, [part.view(flat) for part in packed])
@@ -308,7 +320,9 @@ class WeightStore(Configurable):
         async with self._operation("delete", version):
             if self._folder is not None:
                 files = self._folder / f"v{version}"
-                await run_aside(partial(shutil.rmtree, files, ignore_errors=True), name="weight-files")
+                await run_aside(
+                    partial(shutil.rmtree, files, ignore_errors=True), name="weight-files"
+                )
             elif self._volumes is not None:
                 await self._volumes.drop.call(version)
 
@@ -403,5 +417,7 @@ async def _gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 def _has_rdma() -> bool:
     """Return whether torchstore uses RDMA on this machine; TORCHSTORE_RDMA_ENABLED=0 switches it off."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torchstore calls a renamed function of Monarch
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # torchstore calls a renamed function of Monarch
         return rdma_available()

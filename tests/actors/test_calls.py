@@ -34,7 +34,9 @@ def group(meshes, tmp_path_factory):
     logs = LogSettings(folder=tmp_path_factory.mktemp("logs"), console_level="WARNING")
     role = meshes.spawn_role("trainer", num_procs=2, logs=logs)
     actors = role.mesh.spawn("answerer", Answerer)
-    return ActorGroup(name="trainer", mesh=actors, timeouts=Timeouts(train_s=30), processes=role.local)
+    return ActorGroup(
+        name="trainer", mesh=actors, timeouts=Timeouts(train_s=30), processes=role.local
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,9 @@ def test_timeout_names_call_and_deadline_and_the_stacks_of_its_role_can_be_asked
 
 @pytest.mark.medium
 def test_endpoint_error_has_its_remote_traceback_and_a_run_error_is_raised_unchanged(called):
-    with pytest.raises(ActorCallError, match=r"(?s)trainer\.raise_on_rank_1 failed:.*KeyError: 'missing'"):
+    with pytest.raises(
+        ActorCallError, match=r"(?s)trainer\.raise_on_rank_1 failed:.*KeyError: 'missing'"
+    ):
         called("raise_on_rank_1", False)
     with pytest.raises(RunError, match=r"^here: no good$") as raised:
         called("raise_on_rank_1", True)

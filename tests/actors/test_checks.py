@@ -132,7 +132,11 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
 )  # fmt: skip
 def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, says):
     machine = Machine(
-        num_gpus=8, gpu_bytes=80 * 10**9, gpu_capability=capability, num_cores=8, memory_bytes=10**12
+        num_gpus=8,
+        gpu_bytes=80 * 10**9,
+        gpu_capability=capability,
+        num_cores=8,
+        memory_bytes=10**12,
     )
     config = fit_to_devices(rebuild(base(), edits), num_gpus=8)
     assert config.model is not None
@@ -151,10 +155,15 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     config.trainer.compile.enable = False
     # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values: 131 GB.
     (fault,) = memory_faults(config, memory_bytes=130 * 10**9)
-    assert re.search(r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*has 130 GB and no GPU", fault)
+    assert re.search(
+        r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*has 130 GB and no GPU", fault
+    )
     assert config.model is not None
     need = estimate_memory(
-        config.trainer, spec=config.model, degrees=config.trainer.parallelism.degrees(4), on_gpu=False
+        config.trainer,
+        spec=config.model,
+        degrees=config.trainer.parallelism.degrees(4),
+        on_gpu=False,
     )
     assert 4 * need.held == pytest.approx(131e9, rel=0.01)
     assert memory_faults(config, memory_bytes=4 * need.total) == []

@@ -61,7 +61,9 @@ def test_calls_without_a_seed_draw_other_numbers_on_every_replica(running):
     router, sampling = running.router, SamplingParams(max_tokens=12)
 
     async def draw():
-        calls = await asyncio.gather(*(router.generate(TOKENS[:1], sampling=sampling) for _ in range(8)))
+        calls = await asyncio.gather(
+            *(router.generate(TOKENS[:1], sampling=sampling) for _ in range(8))
+        )
         return {tuple(completion.token_ids) for ((completion,),) in calls}
 
     assert len(running.run(draw())) == 8
@@ -87,7 +89,9 @@ def test_damaged_checkpoint_is_reported_through_the_actors_and_not_loaded(runnin
     content = bytearray(tensors.read_bytes())
     content[len(content) // 2] ^= 1
     tensors.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=rf"{tensors} is corrupted: its checksum differs"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"{tensors} is corrupted: its checksum differs"
+    ):
         running.run(running.trainer.load_checkpoint(str(folder)))
     assert_equal_bits(running.run(running.trainer.compute_logprobs(samples)), before)
 
@@ -97,14 +101,20 @@ def test_damaged_checkpoint_is_reported_through_the_actors_and_not_loaded(runnin
     [
         ("stale", WeightParityError, r"version \d: generator 'generator_0' holds other bits in "),
         # The checksums are right; the logprobs are those of the previous weights.
-        ("aside", LogprobParityError, r"version \d generator_0 differs from the trainer by .* nats a token"),
+        (
+            "aside",
+            LogprobParityError,
+            r"version \d generator_0 differs from the trainer by .* nats a token",
+        ),
     ],
 )
 def test_generator_that_does_not_use_the_pushed_weights_is_not_served(running, how, error, says):
     store = running.cluster.store
     served = store.snapshot(store.versions()[-1])
     running.run(running.train())
-    running.run(running.pool.members[0].call("misuse_next_pull", served if how == "stale" else None))
+    running.run(
+        running.pool.members[0].call("misuse_next_pull", served if how == "stale" else None)
+    )
     with pytest.raises(error, match=says):
         running.run(running.publish())
     running.run(running.train())
@@ -128,7 +138,12 @@ def test_aborted_completion_continues_under_next_version(running):
         begun = await drawing
         await running.train()
         new = await running.publish()
-        return num_ended, begun, await router.generate(TOKENS, sampling=sampling, begun=begun), (old, new)
+        return (
+            num_ended,
+            begun,
+            await router.generate(TOKENS, sampling=sampling, begun=begun),
+            (old, new),
+        )
 
     num_ended, begun, made, (old, new) = running.run(steps())
     assert num_ended == 2 * len(TOKENS)
@@ -207,7 +222,11 @@ def test_generator_killed_while_generating_loses_no_token(running):
 def test_unanswered_rollouts_of_a_killed_reward_process_are_scored_again(running, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     rewarder = RewardClient(running.cluster.reward, num_procs=2)
-    hanging = [replied("x", sample=0), replied(f"hang {tmp_path}", sample=1), replied("x", sample=2)]
+    hanging = [
+        replied("x", sample=0),
+        replied(f"hang {tmp_path}", sample=1),
+        replied("x", sample=2),
+    ]
     plain = [replied("x", sample=i) for i in range(3)]
 
     async def steps():
@@ -220,11 +239,15 @@ def test_unanswered_rollouts_of_a_killed_reward_process_are_scored_again(running
 
     before, scores, after = running.run(steps())
     assert [[score.reward for score in of] for of in scores] == [[0, 1, 2]] * 2
-    assert not {p.pid for p in before.processes.values()} & {p.pid for p in after.processes.values()}
+    assert not {p.pid for p in before.processes.values()} & {
+        p.pid for p in after.processes.values()
+    }
     assert running.lost() == ["reward"]
 
 
-def test_trainer_with_a_rank_lost_in_forward_backward_continues_from_its_checkpoint(running, tmp_path):
+def test_trainer_with_a_rank_lost_in_forward_backward_continues_from_its_checkpoint(
+    running, tmp_path
+):
     generators = [processes(member)[0].pid for member in running.pool.members]
     before = processes(running.cluster.trainer)
 

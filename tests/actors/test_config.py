@@ -83,7 +83,11 @@ def test_resolved_config_is_printed_if_asked_for(tmp_path, capsys):
     for asked in (True, False):
         source = resolve("tests.support.faulty_configs", "short")
         config: Any = source.config
-        config.dump_folder, config.name, config.print_config = str(tmp_path), f"printed-{asked}", asked
+        config.dump_folder, config.name, config.print_config = (
+            str(tmp_path),
+            f"printed-{asked}",
+            asked,
+        )
         with checked_run(config, source=source):
             pass
         before, _, _ = capsys.readouterr().out.partition("run folder: ")

@@ -31,7 +31,10 @@ class SilentMesh:
 
 def group(*processes: ProcessId) -> ActorGroup:
     return ActorGroup(
-        name="generator", mesh=SilentMesh(), timeouts=Timeouts(), processes=dict(enumerate(processes))
+        name="generator",
+        mesh=SilentMesh(),
+        timeouts=Timeouts(),
+        processes=dict(enumerate(processes)),
     )
 
 
@@ -73,7 +76,8 @@ def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):
 
     async def wait() -> None:
         calls = [
-            asyncio.ensure_future(group(*own).call("generate")) for own in (PROCESSES[:2], PROCESSES[2:])
+            asyncio.ensure_future(group(*own).call("generate"))
+            for own in (PROCESSES[:2], PROCESSES[2:])
         ]
         await asyncio.sleep(1)
         dead.add(PROCESSES[1])

@@ -31,7 +31,9 @@ class Group:
     weights: int | None = None
     num_pulls: int = 0
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **options: Any) -> list[Any]:
+    async def call(
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **options: Any
+    ) -> list[Any]:
         self.log.append(f"{self.name}.{endpoint}")
         if endpoint in ("sleep", "wake"):
             assert self.awake == (endpoint == "sleep")
@@ -49,7 +51,9 @@ class Group:
 
 
 def sum_of(value: int) -> BoxSum:
-    return BoxSum(name="w", dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), value=value)
+    return BoxSum(
+        name="w", dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), value=value
+    )
 
 
 def snapshot(version: int) -> Snapshot:
@@ -96,11 +100,15 @@ def test_devices_change_sides_once_per_phase():
 def test_second_pull_with_other_bits_names_generator_tensor_and_version():
     async def main() -> list[str]:
         lock, log = make(num_generators=2, corrupt_pull=2)
-        await asyncio.gather(*(g.call("pull_model_state_dict", snapshot(7)) for g in lock.generators))
+        await asyncio.gather(
+            *(g.call("pull_model_state_dict", snapshot(7)) for g in lock.generators)
+        )
         await lock.trainer.call("save_checkpoint")
         log.clear()
         # The generators slept since their pull, and pull the same version again.
-        with pytest.raises(WeightParityError, match=r"version 7: generator 'g1' holds other bits in 'w'"):
+        with pytest.raises(
+            WeightParityError, match=r"version 7: generator 'g1' holds other bits in 'w'"
+        ):
             await lock.generators[0].call("generate")
         return log
 

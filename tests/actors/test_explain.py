@@ -53,11 +53,17 @@ def test_resumed_run_lists_what_differs_from_its_registry_function(tmp_path):
     save(folder / "checkpoints", 20)
     (folder / "status.json").write_text('{"status": "running"}')
     config = changed(name="elsewhere", trainer__optimizer__lr=1e-3, warmup=None)
-    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json")
-    found = explained("--resume", str(folder), "--loop.num_steps", "100")
-    assert {"loop.num_steps", "name", "dump_folder", "trainer.optimizer.lr", "warmup.num_steps"} < set(
-        found["changes"]
+    write_json(
+        ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json"
     )
+    found = explained("--resume", str(folder), "--loop.num_steps", "100")
+    assert {
+        "loop.num_steps",
+        "name",
+        "dump_folder",
+        "trainer.optimizer.lr",
+        "warmup.num_steps",
+    } < set(found["changes"])
     assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json", "status.json"}
 
 
@@ -68,7 +74,10 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     assert layout["trainer"]["gpus"] == (*range(16),)
     assert layout["trainer_mesh"] == {"dp_shard": 4, "tp": 4}
     assert layout["generator"]["gpus"] == (16, 17, 18, 19)
-    assert (found["values"]["batch_invariant"], found["values"]["launch.share_gpus"]) == (False, False)
+    assert (found["values"]["batch_invariant"], found["values"]["launch.share_gpus"]) == (
+        False,
+        False,
+    )
     # 32,762,123,264 parameters: in float32 over 16 ranks, and in bfloat16 over 4.
     rank, publish = found["memory"]["trainer_rank"], found["memory"]["publish"]
     assert (rank["parameters_gb"], rank["gradients_gb"], rank["optimizer_gb"]) == (8.19, 8.19, 16.4)
@@ -82,7 +91,14 @@ def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
 
 def test_model_that_only_a_folder_describes_is_not_prepared(tmp_path, capsys):
     file = write_gguf(tmp_path / "a.gguf", random_tensors())
-    options = ("--module", "examples.custom_model", "--config", "granite", "--dump_folder", str(tmp_path))
+    options = (
+        "--module",
+        "examples.custom_model",
+        "--config",
+        "granite",
+        "--dump_folder",
+        str(tmp_path),
+    )
     assert start("--explain", *options, "--hf_assets_path", str(file)) == 2
     says = f"error: --explain: the model's sizes are those of {file}, which a run would convert: "
     assert capsys.readouterr().err.startswith(says)
@@ -137,8 +153,13 @@ def test_options_without_effect_are_told_apart():
     assert "sinks.close_s" not in idle_options(config)
     in_bfloat16 = changed(generator__dtype="bfloat16")
     assert "float32_head" not in idle_beside_others(in_bfloat16, spec=config.model, on_gpu=False)
-    for drawing in (changed(trainer__loss=DeadlyLoss(rank=0)), changed(trainer__training__dtype="bfloat16")):
-        assert "trainer.training.seed" not in idle_beside_others(drawing, spec=config.model, on_gpu=False)
+    for drawing in (
+        changed(trainer__loss=DeadlyLoss(rank=0)),
+        changed(trainer__training__dtype="bfloat16"),
+    ):
+        assert "trainer.training.seed" not in idle_beside_others(
+            drawing, spec=config.model, on_gpu=False
+        )
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
@@ -153,7 +174,9 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
     config.generator.gpu_memory_utilization = 1.0
 
     def generator(gpu_gb):
-        machine = Machine(num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12)
+        machine = Machine(
+            num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12
+        )
         return memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
 
     # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.

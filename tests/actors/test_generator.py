@@ -65,7 +65,9 @@ class Served:
 
     async def generate(self, prompts, *, call_id="", begun=None, **settings):
         sampling = SamplingParams(**settings)
-        answers = await self.generator.generate.call(prompts, sampling=sampling, call_id=call_id, begun=begun)
+        answers = await self.generator.generate.call(
+            prompts, sampling=sampling, call_id=call_id, begun=begun
+        )
         first, second = (answer for _, answer in answers.items())
         assert second == []
         return first
@@ -74,7 +76,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     with monarch_meshes() as meshes:
-        served = Served(meshes, config_folder(tmp_path_factory.mktemp("generator") / "assets", SPEC))
+        served = Served(
+            meshes, config_folder(tmp_path_factory.mktemp("generator") / "assets", SPEC)
+        )
         yield served
         meshes.run(served.generator.close.call())
 
@@ -105,7 +109,9 @@ def test_aborted_call_continues_under_the_next_weights(served):
     served.publish(9, seed=16)
     made = served.run(served.generate(PROMPTS, begun=begun, **settings))
     model = random_model(SPEC, seed=16)
-    assert tokens_of(made) == tokens_of(generate(model, PROMPTS, sampling=SamplingParams(**settings)))
+    assert tokens_of(made) == tokens_of(
+        generate(model, PROMPTS, sampling=SamplingParams(**settings))
+    )
     for (old,), (new,) in zip(begun, made, strict=True):
         num_old = len(old.token_ids)
         assert new.policy_versions.tolist() == [8] * num_old + [9] * (200 - num_old)
@@ -114,7 +120,9 @@ def test_aborted_call_continues_under_the_next_weights(served):
 def test_generator_samples_from_merged_adapters(served):
     """The generator has merged weights; the trainer computes logprobs with unmerged adapters."""
     replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
-    taught = [demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
+    taught = [
+        demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)
+    ]
     served.pull(served.trainer.push_adapted.call_one(15, taught))
     completions = served.run(served.generate(PROMPTS, max_tokens=20, num_samples=2, seed=3))
     samples = [

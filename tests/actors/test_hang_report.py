@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from actors.calls import ActorLostError, ActorTimeoutError, is_caused_by_timeout, may_hang
-from actors.hang_report import ProcessReport, add_hang_report, format_reports, report_run, write_reports
+from actors.hang_report import (
+    ProcessReport,
+    add_hang_report,
+    format_reports,
+    report_run,
+    write_reports,
+)
 from actors.members import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
 from rl.utils.errors import RunError, causes
@@ -15,7 +21,9 @@ from tests.support.watched_child import watched_child
 
 
 def report_of(rank, stacks=""):
-    return ProcessReport(role="trainer", name=f"trainer[{rank}]", spans="optim_step for 9.0 s", stacks=stacks)
+    return ProcessReport(
+        role="trainer", name=f"trainer[{rank}]", spans="optim_step for 9.0 s", stacks=stacks
+    )
 
 
 def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
@@ -24,13 +32,18 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
         'Thread 0x2 (most recent call first):\n  File "/home/me/step.py", line 3 in step\n'
     )
     (tmp_path / "stacks-1.txt").write_text("of an earlier run")
-    file = write_reports([report_of(0, stacks)], tmp_path, title="trainer.optim_step gave no answer")
+    file = write_reports(
+        [report_of(0, stacks)], tmp_path, title="trainer.optim_step gave no answer"
+    )
     assert file == tmp_path / "stacks-2.txt"
     assert (tmp_path / "stacks-2.txt").read_text() == (
         f"trainer.optim_step gave no answer\n\n==== trainer[0]: optim_step for 9.0 s\n{stacks.rstrip()}\n"
     )
     lines = format_reports([report_of(0, stacks), *map(report_of, range(1, 20))], file).splitlines()
-    assert lines[:2] == ["  trainer[0]: optim_step for 9.0 s", "    thread at /home/me/step.py:3 step"]
+    assert lines[:2] == [
+        "  trainer[0]: optim_step for 9.0 s",
+        "    thread at /home/me/step.py:3 step",
+    ]
     assert lines[-2:] == ["  and 12 more processes", f"  all stacks: {file}"]
     assert len([line for line in lines if "trainer[" in line]) == 8
     full_disk = write_reports([report_of(0)], tmp_path / "gone", title="x")
@@ -80,7 +93,11 @@ class RemoteError(Exception):
         (WeightTimeoutError("x"), True, True),
         (raised_from(RunError("x"), TimeoutError()), True, True),
         (raised_from(RunError("x"), RemoteError(TimeoutError())), True, True),
-        (raised_from(RunError("x"), raised_from(KeyError("y"), CollectiveTimeoutError("z"))), True, True),
+        (
+            raised_from(RunError("x"), raised_from(KeyError("y"), CollectiveTimeoutError("z"))),
+            True,
+            True,
+        ),
         (ActorTimeoutError("x", role="trainer"), True, True),
         (ActorTimeoutError("x", role="generator_0"), True, False),
         (raised_from(RunError("x"), ActorTimeoutError("y", role="generator_0")), True, False),

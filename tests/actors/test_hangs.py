@@ -75,7 +75,13 @@ def test_stopped_trainer_rank_is_named_with_the_activity_of_the_other_rank(runni
     assert lines[place + 1] == f"    {STOPPED}"
     assert not [line for line in lines if line.startswith("  reward")]
     headings = re.findall(r"==== (.*?\[\d\]):", file)
-    assert sorted(headings) == ["generator[0]", "reward[0]", "reward[1]", "trainer[0]", "trainer[1]"]
+    assert sorted(headings) == [
+        "generator[0]",
+        "reward[0]",
+        "reward[1]",
+        "trainer[0]",
+        "trainer[1]",
+    ]
     assert 'actors/trainer.py", line' in file or 'threads.py", line' in file
     assert run(cluster.trainer.call("drop_gradient")) == [None, None]
 
@@ -98,5 +104,7 @@ def test_collective_timeout_names_the_call_and_reports_all_processes(running):
         "the deadline of a collective (comm.train_timeout_s; "
     )
     assert "==== generator[0]" in file
-    told = r"  trainer\[0\]: idle for .* s; forward_backward failed .* s ago: CollectiveTimeoutError: "
+    told = (
+        r"  trainer\[0\]: idle for .* s; forward_backward failed .* s ago: CollectiveTimeoutError: "
+    )
     assert [line for line in lines if re.match(told, line)]

@@ -32,7 +32,9 @@ def test_simulated_hosts_leave_nothing_behind():
     assert wait_until_gone(run["pids"]) == []
     assert [file for file in run["files"] if Path(file).exists()] == []
     # Output of Monarch's jobs does not belong on the console.
-    assert [line for line in errors.splitlines() if "Monarch internal" in line or "job" in line.lower()] == []
+    assert [
+        line for line in errors.splitlines() if "Monarch internal" in line or "job" in line.lower()
+    ] == []
 
 
 def check_environments(environments):

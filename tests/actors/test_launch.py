@@ -64,7 +64,9 @@ monarch.actor.shutdown_context = actor_mesh.shutdown_context = end_slowly
 
 @pytest.mark.medium
 def test_process_whose_monarch_client_ends_slowly_prints_no_traceback():
-    run = subprocess.run([sys.executable, "-c", SLOW_EXIT], capture_output=True, text=True, timeout=50)
+    run = subprocess.run(
+        [sys.executable, "-c", SLOW_EXIT], capture_output=True, text=True, timeout=50
+    )
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -84,7 +86,9 @@ def test_nested_run_is_refused_and_leaves_the_signal_handlers(monkeypatch):
     async def main(launcher):
         raise AssertionError("not reached")
 
-    with pytest.raises(RuntimeError, match="this process runs actors already: end the other run first"):
+    with pytest.raises(
+        RuntimeError, match="this process runs actors already: end the other run first"
+    ):
         launch.run(main)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -142,7 +146,9 @@ def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog):
     meshes.run(meshes.launcher.stop(role, timeout_s=0.001))
     assert wait_until_gone(pids) == []
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert warning.startswith("role deaf did not stop when asked: stopping role 'deaf': no answer within")
+    assert warning.startswith(
+        "role deaf did not stop when asked: stopping role 'deaf': no answer within"
+    )
 
 
 def wait_for(controller, line):
@@ -159,10 +165,17 @@ def wait_for(controller, line):
         ("stuck", {"": signal.SIGINT}, "", -signal.SIGINT),
         ("hear and save", {"training\n": signal.SIGINT}, "saves\nsaved\n", -signal.SIGINT),
         ("hear and save", {"training\n": signal.SIGHUP}, "saves\nsaved\n", 128 + signal.SIGHUP),
-        ("hear", {"training\n": signal.SIGINT, "saves\n": signal.SIGTERM}, "", 128 + signal.SIGTERM),
+        (
+            "hear",
+            {"training\n": signal.SIGINT, "saves\n": signal.SIGTERM},
+            "",
+            128 + signal.SIGTERM,
+        ),
     ],
 )
-def test_first_signal_lets_a_listening_loop_save_and_no_end_leaves_anything_behind(how, signals, said, code):
+def test_first_signal_lets_a_listening_loop_save_and_no_end_leaves_anything_behind(
+    how, signals, said, code
+):
     """A second signal, which another thread receives while the event loop is idle, ends everything at once."""
     controller = start_controller("launch_controller", how)
     assert controller.stdout is not None

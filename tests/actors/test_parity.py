@@ -22,7 +22,11 @@ def test_first_token_is_ignored_and_the_worst_generator_reported():
 @pytest.mark.parametrize(
     ("found", "max_diff", "says"),
     [
-        ([0.0, -1.0, -1.75, -0.5], 1e-3, r"version 7 generator_1 differs .* by 0\.0833 nats .* than 0\.001 "),
+        (
+            [0.0, -1.0, -1.75, -0.5],
+            1e-3,
+            r"version 7 generator_1 differs .* by 0\.0833 nats .* than 0\.001 ",
+        ),
         ([0.0, np.nan, -2.0, -0.5], 1e9, "nan"),
         (np.nextafter(EXPECTED, np.float32(1)), 0.0, "generator_1 differs"),
     ],
@@ -30,7 +34,10 @@ def test_first_token_is_ignored_and_the_worst_generator_reported():
 def test_differing_generator_is_named_with_version_and_token(found, max_diff, says):
     assert check({"generator_0": EXPECTED}, max_diff=0.0) == 0.0
     with pytest.raises(LogprobParityError, match=says):
-        check({"generator_0": EXPECTED, "generator_1": np.array(found, dtype=np.float32)}, max_diff=max_diff)
+        check(
+            {"generator_0": EXPECTED, "generator_1": np.array(found, dtype=np.float32)},
+            max_diff=max_diff,
+        )
 
 
 def test_text_is_a_prompt_and_answer_and_the_bound_is_that_of_the_coarser_dtype():
@@ -52,4 +59,7 @@ def test_text_is_a_prompt_and_answer_and_the_bound_is_that_of_the_coarser_dtype(
 def test_parity_check_can_be_disabled():
     off = ParityConfig(enable=False)
     prompt = prompt_of(make_problem([12, 34]))
-    assert make_parity_text(off, prompt=prompt, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
+    assert (
+        make_parity_text(off, prompt=prompt, renderer=RENDERER, dtypes=("float32",), max_tokens=64)
+        is None
+    )

@@ -40,7 +40,9 @@ def test_devices_are_the_chosen_ones_then_the_trainers_then_those_of_each_genera
 
 
 def test_roles_have_their_own_hosts_and_small_replicas_may_share_one():
-    placement = placed(CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, trainer=16, replicas=2, degree=4)
+    placement = placed(
+        CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, trainer=16, replicas=2, degree=4
+    )
     assert placement.host_groups() == {"trainer": 2, "generator0": 2, "generator1": 2}
     assert (placement.trainer.procs_per_host, placement.reward.hosts) == (8, None)
     assert (placement.gpus_of("trainer"), placement.gpus_of("generator1")) == (8, 2)

@@ -24,7 +24,14 @@ from tests.support.shared_client import Shared, asking
 
 
 def test_dry_run_shows_the_placement_and_neither_starts_nor_writes_anything(tmp_path, capsys):
-    options = ["--launch.dry_run", "true", "--generator.num_replicas", "2", "--dump_folder", str(tmp_path)]
+    options = [
+        "--launch.dry_run",
+        "true",
+        "--generator.num_replicas",
+        "2",
+        "--dump_folder",
+        str(tmp_path),
+    ]
     hosts = ["--launch.hosts", "process", "--launch.trainer_hosts", "2"]
     run = parse_cli(
         [*options, *hosts], default_module="sum_digits", default_config="tiny_fsdp2", prog="relay"
@@ -83,7 +90,9 @@ def test_dry_run_of_a_resume_reads_the_checkpoint(stopped, capsys):
     assert f"going on after step 2 from {stopped}/run/checkpoints/step-2, which fits" in said
     assert "changed: loop.num_steps: " in said
     assert "dry_run" not in said
-    assert {path: path.stat().st_mtime_ns for path in sorted((stopped / "run").rglob("*"))} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in sorted((stopped / "run").rglob("*"))
+    } == before
     with pytest.raises(ValueError, match=r"loop\.num_steps=1: must be at least 2"):
         try_resume(stopped, "--loop.num_steps", "1")
 
@@ -103,12 +112,17 @@ def test_resume_with_other_problems_is_refused_unless_it_is_accepted(stopped, tm
     ):
         try_resume(stopped, "--seed", "5")
     run = parse_cli(
-        ["--resume", str(folder / "run"), *file], default_module="gsm8k", default_config="tiny", prog="relay"
+        ["--resume", str(folder / "run"), *file],
+        default_module="gsm8k",
+        default_config="tiny",
+        prog="relay",
     )
     capsys.readouterr()
     show(run, form="json", here=Machine.here())
     explained = json.loads(capsys.readouterr().out)
-    assert any("other training problems" in reason for reason in explained["options"]["refused_here"])
+    assert any(
+        "other training problems" in reason for reason in explained["options"]["refused_here"]
+    )
     try_resume(folder, *file, "--trainer.checkpoint.exclude_from_loading", "problems")
     said = capsys.readouterr().out
     assert "going on after step 2" in said
@@ -129,7 +143,8 @@ def test_checkpoint_of_an_earlier_version_is_not_compared(stopped, tmp_path, cap
     write_manifest(step)
     try_resume(folder, "--seed", "5")
     assert (
-        "does not say with which problems it was saved, so they are not compared" in capsys.readouterr().out
+        "does not say with which problems it was saved, so they are not compared"
+        in capsys.readouterr().out
     )
 
 
@@ -166,7 +181,9 @@ def test_warm_up_runs_in_the_threads_that_checked_the_task(tmp_path):
     assert config.warmup is not None
     (client,) = plan.task.clients
     policy = FakePolicy(reply=lambda prompt, sample: "")
-    warmup = config.warmup.build(trainer=policy, renderer=plan.renderer, environments=plan.environments)
+    warmup = config.warmup.build(
+        trainer=policy, renderer=plan.renderer, environments=plan.environments
+    )
     losses: list[float] = []
     asyncio.run(warmup.run(plan.task.warmup_problems(seed=0), on_step=losses.append))
     assert len(losses) == 2

@@ -31,7 +31,9 @@ SAMPLING = SamplingParams(max_tokens=8, num_samples=1, seed=1)
 class PoolRun:
     """Pool whose generators take `START_S` to restart."""
 
-    def __init__(self, num_generators: int = 2, *, parity: ParityText | None = None, **settings: Any) -> None:
+    def __init__(
+        self, num_generators: int = 2, *, parity: ParityText | None = None, **settings: Any
+    ) -> None:
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
         self.started_at: list[float] = []
@@ -88,7 +90,9 @@ class PoolRun:
     async def ask(self, *numbers: int) -> list[int]:
         """Ask for completions of prompts with these numbers; return the numbers that they repeat."""
         prompts = [np.array([number], dtype=np.int32) for number in numbers]
-        return [int(c.token_ids[0]) for (c,) in await self.router.generate(prompts, sampling=SAMPLING)]
+        return [
+            int(c.token_ids[0]) for (c,) in await self.router.generate(prompts, sampling=SAMPLING)
+        ]
 
     async def all_up(self) -> None:
         while len(self.pool.up()) < len(self.pool.members):
@@ -186,7 +190,11 @@ def test_failed_engine_in_a_living_process_counts_as_lost():
     assert answers == [1, 2]
     assert up == [1]
     assert told == [
-        ("lost", "generator_0", "generator_0: the engine of generator rank 0 failed: RuntimeError: broken")
+        (
+            "lost",
+            "generator_0",
+            "generator_0: the engine of generator rank 0 failed: RuntimeError: broken",
+        )
     ]
 
 
@@ -316,7 +324,9 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
         async def ask_many():
             for i in range(60):
                 oldest = served
-                (group,) = await room.router.generate([np.array([i], dtype=np.int32)], sampling=SAMPLING)
+                (group,) = await room.router.generate(
+                    [np.array([i], dtype=np.int32)], sampling=SAMPLING
+                )
                 assert group[0].policy_versions[0] >= oldest
                 num_answers.append(int(group[0].token_ids[0]))
 
@@ -345,7 +355,9 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
 
 
 def test_pauses_double_up_to_the_maximum_and_only_restarts_within_the_window_count():
-    supervisor = Supervisor(RecoveryConfig(max_restarts=6, pause_s=2, max_pause_s=10), now_s=lambda: 0.0)
+    supervisor = Supervisor(
+        RecoveryConfig(max_restarts=6, pause_s=2, max_pause_s=10), now_s=lambda: 0.0
+    )
     counted = [supervisor.count("trainer", reason="x") for _ in range(6)]
     assert counted == [(1, 0), (2, 2), (3, 4), (4, 8), (5, 10), (6, 10)]
     times = iter([0.0, 20.0, 59.0, 59.0, 80.0])
@@ -356,7 +368,9 @@ def test_pauses_double_up_to_the_maximum_and_only_restarts_within_the_window_cou
         RestartsUsedUpError, match=r"max_restarts=2, recovery\.window_s=60\); the last reason: x$"
     ):
         supervisor.count("generator_1", reason="x")
-    assert supervisor.count("b", reason="x") == supervisor.count("generator_1", reason="x") == (1, 0)
+    assert (
+        supervisor.count("b", reason="x") == supervisor.count("generator_1", reason="x") == (1, 0)
+    )
 
 
 class Process(Mortal):
@@ -370,7 +384,9 @@ class Process(Mortal):
         return [["the score"]]
 
 
-def score_after_a_loss(*, starts_dead: bool = False, **settings: Any) -> tuple[list[Any], int, float]:
+def score_after_a_loss(
+    *, starts_dead: bool = False, **settings: Any
+) -> tuple[list[Any], int, float]:
     """Score for three callers of a dead process; return their answers, the number of starts and the time."""
     first, started = Process("reward"), []
 
@@ -388,7 +404,9 @@ def score_after_a_loss(*, starts_dead: bool = False, **settings: Any) -> tuple[l
         client = RewardClient(role, num_procs=1)
         asking = [client.score([[replied("x")]]) for _ in range(3)]
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        role.lose(cast(Any, first), ActorLostError("late", role="reward"))  # noticed after the restart
+        role.lose(
+            cast(Any, first), ActorLostError("late", role="reward")
+        )  # noticed after the restart
         return answers
 
     answers, took_s = run_in_virtual_time(steps())

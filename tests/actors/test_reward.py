@@ -69,7 +69,12 @@ def test_groups_go_to_the_process_with_the_fewest_rollouts_and_come_back_in_orde
     scores = rewards.score(rewards.together, *(["x"] * size for size in (3, 0, 2, 1)))
     assert [[s.reward for s in group] for group in scores] == [[0, 1, 2], [], [0, 1], [0]]
     assert all(s.correct == (s.reward % 2 == 0) for group in scores for s in group)
-    assert [[s.parts["count"] for s in group] for group in scores] == [[3.0] * 3, [], [2.0] * 2, [1.0]]
+    assert [[s.parts["count"] for s in group] for group in scores] == [
+        [3.0] * 3,
+        [],
+        [2.0] * 2,
+        [1.0],
+    ]
     first, _, second, third = (set(processes(group)) for group in scores)
     assert len(first) == len(second) == 1
     assert first != second == third

@@ -139,7 +139,9 @@ def test_each_replica_continues_the_completions_of_its_own_prompts():
 
 
 def test_begun_completions_of_other_prompts_are_refused():
-    asking = router_of([named("A")]).generate([tokens("1"), tokens("2")], sampling=SAMPLING, begun=[[]])
+    asking = router_of([named("A")]).generate(
+        [tokens("1"), tokens("2")], sampling=SAMPLING, begun=[[]]
+    )
     with pytest.raises(ValueError, match="begun has completions of 1 prompts, there are 2"):
         run_in_virtual_time(asking)
 

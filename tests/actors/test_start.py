@@ -69,7 +69,9 @@ class StartingCluster(Cluster):
         self.started.append(at.role)
         await asyncio.sleep(self.start_s)
         if self.started.count(at.role) <= self.num_losses.get(at.role, 0):
-            raise ActorLostError(f"starting role {at.role!r}: killed by SIGKILL\nand more", role=at.role)
+            raise ActorLostError(
+                f"starting role {at.role!r}: killed by SIGKILL\nand more", role=at.role
+            )
         del self._phases[at.role]
         return at.role
 
@@ -116,7 +118,8 @@ def test_slow_start_is_told_with_what_it_waits_for(tmp_path, caplog):
     roles_after_start(tmp_path, num_losses={}, start_s=130.0)
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     waits = ", ".join(
-        f"{role} (its processes start)" for role in ("trainer", "generator_0", "generator_1", "reward")
+        f"{role} (its processes start)"
+        for role in ("trainer", "generator_0", "generator_1", "reward")
     )
     assert told == [f"still starting after {s} s: {waits}" for s in (60, 120)]
 
@@ -164,10 +167,14 @@ def test_processes_of_a_role_are_searched_until_all_are_found(monkeypatch):
         return [process] if len(searches) == 2 else []
 
     async def wait():
-        launcher: Any = SimpleNamespace(_parents=lambda at: [1], hosts=None, with_signal=lambda error: error)
+        launcher: Any = SimpleNamespace(
+            _parents=lambda at: [1], hosts=None, with_signal=lambda error: error
+        )
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.05, answer.set_result, "all there")
-        return await launch.Launcher._unless_dead(launcher, Placement(role="r", num_procs=1), answer, "start")
+        return await launch.Launcher._unless_dead(
+            launcher, Placement(role="r", num_procs=1), answer, "start"
+        )
 
     process = identify(os.getpid())
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.001)

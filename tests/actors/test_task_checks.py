@@ -48,7 +48,9 @@ class LocalRewards(RubricRewarder):
 
 
 PROBLEM = Problem(id="ask/one", question="one", answer="1", demonstration=("first", "second"))
-LONG = Problem(id="ask/long", question="a longer one", answer="1", demonstration=("first", "the second"))
+LONG = Problem(
+    id="ask/long", question="a longer one", answer="1", demonstration=("first", "the second")
+)
 
 
 def rubric_of(function: Callable[[Rollout], Any], *, name: str = "own") -> Rubric:
@@ -99,17 +101,23 @@ def check(
     return environments.closed
 
 
-@pytest.mark.parametrize("problems", [{"sets": {"a": [PROBLEM], "b": [LONG]}}, {"training": [PROBLEM, LONG]}])
+@pytest.mark.parametrize(
+    "problems", [{"sets": {"a": [PROBLEM], "b": [LONG]}}, {"training": [PROBLEM, LONG]}]
+)
 def test_prompts_of_every_evaluation_set_and_of_training_must_fit(problems):
     check()
-    with pytest.raises(ValueError, match=r"problem 'ask/long' has 18 tokens; the context .* room for 9"):
+    with pytest.raises(
+        ValueError, match=r"problem 'ask/long' has 18 tokens; the context .* room for 9"
+    ):
         check(**problems)
     assert set(check(**problems, room=18)) == {1}
 
 
 def test_trial_of_the_rubric_has_the_time_to_start_that_the_run_has(scored_here):
     scored_here.undo()
-    with pytest.raises(ValueError, match=r"cannot be used: .* within 0\.01 s \(reward\.start_timeout_s\)"):
+    with pytest.raises(
+        ValueError, match=r"cannot be used: .* within 0\.01 s \(reward\.start_timeout_s\)"
+    ):
         check(rubric=rubric_of(start_process), start_timeout_s=0.01)
 
 
@@ -151,7 +159,9 @@ def test_missing_evaluation_problems_are_refused_and_an_empty_set_is_named(sets,
         (11, 50, r"'ask/long' has 51 tokens with its prompt, .*max_model_len=50"),
     ],
 )
-def test_each_demonstrated_reply_and_the_whole_demonstration_must_fit(max_tokens, max_model_len, says):
+def test_each_demonstrated_reply_and_the_whole_demonstration_must_fit(
+    max_tokens, max_model_len, says
+):
     task: dict[str, Any] = {"training": [PROBLEM, LONG], "warms_up": True}
     assert set(check(**task, sampling__max_tokens=11, room=40)) == {1}
     with pytest.raises(ValueError, match=says):
@@ -216,7 +226,12 @@ def test_several_turns_are_expected_unless_environment_or_limit_exclude_them():
     check(kind=Quiz, sets=sets, renderer=OneTurnRenderer(), episode__max_turns=2)
     with pytest.raises(ValueError, match="no second turn"):  # Some problems have several turns.
         check(
-            kind=mixed, sets=sets, training=[LONG], room=18, renderer=OneTurnRenderer(), episode__max_turns=2
+            kind=mixed,
+            sets=sets,
+            training=[LONG],
+            room=18,
+            renderer=OneTurnRenderer(),
+            episode__max_turns=2,
         )
 
 
@@ -234,7 +249,9 @@ def _second_question(rollout: Rollout) -> float:
 def _above_mean(rollouts: Sequence[Rollout]) -> list[float]:
     """Reward function that needs a whole group."""
     assert {r.sample for r in rollouts} == {0, 1}
-    return [len(r.text) - sum(len(s.text) for s in rollouts) / (len(rollouts) - 1) for r in rollouts]
+    return [
+        len(r.text) - sum(len(s.text) for s in rollouts) / (len(rollouts) - 1) for r in rollouts
+    ]
 
 
 def test_rubric_is_tried_on_the_demonstrated_episode_and_on_a_whole_group():
@@ -253,7 +270,9 @@ SILENCE = rubric_of(lambda rollout: 1 / len(rollout.text))
 
 
 def test_failing_rubric_is_refused_unless_rewards_may_fail_or_a_judge_is_used(caplog):
-    with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"):
+    with pytest.raises(
+        ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"
+    ):
         check(rubric=SILENCE)
     with pytest.raises(
         ValueError, match="the task's rubric fails: reward 'own' gave nan, but must give a finite"
@@ -285,7 +304,9 @@ def _says_one(rollout: Rollout) -> float:
 def test_rubric_is_tried_in_a_reward_process(scored_here):
     scored_here.undo()
     check(rubric=rubric_of(start_process))
-    with pytest.raises(ValueError, match=r"cannot be used: .* cannot be sent to the reward process .*lambda"):
+    with pytest.raises(
+        ValueError, match=r"cannot be used: .* cannot be sent to the reward process .*lambda"
+    ):
         check(rubric=LENGTH)
 
 
@@ -310,6 +331,8 @@ def test_function_of_the_started_script_is_refused_where_actors_need_it(scored_h
 def test_functions_that_compare_rollouts_need_a_group():
     rubric = Rubric(criteria=(GroupCriterion(name="group", function=_above_mean),))
     single: dict[str, Any] = {"group_size": 1, "advantage__baseline": "batch_mean"}
-    with pytest.raises(ValueError, match="group_size=1: the reward functions group compare the rollouts"):
+    with pytest.raises(
+        ValueError, match="group_size=1: the reward functions group compare the rollouts"
+    ):
         check(rubric=rubric, **single)
     check(**single)

@@ -15,7 +15,12 @@ import pytest
 
 from actors import guard, processes
 from actors.guard import MAX_PATH, PREFIX
-from actors.processes import RUN_VARIABLE, carrying_environment, mapped_shared_memory, remove_unmapped
+from actors.processes import (
+    RUN_VARIABLE,
+    carrying_environment,
+    mapped_shared_memory,
+    remove_unmapped,
+)
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from tests.support.forked import run_in_fork
 
@@ -70,7 +75,9 @@ def test_run_has_one_temporary_folder_which_goes(parent):
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
         with guard.temporary_files():
-            left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
+            left = subprocess.Popen(
+                ["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN}
+            )
             tempfile.mkdtemp()
             (parent / "pid").write_text(str(left.pid))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +126,9 @@ def test_processes_are_found_by_their_environment_and_killed_by_their_identity()
                 assert process.poll() is None
             assert shown == [found]
             assert carrying_environment("RELAY_TEST_MARK", "a") == []
-            kill(ProcessId(process.pid, found.start_ticks - 1))  # an earlier process with the same pid
+            kill(
+                ProcessId(process.pid, found.start_ticks - 1)
+            )  # an earlier process with the same pid
             assert is_alive(found)
         finally:
             kill(found)

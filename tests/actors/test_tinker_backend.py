@@ -50,12 +50,16 @@ async def life(backend, folder):
     outputs += await train(backend, "loaded", seed=40)
     saved = await open_saved(backend, settings(4), folder / "sampler")
     base = await backend.open(None, None)
-    answers = await asyncio.gather(*(sampled(backend, one) for one in (lora, base, full, saved, lora)))
+    answers = await asyncio.gather(
+        *(sampled(backend, one) for one in (lora, base, full, saved, lora))
+    )
     how = {"temperature": 0.8, "num_samples": 3, "seed": 11, "top_k": 40, "top_p": 0.9}
     answers.append(await sampled(backend, full, **how, prompt_logprobs=True))
     (letter, *_) = [token for token in tokens_of(answers[-1])[0][1:] if 32 <= token < 127]
     answers.append(await sampled(backend, full, **how, stop=("no such text", chr(letter))))
-    answers.append(await backend.sample(base, request(backend.base_model, [7] * 64, prompt_logprobs=True)))
+    answers.append(
+        await backend.sample(base, request(backend.base_model, [7] * 64, prompt_logprobs=True))
+    )
     return outputs, answers, base
 
 

@@ -46,18 +46,32 @@ def generator(**fields):
             r"trainer=PolicyTrainer\.Config: must be TinkerTrainer\.Config",
         ),
         (
-            {"launch": LaunchConfig(hosts="slurm"), "weights": WeightStore.Config(transport="files")},
+            {
+                "launch": LaunchConfig(hosts="slurm"),
+                "weights": WeightStore.Config(transport="files"),
+            },
             r"weights\.transport='files' with launch\.hosts='slurm' and log_folder=None: set log_folder",
         ),
         (
-            {"trainer": trainer(num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3))},
+            {
+                "trainer": trainer(
+                    num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3)
+                )
+            },
             r"^trainer\.parallelism\.data_parallel_replicate_degree=1 .* does not multiply to the world size",
         ),
         (
-            {"trainer": trainer(num_procs=4, parallelism=ParallelismConfig(tensor_parallel_degree=4))},
+            {
+                "trainer": trainer(
+                    num_procs=4, parallelism=ParallelismConfig(tensor_parallel_degree=4)
+                )
+            },
             "tensor_parallel_degree=4 does not divide num_kv_heads=2: must be one of 1, 2",
         ),
-        ({"generator": generator(max_model_len=65)}, r"generator\.max_model_len=65 is more than the model's"),
+        (
+            {"generator": generator(max_model_len=65)},
+            r"generator\.max_model_len=65 is more than the model's",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -67,7 +81,9 @@ def test_contradictions_are_refused_before_a_process_starts(config, fields, says
     assert Launcher.current is None
 
 
-def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(config, tmp_path, monkeypatch):
+def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(
+    config, tmp_path, monkeypatch
+):
     class NoActors:
         """Cluster and launcher that start nothing but the store."""
 
@@ -88,7 +104,9 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(co
         monkeypatch.setattr(f"actors.tinker.{name}", NoActors)
     logs = tmp_path / "logs"
     base: Any = SimpleNamespace(spec=None, folder=tmp_path)
-    backend = replace(config, log_folder=str(logs), weights=WeightStore.Config(transport="files")).build()
+    backend = replace(
+        config, log_folder=str(logs), weights=WeightStore.Config(transport="files")
+    ).build()
 
     def num_folders():
         return sum(path.is_dir() for path in logs.iterdir())

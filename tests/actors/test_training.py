@@ -43,7 +43,9 @@ class Loading:
         name = folder.rpartition("/")[2]
         self.calls.append((name, exclude))
         if name in self.damaged:
-            raise DamagedCheckpointError(f"checkpoint file {folder}/__0_0.distcp is corrupted: its crc32 ...")
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder}/__0_0.distcp is corrupted: its crc32 ..."
+            )
         return 1
 
 
@@ -111,7 +113,8 @@ def train(
         assert folder.learning_curve.exists()
         records = read_metrics(folder.metrics)
     return [
-        {k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "limit/"))} for r in records
+        {k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "limit/"))}
+        for r in records
     ], trainers
 
 
@@ -132,7 +135,9 @@ def test_run_that_loses_its_trainer_goes_back_and_ends_like_an_undisturbed_one(t
     for name in ("reward/mean", "eval/correct", "policy_version"):
         expected = [(r["step"], r[name]) for r in whole if name in r]
         assert [step for step, _ in shown[name]] == [step for step, _ in expected]
-        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in expected])
+        assert [value for _, value in shown[name]] == pytest.approx(
+            [value for _, value in expected]
+        )
 
 
 def test_checkpoint_found_damaged_during_recovery_is_an_event(tmp_path):
@@ -157,7 +162,9 @@ def test_trainers_that_die_before_saving_anything_end_the_run(tmp_path):
     config.recovery.max_restarts = 2
     with pytest.raises(RunError, match=r"^trainer is lost again, after 2 restarts "):
         train(config, tmp_path, "lost", dies_at=(3, 3, 3, 3))
-    records, _ = train(config, tmp_path, "later", dies_at=(3, 3, 4, 4))  # each checkpoint resets the count
+    records, _ = train(
+        config, tmp_path, "later", dies_at=(3, 3, 4, 4)
+    )  # each checkpoint resets the count
     assert records[-1]["step"] == 5
 
 

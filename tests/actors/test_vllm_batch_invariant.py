@@ -33,7 +33,9 @@ PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
-    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16") as served:
+    with served_engine(
+        tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64, dtype="bfloat16"
+    ) as served:
         served.load(MODEL)
         yield partial(served.generate, max_tokens=20, seed=1)
 
@@ -42,7 +44,9 @@ def generate(tmp_path_factory):
 def trainer():
     training = TrainingConfig(max_tokens_per_microbatch=512, param_dtype="bfloat16")
     config = TrainingEngine.Config(training=training)
-    engine = TrainingEngine(config=config, model_spec=SPEC, hf_assets_path=None, world=World(), device="cpu")
+    engine = TrainingEngine(
+        config=config, model_spec=SPEC, hf_assets_path=None, world=World(), device="cpu"
+    )
     engine.policy.model.load_state_dict(MODEL.state_dict())
     return engine
 
@@ -83,7 +87,9 @@ def test_request_gets_the_same_bits_alone_in_a_batch_in_parts_and_from_the_cache
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_trainer_and_generator_logprobs_have_equal_bits_however_packed(generate, trainer, temperature):
+def test_trainer_and_generator_logprobs_have_equal_bits_however_packed(
+    generate, trainer, temperature
+):
     completions = generate(PROMPTS, num_samples=4, temperature=temperature)
     samples = [
         as_sample(prompt, completion, temperature=temperature)
@@ -97,7 +103,9 @@ def test_trainer_and_generator_logprobs_have_equal_bits_however_packed(generate,
     alone = [trainer.compute_logprobs([sample])[0] for sample in samples]
     for sample, *ways in zip(samples, packed, backwards, alone, strict=True):
         for logprobs in ways:
-            assert logprobs[sample.mask].tobytes() == sample.generator_logprobs[sample.mask].tobytes()
+            assert (
+                logprobs[sample.mask].tobytes() == sample.generator_logprobs[sample.mask].tobytes()
+            )
         assert ways[0].tobytes() == ways[1].tobytes() == ways[2].tobytes()
 
 

@@ -24,11 +24,15 @@ MODEL = small_spec().model
 
 
 def test_head_dim_above_all_that_attention_supports_is_refused(monkeypatch):
-    backend = Mock(**{"supports_head_size.return_value": False, "get_name.return_value": "FLASH_ATTN"})
+    backend = Mock(
+        **{"supports_head_size.return_value": False, "get_name.return_value": "FLASH_ATTN"}
+    )
     backend.get_supported_head_sizes.return_value = [64, 128]
     monkeypatch.setattr(model, "get_attn_backend", Mock(return_value=backend))
     assert model._kernel_head_dim(80) == 128
-    with pytest.raises(ValueError, match=r"head_dim=160: must be at most 128, .* FLASH_ATTN supports"):
+    with pytest.raises(
+        ValueError, match=r"head_dim=160: must be at most 128, .* FLASH_ATTN supports"
+    ):
         model._kernel_head_dim(160)
 
 
@@ -66,14 +70,34 @@ LIMITS: dict[str, Any] = {"max_model_len": 256, "vocab_size": VOCAB_SIZE}
 @pytest.mark.parametrize(
     ("prompt", "settings", "begun", "message"),
     [
-        (np.zeros(157), {"max_tokens": 100}, None, "prompt 0 has 157 tokens, and may get 100: more than gen"),
+        (
+            np.zeros(157),
+            {"max_tokens": 100},
+            None,
+            "prompt 0 has 157 tokens, and may get 100: more than gen",
+        ),
         (np.zeros(0), {}, None, "prompt 0 is empty"),
         (np.array([3, VOCAB_SIZE]), {}, None, "prompt 0 has token id 64: must be 0 to 63"),
         (np.array([-1, 3]), {}, None, "prompt 0 has token id -1: must be 0 to 63"),
-        (ONE, {"temperature": 0.005}, None, r"temperature=0.005: must be 0 \(greedy\) or at least 0.01"),
+        (
+            ONE,
+            {"temperature": 0.005},
+            None,
+            r"temperature=0.005: must be 0 \(greedy\) or at least 0.01",
+        ),
         (ONE, {"top_p": 0.0}, None, "sampling.top_p=0.0: must be above 0, at most 1"),
-        (ONE, {}, [[BEGUN, BEGUN]], "begun must have sampling.num_samples=1 completions for each of 1 prom"),
-        (ONE, {"max_tokens": 1}, [[BEGUN]], "begun must have .* of at most sampling.max_tokens=1 tokens"),
+        (
+            ONE,
+            {},
+            [[BEGUN, BEGUN]],
+            "begun must have sampling.num_samples=1 completions for each of 1 prom",
+        ),
+        (
+            ONE,
+            {"max_tokens": 1},
+            [[BEGUN]],
+            "begun must have .* of at most sampling.max_tokens=1 tokens",
+        ),
     ],
 )
 def test_call_that_cannot_be_served_is_refused(prompt, settings, begun, message):
@@ -93,15 +117,17 @@ def test_sequence_that_cannot_be_scored_is_refused():
 
 def test_engine_needs_as_many_processes_as_its_degree(tmp_path):
     config = GeneratorEngine.Config(tensor_parallel_degree=2)
-    with pytest.raises(ValueError, match="tensor_parallel_degree=2 needs as many processes: there are 1"):
-        GeneratorEngine(config=config, model_spec=small_spec(), hf_assets_path=str(tmp_path), world=World())
+    with pytest.raises(
+        ValueError, match="tensor_parallel_degree=2 needs as many processes: there are 1"
+    ):
+        GeneratorEngine(
+            config=config, model_spec=small_spec(), hf_assets_path=str(tmp_path), world=World()
+        )
 
 
 @pytest.mark.medium
 def test_reading_the_config_does_not_import_vllm():
-    code = (
-        "import actors.generator, sys; actors.generator.VLLMGenerator.Config(); print('vllm' in sys.modules)"
-    )
+    code = "import actors.generator, sys; actors.generator.VLLMGenerator.Config(); print('vllm' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert run.stdout == "False\n", run.stderr
 
@@ -114,7 +140,10 @@ def test_engine_has_the_prefix_cache_of_the_config_and_no_quantization_of_the_fo
     for caches in (True, False):
         arguments = core.engine_args(
             VLLMGenerator.Config(
-                dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.01, enable_prefix_caching=caches
+                dtype="float32",
+                max_model_len=64,
+                cpu_kv_cache_gib=0.01,
+                enable_prefix_caching=caches,
             ),
             architecture=model.register_policy(spec),
             hf_assets_path=str(tmp_path / "hf"),

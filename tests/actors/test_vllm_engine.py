@@ -79,7 +79,9 @@ def test_whole_blocks_of_a_prompt_are_read_once(engine):
     """The prompt has 150 tokens, 128 of them in four whole blocks."""
     counted: list[int] = []
     embedding = engine.engine._core.model.embed_tokens
-    handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))
+    handle = embedding.register_forward_pre_hook(
+        lambda _, inputs: counted.append(inputs[0].numel())
+    )
     for expected in (150, 150 - 128):
         engine.generate([PROMPTS[3]], max_tokens=1)
         assert sum(counted) == expected
@@ -110,7 +112,9 @@ def test_calls_overlap_and_keep_their_own_settings(engine):
     answers = engine.run(all_at_once())
     assert order == ["greedy", "cold", "long"]
     for made, (prompts, settings) in zip(answers, calls.values(), strict=True):
-        assert tokens_of(made) == tokens_of(generate(OLD, prompts, sampling=SamplingParams(**settings)))
+        assert tokens_of(made) == tokens_of(
+            generate(OLD, prompts, sampling=SamplingParams(**settings))
+        )
 
 
 def test_cancelled_call_frees_its_place_and_leaves_others_alone(engine):
@@ -118,10 +122,14 @@ def test_cancelled_call_frees_its_place_and_leaves_others_alone(engine):
         # More requests than can run at once: some run and others wait.
         sampling = SamplingParams(max_tokens=100, num_samples=8)
         doomed = asyncio.create_task(engine.engine.generate(PROMPTS, sampling=sampling))
-        first = await engine.engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=2, seed=1))
+        first = await engine.engine.generate(
+            PROMPTS[:1], sampling=SamplingParams(max_tokens=2, seed=1)
+        )
         assert not doomed.done()
         doomed.cancel()
-        second = await engine.engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=2, seed=1))
+        second = await engine.engine.generate(
+            PROMPTS[:1], sampling=SamplingParams(max_tokens=2, seed=1)
+        )
         with pytest.raises(asyncio.CancelledError):
             await doomed
         return first, second
@@ -208,7 +216,11 @@ def updated_in_the_middle(engine, model, *, prompts=PROMPTS[:3]):
 
 
 def with_prompts(completions, prompts):
-    return [(prompt, c) for prompt, of_prompt in zip(prompts, completions, strict=True) for c in of_prompt]
+    return [
+        (prompt, c)
+        for prompt, of_prompt in zip(prompts, completions, strict=True)
+        for c in of_prompt
+    ]
 
 
 @in_flight_in_both_modes
@@ -219,7 +231,9 @@ def test_every_token_has_the_version_that_drew_it(engine):
         assert len(completion.token_ids) == 100
         num_old = completion.policy_versions.tolist().count(version - 1)
         assert 20 < num_old < 60
-        assert completion.policy_versions.tolist() == [version - 1] * num_old + [version] * (100 - num_old)
+        assert completion.policy_versions.tolist() == [version - 1] * num_old + [version] * (
+            100 - num_old
+        )
         by_old = recomputed_logprobs(OLD, prompt, completion, LONG)
         by_new = recomputed_logprobs(NEW, prompt, completion, LONG)
         np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], **EXACT)
@@ -339,7 +353,9 @@ def test_continued_completion_keeps_its_versions(engine):
     ):
         num_old = len(old.token_ids)
         assert num_old >= 9
-        assert completion.policy_versions.tolist() == [version - 1] * num_old + [version] * (100 - num_old)
+        assert completion.policy_versions.tolist() == [version - 1] * num_old + [version] * (
+            100 - num_old
+        )
         assert np.array_equal(completion.logprobs[:num_old], old.logprobs)
         # All keys and values of a continued request come from the weights that continue it.
         expected = recomputed_logprobs(NEW, prompt, completion, LONG)
@@ -379,7 +395,9 @@ def test_sequences_are_scored_beside_running_requests(engine):
     # Not the tokens: two nearly equal logits may change places with the number of threads.
     for prompt, group in zip(PROMPTS * 4, completions, strict=True):
         for completion in group:
-            expected = sequence_logprobs(OLD, np.concatenate([prompt, completion.token_ids]))[len(prompt) :]
+            expected = sequence_logprobs(OLD, np.concatenate([prompt, completion.token_ids]))[
+                len(prompt) :
+            ]
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
@@ -389,7 +407,9 @@ def test_sequence_is_scored_by_one_version(engine):
 
     async def run():
         # Scoring at 64 tokens a step takes longer than this short completion.
-        few = asyncio.create_task(engine.engine.generate(PROMPTS[1:2], sampling=SamplingParams(max_tokens=6)))
+        few = asyncio.create_task(
+            engine.engine.generate(PROMPTS[1:2], sampling=SamplingParams(max_tokens=6))
+        )
         await after(engine, 1)
         scored = asyncio.create_task(engine.engine.compute_logprobs(sequences))
         await few
@@ -399,7 +419,9 @@ def test_sequence_is_scored_by_one_version(engine):
 
     by_new = []
     for tokens, logprobs in zip(sequences, engine.run(run()), strict=True):
-        differences = [np.abs(logprobs - sequence_logprobs(model, tokens)).max() for model in (OLD, NEW)]
+        differences = [
+            np.abs(logprobs - sequence_logprobs(model, tokens)).max() for model in (OLD, NEW)
+        ]
         assert min(differences) <= 1e-5
         by_new.append(differences[1] <= 1e-5)
     assert any(by_new)

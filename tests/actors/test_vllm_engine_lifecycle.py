@@ -70,7 +70,9 @@ def test_engine_starts_sleeps_and_ends_when_closed(tmp_path):
         await engine.wake()
         await engine.update_weights(writer(model), version=2)
         again = await engine.generate(PROMPTS, sampling=sampling)
-        waiting = asyncio.create_task(engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=200)))
+        waiting = asyncio.create_task(
+            engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=200))
+        )
         await engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=1))
         await engine.close()
         for call in (waiting, engine.generate(PROMPTS, sampling=sampling)):

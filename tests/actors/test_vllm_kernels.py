@@ -72,7 +72,9 @@ def test_packed_product_is_of_the_weights_at_the_last_pack(kernels, dtype, shape
 
 def test_packed_head_in_float32_returns_logits_that_are_not_rounded(kernels):
     generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 64), (5, 64)))
+    weight, x = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 64), (5, 64))
+    )
     head = kernels.PackedLinear(weight, in_float32=True)
     exact = x.double() @ weight.double().T
     for pack in (lambda: None, head.pack, head.unpack):
@@ -88,10 +90,14 @@ def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kerne
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     kept = [module for module in model.modules() if type(module) in (nn.Linear, RMSNorm)]
     assert {layer.normalized_shape for layer in kept} == {(8,)}  # norms of narrow heads
-    assert all(module.rotate is not rotate for module in model.modules() if isinstance(module, Attention))
+    assert all(
+        module.rotate is not rotate for module in model.modules() if isinstance(module, Attention)
+    )
 
 
-def normalize_and_rotate(qkv, num_q, num_k, num_v, dim, eps, q_weight, k_weight, table, is_neox, rows):
+def normalize_and_rotate(
+    qkv, num_q, num_k, num_v, dim, eps, q_weight, k_weight, table, is_neox, rows
+):
     """Do what the GPU's kernel `fused_qk_norm_rope` does, with the functions by which vLLM defines its parts."""
     from vllm import ir
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -138,10 +144,15 @@ def test_kernels_of_a_gpu_give_the_trainers_hidden_states(
     spec = small_spec(family=family, head_dim=head_dim, num_heads=6, hidden_dim=96)
     model = random_model(spec, seed=0).to(dtype).requires_grad_(False)
     ids = torch.arange(24) * 5 % 64
-    inputs = {"positions": torch.arange(24) % 12, "sequences": SequenceLayout.from_lengths([12, 12])}
+    inputs = {
+        "positions": torch.arange(24) % 12,
+        "sequences": SequenceLayout.from_lengths([12, 12]),
+    }
     theirs, ours = kernels.both_ways(model, ids, **inputs)
     one = {"positions": torch.arange(1), "sequences": SequenceLayout.from_lengths([1])}
-    torch.testing.assert_close(kernels.both_ways(model, ids[:1], **one)[1], ours[:1], atol=0.05, rtol=0.05)
+    torch.testing.assert_close(
+        kernels.both_ways(model, ids[:1], **one)[1], ours[:1], atol=0.05, rtol=0.05
+    )
     assert_as_exact(ours.float(), theirs.float(), model.float()(ids, **inputs))
     names = ("fused_add_rms_norm", "rotary_embedding", "fused_qk_norm_rope")
     expected = calls[dtype] if isinstance(calls, dict) else calls
@@ -160,9 +171,9 @@ def test_gated_activations_are_as_vllm_defines_them(kernels, kind):
 
 
 def test_norm_of_a_width_that_vllms_cannot_do_stays_pytorchs(kernels):
-    model = nn.ModuleDict({"narrow": RMSNorm(36, eps=1e-6), "wide": RMSNorm(48, eps=1e-6)}).requires_grad_(
-        False
-    )
+    model = nn.ModuleDict(
+        {"narrow": RMSNorm(36, eps=1e-6), "wide": RMSNorm(48, eps=1e-6)}
+    ).requires_grad_(False)
     kernels.use_kernels(model)
     assert [type(layer) for layer in model.values()] == [RMSNorm, kernels.Norm]
     for width, layer in ((36, model["narrow"]), (48, model["wide"])):

@@ -58,7 +58,9 @@ def test_rank_follows_rank_0_and_stops_if_it_diverges_or_hears_nothing():
     first, second = run_ranks(talk, 2, timeout_s=40)
     assert first["turn"] == second["turn"] == EngineTurn(step=True)
     assert first["agreements"] == second["agreements"] == [True, False, False]
-    assert second["divergence"].startswith("RuntimeError: generator rank 1 drew other tokens than rank 0")
+    assert second["divergence"].startswith(
+        "RuntimeError: generator rank 1 drew other tokens than rank 0"
+    )
     assert second["silence"].startswith(
         "SilentRankError: generator rank 1 awaited rank 0's next turn, at most 1 s"
     )

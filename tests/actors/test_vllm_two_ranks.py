@@ -35,7 +35,13 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 SWITCHES = {"window": 37, "global_layers": (1,), "multipliers": MULTIPLIERS}
 # A family that is not relay's own.
 SPEC = small_spec(
-    family="granite", tie=False, head_dim=32, switches=SWITCHES, qkv_bias=True, o_bias=True, ffn_bias=True
+    family="granite",
+    tie=False,
+    head_dim=32,
+    switches=SWITCHES,
+    qkv_bias=True,
+    o_bias=True,
+    ffn_bias=True,
 )
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
@@ -84,7 +90,9 @@ async def hurry(engine: GeneratorEngine) -> None:
 
 
 async def update_while_calls_run(engine: GeneratorEngine) -> dict[str, Any]:
-    calls = [asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)]
+    calls = [
+        asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)
+    ]
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1))
     update = asyncio.create_task(engine.update_weights(writer(NEW), version=2))
     await asyncio.sleep(0)
@@ -176,8 +184,12 @@ def test_ranks_stay_in_step_when_weights_change_in_flight(ranks):
             num_old = completion.policy_versions.tolist().count(4)
             assert completion.policy_versions.tolist() == [4] * num_old + [5] * (60 - num_old)
             by_old, by_new = (recomputed_logprobs(m, prompt, completion, LONG) for m in (OLD, NEW))
-            np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], atol=1e-4, rtol=0)
-            np.testing.assert_allclose(completion.logprobs[num_old:], by_new[num_old:], atol=1e-4, rtol=0)
+            np.testing.assert_allclose(
+                completion.logprobs[:num_old], by_old[:num_old], atol=1e-4, rtol=0
+            )
+            np.testing.assert_allclose(
+                completion.logprobs[num_old:], by_new[num_old:], atol=1e-4, rtol=0
+            )
 
 
 def test_ranks_score_sequences(ranks):

@@ -36,7 +36,13 @@ def test_runs_that_learn_too_little_and_controls_that_move_are_named(
     config, reward_rose, correct_rose, missed
 ):
     made = {"task": "reverse_text", "config": config, "seed": 3}
-    good = {"task": "alphabet_sort", "config": "tiny", "seed": 0, "reward_rose": 0.4, "correct_rose": 0.3}
+    good = {
+        "task": "alphabet_sort",
+        "config": "tiny",
+        "seed": 0,
+        "reward_rose": 0.4,
+        "correct_rose": 0.3,
+    }
     said = shortfalls([good, made | {"reward_rose": reward_rose, "correct_rose": correct_rose}])
     assert said == ([f"reverse_text, {config}, seed 3: {missed}"] if missed else [])
 

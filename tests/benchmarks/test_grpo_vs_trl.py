@@ -22,7 +22,9 @@ def test_an_inner_phase_is_not_part_of_the_outer_one(monkeypatch):
         with clock.phase("reward"):  # 5 to 6
             pass
     clock.end()  # at 10
-    assert clock.steps == [{"step": 10.0, "generate": 3.0, "reward": 1.0, "train": 4.0, "other": 2.0}]
+    assert clock.steps == [
+        {"step": 10.0, "generate": 3.0, "reward": 1.0, "train": 4.0, "other": 2.0}
+    ]
 
 
 def test_the_end_token_becomes_the_last_special_one(tmp_path):

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.train_step import FLAVORS, NAMES, LossesDifferError, Workload, compare, parser, workload_of
+from benchmarks.train_step import (
+    FLAVORS,
+    NAMES,
+    LossesDifferError,
+    Workload,
+    compare,
+    parser,
+    workload_of,
+)
 from benchmarks.train_step_sides import SIDES, Runner, describe, model_spec
 
 TINY = Workload(
@@ -26,7 +34,11 @@ TINY = Workload(
 def taking(seconds, *, losses=(2.0,)):
     """Return a side whose turns take this long and whose steps all have the same loss."""
     left = iter(seconds)
-    return lambda steps: {"step_s": next(left), "losses": [*losses] * steps, "peak_memory_bytes": 2**30}
+    return lambda steps: {
+        "step_s": next(left),
+        "losses": [*losses] * steps,
+        "peak_memory_bytes": 2**30,
+    }
 
 
 def test_all_sides_compute_the_same_losses_at_every_step():
@@ -94,7 +106,10 @@ def test_tiny_flavor_has_the_counted_parameters():
             "--flavor tiny --sequence-length 1025 --microbatch-tokens 2000",
             "at most 1024, the positions of tiny",
         ),
-        ("--microbatch-tokens 200", "microbatch_tokens=200: must hold the longest sequence, 256 tokens"),
+        (
+            "--microbatch-tokens 200",
+            "microbatch_tokens=200: must hold the longest sequence, 256 tokens",
+        ),
         ("--tokens 0", "tokens=0: must be at least 1"),
     ],
 )

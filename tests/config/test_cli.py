@@ -83,7 +83,9 @@ def test_field_added_by_a_subclass_in_a_nested_place_is_an_option():
 def test_unknown_key_names_the_nearest(capsys):
     for typo in ("--trainer.optimzer.lr", "--trainer.optimizer.lrr", "--lr"):
         assert "did you mean --trainer.optimizer.lr" in error_of(capsys, typo, "1")
-    assert "did you mean --trainer.optimizer.weight_decay" in error_of(capsys, "--weight_decay", "1")
+    assert "did you mean --trainer.optimizer.weight_decay" in error_of(
+        capsys, "--weight_decay", "1"
+    )
     assert "did you mean --trainer.sequence_length" in error_of(capsys, "--sequence_lenght", "1")
     several = error_of(capsys, "--num_steps", "1", config="large")
     assert "did you mean --warmup.num_steps or " in several
@@ -184,7 +186,15 @@ def killed(tmp_path):
     """The folder of a run."""
     folder = tmp_path / "outputs" / "first"
     folder.mkdir(parents=True)
-    options = ("--name", "first", "--overwrite", "--dump_folder", "x", "--trainer.optimizer.lr", "0.5")
+    options = (
+        "--name",
+        "first",
+        "--overwrite",
+        "--dump_folder",
+        "x",
+        "--trainer.optimizer.lr",
+        "0.5",
+    )
     write_json(run_of(*options, config="large"), folder / "config.json")
     return folder
 

@@ -91,7 +91,11 @@ DECORATED = r"Wrong\.Config must be decorated with @dataclass\(kw_only=True, slo
         ((Optimizer,), dataclass(kw_only=True)(undecorated()), DECORATED),
         ((Optimizer,), dataclass(slots=True)(undecorated()), DECORATED),
         ((Optimizer,), Stray, r"Wrong\.Config must derive from Optimizer\.Config"),
-        ((Optimizer, Counter), SgdOptimizer.Config, r"Wrong\.Config must derive from Counter\.Config"),
+        (
+            (Optimizer, Counter),
+            SgdOptimizer.Config,
+            r"Wrong\.Config must derive from Counter\.Config",
+        ),
         ((Configurable,), Optimizer.Config, r"Wrong\.Config already builds Optimizer"),
     ],
 )
@@ -117,7 +121,9 @@ class Outer:
     enable: bool = True
     inner: Inner = field(default_factory=Inner, metadata=unless("every", 0))
     later: Inner | None = None
-    share: float = field(default=0.5, metadata=all_of(only_if("enable", True), unless("inner.size", 1, 2)))
+    share: float = field(
+        default=0.5, metadata=all_of(only_if("enable", True), unless("inner.size", 1, 2))
+    )
     name: str = field(default="", metadata=only_if("later.kind", "deep"))
     several: tuple[Inner, ...] = ()
 

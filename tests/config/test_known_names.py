@@ -72,9 +72,13 @@ TITAN_TRAINER = {
 def rows():
     """Return the page's rows by name: status, our options, remark."""
     lines = re.findall(
-        r"^\| `(.+?)` \| (\w+) \| (.*?) \| (.*) \|$", (DOCS / "known_names.md").read_text(), re.MULTILINE
+        r"^\| `(.+?)` \| (\w+) \| (.*?) \| (.*) \|$",
+        (DOCS / "known_names.md").read_text(),
+        re.MULTILINE,
     )
-    return {name: (status, re.findall(r"`(.+?)`", ours), remark) for name, status, ours, remark in lines}
+    return {
+        name: (status, re.findall(r"`(.+?)`", ours), remark) for name, status, ours, remark in lines
+    }
 
 
 def own_options():
@@ -126,7 +130,10 @@ def error_of(capsys, *argv):
         ("training.mixed_precision_param", "is called --trainer.training.param_dtype here"),
         ("model.flavor", "is no option here: .*config.model in a config function"),
         ("optimizer.lr", "is called --trainer.optimizer.lr here"),
-        ("activation_checkpoint.memory_budget", "is no option here: blocks are compiled one by one"),
+        (
+            "activation_checkpoint.memory_budget",
+            "is no option here: blocks are compiled one by one",
+        ),
         ("trainer.optimizer.lrr", "did you mean --trainer.optimizer.lr"),
     ],
 )

@@ -9,7 +9,15 @@ from typing import Any, Literal, Protocol
 import pytest
 
 from rl.config.configurable import Configurable
-from rl.config.tree import ConfigError, check_fields, convert, field_docs, input_paths, rebuild, walk
+from rl.config.tree import (
+    ConfigError,
+    check_fields,
+    convert,
+    field_docs,
+    input_paths,
+    rebuild,
+    walk,
+)
 from tests.config import example_configs
 from tests.config.example_configs import Run, SgdOptimizer
 
@@ -22,7 +30,9 @@ def test_walk_lists_every_field_once_with_its_kind():
     assert kinds["schedule.0.num_steps"] == "leaf"
     assert kinds["spec"] == "hidden"
     assert not any(path.startswith("spec.") for path in kinds)
-    assert [path for path in kinds if "." not in path] == [f.name for f in dataclasses.fields(Run.Config)]
+    assert [path for path in kinds if "." not in path] == [
+        f.name for f in dataclasses.fields(Run.Config)
+    ]
 
 
 def test_input_paths_are_the_fields_that_name_existing_paths(tmp_path):
@@ -40,7 +50,9 @@ def test_input_paths_are_the_fields_that_name_existing_paths(tmp_path):
 
     (tmp_path / "file").write_text("")
     root = Root(
-        reference=Reference(folder=str(tmp_path)), file=tmp_path / "file", missing=str(tmp_path / "no")
+        reference=Reference(folder=str(tmp_path)),
+        file=tmp_path / "file",
+        missing=str(tmp_path / "no"),
     )
     assert input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
 

@@ -49,7 +49,9 @@ def test_dapo_buffer_follows_max_tokens():
 
 
 def test_with_kl_enables_the_reference_policy_and_needs_a_policy_loss():
-    config = algorithms.with_kl(algorithms.reinforce_plus_plus_baseline(sum_digits.tiny()), coef=0.1)
+    config = algorithms.with_kl(
+        algorithms.reinforce_plus_plus_baseline(sum_digits.tiny()), coef=0.1
+    )
     assert config.trainer.loss == ReinforcePlusPlusLoss(kl_coef=0.1, kl_estimator="k3")
     assert config.trainer.reference.enable
     config.trainer.loss = CrossEntropyLoss()
@@ -63,7 +65,9 @@ def assets(tmp_path_factory):
 
 
 REWARDS = ((1.0, 0.0, 0.0, 1.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
-GROUPS = [[make_sample(length=18, seed=10 * p + g, prompt_seed=p) for g in range(4)] for p in range(3)]
+GROUPS = [
+    [make_sample(length=18, seed=10 * p + g, prompt_seed=p) for g in range(4)] for p in range(3)
+]
 
 
 def prepared(engine, advantage, rewards_PG):
@@ -81,7 +85,9 @@ def prepared(engine, advantage, rewards_PG):
             replace(
                 sample,
                 generator_logprobs=np.where(sample.mask, next(drawn), np.nan).astype(np.float32),
-                advantages=np.concatenate([np.zeros(int((~sample.mask).sum()), np.float32), advantages]),
+                advantages=np.concatenate(
+                    [np.zeros(int((~sample.mask).sum()), np.float32), advantages]
+                ),
             )
             for sample, advantages in zip(group, advantages_G, strict=True)
         ]

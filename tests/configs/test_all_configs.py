@@ -47,10 +47,15 @@ def test_every_task_and_size_has_a_config():
     learnt = ("sum_digits", "reverse_text", "alphabet_sort")
     expected = {f"{task}.{config}" for task in learnt for config in ("tiny", "tiny_noise")}
     layouts = ("async", "fsdp2", "tp2", "ddp2", "pp2", "fsdp2_tp2", "moe")
-    expected |= {f"sum_digits.tiny_{name}" for name in layouts} | {"countdown.tiny", "tinker.tiny_actors"}
+    expected |= {f"sum_digits.tiny_{name}" for name in layouts} | {
+        "countdown.tiny",
+        "tinker.tiny_actors",
+    }
     sizes = ("0_6b_lora_24gb", "0_6b_24gb", "0_6b", "1_7b", "4b_lora", "4b", "8b", "14b", "30b_a3b")
     on_gpus = ("sum_digits", "gsm8k", "reverse_text")
-    expected |= {f"{task}.qwen3_{size}" for task in on_gpus for size in sizes} | {"sum_digits.qwen3_32b"}
+    expected |= {f"{task}.qwen3_{size}" for task in on_gpus for size in sizes} | {
+        "sum_digits.qwen3_32b"
+    }
     assert expected <= set(CONFIGS)
     on = {n for n in RUNS if n.startswith("sum_digits.") and config_of(n).batch_invariant is None}
     assert on == {
@@ -78,7 +83,9 @@ def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_has_a_valid_layout(name):
     config = fit_to_devices(config_of(name), num_gpus=0)
-    spec = replace(config.model or model_registry("tiny"), batch_invariant=bool(config.batch_invariant))
+    spec = replace(
+        config.model or model_registry("tiny"), batch_invariant=bool(config.batch_invariant)
+    )
     assert list(config_faults(config, spec=spec, num_gpus=0)) == []
 
 
@@ -99,7 +106,12 @@ def test_gpu_configs_fit_their_gpus_and_have_an_instruction(name):
     assert trainer["peak_gb"] < 0.9 * layout.gpu_gb
     assert found["memory"]["generator_rank"]["fits"]
     # Disjoint GPUs are all used, and generation is ahead; others are shared.
-    used = {gpu for role, at in found["layout"].items() if role != "trainer_mesh" for gpu in at["gpus"] or ()}
+    used = {
+        gpu
+        for role, at in found["layout"].items()
+        if role != "trainer_mesh"
+        for gpu in at["gpus"] or ()
+    }
     assert used == {*range(layout.num_gpus)}
     is_ahead = found["values"]["loop.max_off_policy_steps"] > 0
     assert found["values"]["launch.share_gpus"] == (not is_ahead)
@@ -147,7 +159,9 @@ def test_renderers_of_gpu_configs_support_several_turns(tmp_path):
         if several:
             found.add(name.partition(".")[0])
             ends = (tokenizer.eos_token_id,)
-            make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends).check_multi_turn()
+            make_renderer(
+                config.renderer, tokenizer=tokenizer, stop_token_ids=ends
+            ).check_multi_turn()
     assert found == {"alphabet_sort", "verifiers_env"}
 
 
@@ -162,7 +176,16 @@ def test_a_control_differs_only_in_its_reward(name):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in RUNS])
 def test_backend_of_a_server_is_built_from_options(name):
-    argv = ["--config", name.partition(".")[2], "--port", "0", "--backend.cache", "x", "--limits.models", "3"]
+    argv = [
+        "--config",
+        name.partition(".")[2],
+        "--port",
+        "0",
+        "--backend.cache",
+        "x",
+        "--limits.models",
+        "3",
+    ]
     config = parse_cli(argv, default_module="tinker").config
     backend: TinkerBackend = config.backend.build()
     assert (config.port, config.limits.models, config.backend.cache) == (0, 3, "x")
@@ -171,7 +194,10 @@ def test_backend_of_a_server_is_built_from_options(name):
 
 def commands_of_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text().replace("\\\n", " ")
-    found = [shlex.split(line)[3:] for line in re.findall(r"^ *python -m rl\.train .*$", text, re.MULTILINE)]
+    found = [
+        shlex.split(line)[3:]
+        for line in re.findall(r"^ *python -m rl\.train .*$", text, re.MULTILINE)
+    ]
     return [argv for argv in found if argv[1] in ("gsm8k", "reasoning", "verifiers_env")]
 
 

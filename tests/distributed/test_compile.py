@@ -46,7 +46,9 @@ def test_missing_compiler_is_named_unless_the_environment_has_one(monkeypatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs .*g\+\+.* on device 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"compile.backend='inductor' needs .*g\+\+.* on device 'cpu'"
+    ):
         check_compiler(CompileConfig(enable=True), device_type="cpu")
     with pytest.raises(ValueError, match=r"compile.backend='inductor' needs .* on device 'cuda'"):
         check_compiler(CompileConfig(enable=True), device_type="cuda")

@@ -10,7 +10,9 @@ from rl.models.attention import SequenceLayout
 def test_remaining_ranks_hold_shards_and_share_the_experts():
     config = ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=4)
     assert config.degrees(24) == Degrees(dp_replicate=2, dp_shard=3, tp=4)
-    degrees = ParallelismConfig(data_parallel_replicate_degree=2, context_parallel_degree=3).degrees(24)
+    degrees = ParallelismConfig(
+        data_parallel_replicate_degree=2, context_parallel_degree=3
+    ).degrees(24)
     assert degrees == Degrees(dp_replicate=2, dp_shard=4, cp=3, tp=1)
     # The ranks of a context-parallel group see the same samples and hold different shards.
     assert degrees.fsdp == 12
@@ -29,7 +31,11 @@ EXPERT_TP = "expert_tensor_parallel_degree"
     [
         ({SHARD: 2, TP: 2}, 6, f"{SHARD}=2 .*{TP}=2 .*world size of 6"),
         ({CP: 3}, 8, f"{CP}=3 .*world size of 8"),
-        ({TP: 2, "expert_parallel_degree": 4}, 12, "expert_parallel_degree=4 does not divide the 6 ranks"),
+        (
+            {TP: 2, "expert_parallel_degree": 4},
+            12,
+            "expert_parallel_degree=4 does not divide the 6 ranks",
+        ),
         ({TP: 4, EXPERT_TP: 2}, 4, f"{EXPERT_TP}=2: must be 1 or {TP}=4"),
     ],
 )

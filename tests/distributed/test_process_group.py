@@ -30,7 +30,9 @@ def test_incomplete_environment_names_what_is_missing():
 def test_existing_group_of_another_size_is_refused():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        with pytest.raises(ValueError, match="world size 2 differs from the existing process group's 4"):
+        with pytest.raises(
+            ValueError, match="world size 2 differs from the existing process group's 4"
+        ):
             connect(world=World(size=2), device=torch.device("cpu"), comm=CommConfig())
     finally:
         dist.destroy_process_group()
@@ -81,7 +83,11 @@ def test_latest_collectives_are_written_when_one_fails(size, tmp_path):
     file = tmp_path / "run" / "collectives_rank0.json"
     assert notes[1] == f"the latest collectives of this rank are in {file}"
     entries = json.loads(file.read_text())
-    assert [entry["collective_seq_id"] for entry in entries] == [4, 5, 6]  # of four sums, a barrier, a sum
+    assert [entry["collective_seq_id"] for entry in entries] == [
+        4,
+        5,
+        6,
+    ]  # of four sums, a barrier, a sum
     assert entries[-1]["profiling_name"] == "gloo:all_reduce"
     assert entries[-1]["input_sizes"] == [[7]]
     callers = [Path(frame["filename"]).name for frame in entries[-1]["frames"]]
@@ -103,7 +109,9 @@ def count_threads(interfaces: str) -> list[tuple[int, int]]:
         return names.count("pt_gloo_runloop"), names.count("gloo_tcp_loop")
 
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces
-    comm = CommConfig(trace_buffer_size=0)  # The flight recorder's lock would keep the collectives apart.
+    comm = CommConfig(
+        trace_buffer_size=0
+    )  # The flight recorder's lock would keep the collectives apart.
     connect(world=World.from_env(), device=torch.device("cpu"), comm=comm, always=True)
     dist.barrier()  # a worker thread has its name once it ran a collective
     alone = counted()

@@ -20,7 +20,8 @@ def modules(num_layers, *, tied=False):
 
 def plan(num_layers, *, tied=False, **settings):
     prefixed = {
-        name if name.startswith("module") else f"pipeline_parallel_{name}": v for name, v in settings.items()
+        name if name.startswith("module") else f"pipeline_parallel_{name}": v
+        for name, v in settings.items()
     }
     return plan_stages(ParallelismConfig(**prefixed), modules(num_layers, tied=tied))
 
@@ -37,13 +38,19 @@ def test_first_and_last_stage_have_fewer_layers_and_the_ends_of_the_model():
     assert found.modules == (("embed_tokens", "layers.0"), ("layers.1", "norm", "lm_head"))
     assert found.ranks == (0, 1)
     assert layers(plan(30, degree=4)) == [7, 8, 8, 7]
-    assert layers(plan(30, degree=4, first_stage_less_layers=0, last_stage_less_layers=4)) == [9, 9, 8, 4]
+    assert layers(plan(30, degree=4, first_stage_less_layers=0, last_stage_less_layers=4)) == [
+        9,
+        9,
+        8,
+        4,
+    ]
     # Every module is in one stage, in the model's order.
     assert [name for stage in plan(30, degree=4).modules for name in stage] == modules(30)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), [("Interleaved1F1B", (0, 1, 2, 0, 1, 2)), ("ZBVZeroBubble", (0, 1, 2, 2, 1, 0))]
+    ("schedule", "ranks"),
+    [("Interleaved1F1B", (0, 1, 2, 0, 1, 2)), ("ZBVZeroBubble", (0, 1, 2, 2, 1, 0))],
 )
 def test_a_rank_has_two_stages_where_the_schedule_uses_them(schedule, ranks):
     found = plan(10, degree=3, schedule=schedule)
@@ -89,7 +96,10 @@ def test_layers_of_a_stage_or_names_of_modules_divide_the_model():
             {"degree": 3, "layers_per_stage": 2},
             "'1F1B' on .*degree=3 ranks: .* 2 stages: must be 1 for each rank",
         ),
-        ({"degree": 2, "schedule": "Interleaved1F1B", "layers_per_stage": 2}, "2 stages: must be 2 or more"),
+        (
+            {"degree": 2, "schedule": "Interleaved1F1B", "layers_per_stage": 2},
+            "2 stages: must be 2 or more",
+        ),
         (
             {"degree": 2, "module_fqns_per_model_part": ("layers.0,layers.1", "norm")},
             "must have, .* embed_tokens",
@@ -134,7 +144,10 @@ def test_a_file_sets_ranks_and_number_of_micro_batches(tmp_path):
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "Malformed compute schedule"),
         ("0F0," + "x" * 200_000, "field larger than field limit|has a cell"),
         ("0F0,0B" + "9" * 100_000, "has a cell '0B99.*'... of 100002 characters"),
-        ("0F0,0B999999999\n1F0,1B0", "names micro-batch 999999999: with 4 entries there are at most 4"),
+        (
+            "0F0,0B999999999\n1F0,1B0",
+            "names micro-batch 999999999: with 4 entries there are at most 4",
+        ),
         ("0F0,0B0\n999999999F0,1B0", "names stage 999999999: with 4 entries there are at most 4"),
         ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0", "Malformed compute schedule"),
         ("0F0,\0,0B0", "Invalid action string|NUL"),
@@ -163,6 +176,7 @@ def test_every_stage_needs_something_that_is_trained():
     head = ("layers.0.attention.qkv_proj.lora_a", "lm_head_lora.lora_a")
     stages.check_trained(head)
     with pytest.raises(
-        ValueError, match=r"stage 1 of the pipeline \(layers.2, .*\) has no parameter that is trained"
+        ValueError,
+        match=r"stage 1 of the pipeline \(layers.2, .*\) has no parameter that is trained",
     ):
         stages.check_trained(head[:1])

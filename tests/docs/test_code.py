@@ -56,7 +56,9 @@ def test_loop_of_the_readme_trains_on_each_groups_advantages_also_where_replies_
         policy,
         policy,
         policy,
-        RubricRewarder(rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)),
+        RubricRewarder(
+            rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)
+        ),
         task=ListedTask(train=itertools.repeat(make_problem([12, 34])), held_out=[]),
         renderer=RENDERER,
         num_steps=2,
@@ -87,8 +89,14 @@ def test_judge_of_the_docs_reads_labels():
     names = run(blocks("docs/rewards.md")[1])
     assert isinstance(names["RUBRIC"], Rubric)
     judge = names["JUDGE"]
-    assert judge.prompt(replied("21")).startswith("Question: 47 82\n\nReply: 21\n\nIs the reply right?")
-    assert [judge.grade.read(text) for text in ("It adds up.\nYes.", "no", "yes and no")] == [1.0, 0.0, None]
+    assert judge.prompt(replied("21")).startswith(
+        "Question: 47 82\n\nReply: 21\n\nIs the reply right?"
+    )
+    assert [judge.grade.read(text) for text in ("It adds up.\nYes.", "no", "yes and no")] == [
+        1.0,
+        0.0,
+        None,
+    ]
 
 
 # docs/scripts.md

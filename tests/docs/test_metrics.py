@@ -31,7 +31,9 @@ LONG = make_problem([12, 34])
 
 def rows():
     """Return {metric: reduction} from all tables of metrics."""
-    found = re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([a-z-]+) \|", PAGE.read_text(), flags=re.MULTILINE)
+    found = re.findall(
+        r"^\| `([^`]+)` \| [^|]+ \| ([a-z-]+) \|", PAGE.read_text(), flags=re.MULTILINE
+    )
     assert len(found) == len(dict(found)), "a metric has two rows"
     return dict(found)
 
@@ -73,14 +75,24 @@ def of_loops():
     rubric = Rubric(criteria=(Criterion(name="length", function=length),))
     settings: list[dict[str, Any]] = [
         {"eval_every": 1, "evaluation": Evaluation(num_samples=2), "kl_reward": KLReward(coef=0.1)},
-        {"max_off_policy_steps": 1, "num_steps": 2, "max_sample_tokens": 20, "long_samples": "drop"},
+        {
+            "max_off_policy_steps": 1,
+            "num_steps": 2,
+            "max_sample_tokens": 20,
+            "long_samples": "drop",
+        },
         {"max_sample_tokens": 20, "long_samples": "truncate", "mask_truncated_completions": True},
     ]
     for changed in settings:
         policy = CheckedPolicy(reply=half_right)
         loop, _ = make_loop(policy, sink=sink, problems=repeat(LONG), rubric=rubric, **changed)
         run_in_virtual_time(loop.run())
-    return {k: joined(value) for record in sink.records for k, value in record.items() if value is not None}
+    return {
+        k: joined(value)
+        for record in sink.records
+        for k, value in record.items()
+        if value is not None
+    }
 
 
 def of_batches_and_evaluations():
@@ -106,7 +118,8 @@ def of_engines():
         engine = make_engine(None, dtype="bfloat16")
         samples = make_samples()
         reference = [
-            replace(s, reference_logprobs=np.full(len(s.token_ids), -5.7, np.float32)) for s in samples
+            replace(s, reference_logprobs=np.full(len(s.token_ids), -5.7, np.float32))
+            for s in samples
         ]
         loss = GRPOLoss(correction=ImportanceCorrection(high=1.5, mode=mode), kl_coef=0.1)
         gradient = engine.forward_backward(reference, loss=loss)
@@ -117,7 +130,9 @@ def of_engines():
             memory=DeviceMemory(allocated=1e9, reserved=2e9, total=3e9),
         )
         assert isinstance(gradient.packing, Packing)
-        merged |= training_metrics([TrainedMinibatch(gradient=gradient, update=engine.optim_step())])
+        merged |= training_metrics(
+            [TrainedMinibatch(gradient=gradient, update=engine.optim_step())]
+        )
     return merged
 
 

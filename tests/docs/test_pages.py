@@ -21,17 +21,22 @@ def test_every_link_leads_to_a_file():
 
 
 def test_every_path_of_the_feature_table_exists():
-    paths = re.findall(r"`((?:tests|examples|benchmarks)/[^`]*)`", (DOCS / "features.md").read_text())
+    paths = re.findall(
+        r"`((?:tests|examples|benchmarks)/[^`]*)`", (DOCS / "features.md").read_text()
+    )
     assert paths
     assert not [path for path in paths if not any(DOCS.parent.glob(path))]
 
 
 def test_every_make_target_of_the_pages_exists():
-    targets = set(re.findall(r"^([a-z-]+):", (DOCS.parent / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (DOCS.parent / "Makefile").read_text(), flags=re.MULTILINE)
+    )
     for page in (DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
-        assert set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= targets, (
-            page.name
-        )
+        assert (
+            set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE))
+            <= targets
+        ), page.name
 
 
 def test_options_page_is_up_to_date():

@@ -65,14 +65,21 @@ def test_documented_multi_turn_environment_is_that_of_alphabet_sort():
 
     task, shown = (kind(config=AlphabetSort.Config()) for kind in (AlphabetSort, Shown))
     for problem in islice(task.train_problems(seed=0), 20):
-        real, documented = (played(made, problem, *problem.demonstrations) for made in (task, shown))
+        real, documented = (
+            played(made, problem, *problem.demonstrations) for made in (task, shown)
+        )
         assert real.messages == documented.messages
         assert len(documented.turns) == 3
 
 
 def test_every_task_of_the_table_has_a_module_a_config_and_the_stated_turns():
     rows = re.findall(r"^\| `(\w+)` \| .* \| (\d) \| .*\|$", DOC, flags=re.MULTILINE)
-    assert [module for module, _ in rows] == ["sum_digits", "reverse_text", "alphabet_sort", "countdown"]
+    assert [module for module, _ in rows] == [
+        "sum_digits",
+        "reverse_text",
+        "alphabet_sort",
+        "countdown",
+    ]
     for module, num_turns in rows:
         importlib.import_module(f"rl.tasks.{module}")
         config = importlib.import_module(f"configs.{module}").tiny()

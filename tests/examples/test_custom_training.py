@@ -53,7 +53,9 @@ def engine():
         final_max_norm=0.1,
         anneal_steps=4,
     )
-    return AnnealedClipEngine(config=config, model_spec=small_spec(), hf_assets_path=None, device="cpu")
+    return AnnealedClipEngine(
+        config=config, model_spec=small_spec(), hf_assets_path=None, device="cpu"
+    )
 
 
 def step_norm(engine, params=None):

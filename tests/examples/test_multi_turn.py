@@ -25,7 +25,9 @@ from tests.support.tasks import played
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("example", [custom_environment, multi_turn_tools], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "example", [custom_environment, multi_turn_tools], ids=lambda e: e.__name__
+)
 def test_demonstrations_fit_the_tiny_run(example, tmp_path):
     config = example.tiny()
     build_byte_tokenizer(tmp_path)
@@ -90,7 +92,9 @@ def step(environment, text):
 
 @pytest.mark.parametrize("kind", ["bin", "product"])
 def test_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
-    problem = next(p for p in task.train_problems(seed=0) if p.question.startswith("bin") == (kind == "bin"))
+    problem = next(
+        p for p in task.train_problems(seed=0) if p.question.startswith("bin") == (kind == "bin")
+    )
     environment = task.environment(problem)
     observation = step(environment, problem.demonstrations[0])
     assert [(m.role, m.content) for m in observation.messages] == [("tool", problem.answer)]
@@ -104,7 +108,16 @@ def test_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
 
 
 def test_only_the_right_number_at_the_end_is_rewarded(task):
-    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "-1776", "<think>1776")
+    replies = (
+        "= 1,776",
+        "1776",
+        "37*48 is 1776",
+        "1775",
+        "1776 or 1775",
+        "",
+        "-1776",
+        "<think>1776",
+    )
     assert task.tools  # made, as in a run; the rubric is pickled without them
     rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     scores = [rubric.score(replied(text, question="37*48", answer="1776")) for text in replies]
@@ -127,7 +140,15 @@ def test_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
         "dump_folder": str(tmp_path), "name": "short",
     }  # fmt: skip
     options = [part for name, value in short.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "rl.train", "--module", "examples.multi_turn_tools", "--config", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.train",
+        "--module",
+        "examples.multi_turn_tools",
+        "--config",
+        "tiny",
+    ]
     done = subprocess.run(
         [*command, *options],
         cwd=ROOT,

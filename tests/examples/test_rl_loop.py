@@ -15,7 +15,9 @@ SHORT = ["--warmup_steps", "3", "--groups_per_batch", "2", "--group_size", "2", 
 
 @pytest.mark.medium
 def test_short_run_is_on_policy_and_saves_what_it_trained(tmp_path, capsys):
-    args = parse_args([*SHORT, "--steps", "2", "--eval_every", "1", "--output", str(tmp_path / "out")])
+    args = parse_args(
+        [*SHORT, "--steps", "2", "--eval_every", "1", "--output", str(tmp_path / "out")]
+    )
     curve = asyncio.run(main(args))
     assert [step for step, _ in curve] == [0, 1, 2]
     assert re.findall(r"ratio (\S+)", capsys.readouterr().out) == ["1.000000"] * 2

@@ -80,10 +80,19 @@ REPLY = {"role": "assistant", "content": "3"}
     ("row", "message"),
     [
         ({"text": "a"}, r"line 2 has no list `messages`; it has \['text'\]"),
-        ({"messages": [USER, {"role": "assistant"}]}, r"line 2: .* is no message with a `role` and a text"),
-        ({"messages": [{"role": "bot", "content": ""}, REPLY]}, "line 2: role='bot': must be one of"),
+        (
+            {"messages": [USER, {"role": "assistant"}]},
+            r"line 2: .* is no message with a `role` and a text",
+        ),
+        (
+            {"messages": [{"role": "bot", "content": ""}, REPLY]},
+            "line 2: role='bot': must be one of",
+        ),
         ({"messages": [REPLY]}, "line 2: a conversation must begin with another role and end with"),
-        ({"messages": [USER, REPLY, USER]}, "line 2: a conversation must begin with another role and end"),
+        (
+            {"messages": [USER, REPLY, USER]},
+            "line 2: a conversation must begin with another role and end",
+        ),
     ],
 )
 def test_bad_line_is_named(tmp_path, row, message):

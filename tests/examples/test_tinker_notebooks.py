@@ -29,7 +29,10 @@ def execute(name, folder, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own puts plots into the notebook
     notebook = read(name)
     client = NotebookClient(
-        notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=LIMIT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     )
     before = cpu_s_of_children()
     client.execute()

@@ -29,7 +29,10 @@ def test_on_policy_samples_do_not_depend_on_the_order_in_which_rollouts_finish()
         run(policy, max_off_policy_steps=0, num_steps=4, groups_per_batch=3)
         trained.append(
             [
-                [(s.token_ids.tolist(), s.advantages.tolist(), set(s.policy_versions[s.mask])) for s in step]
+                [
+                    (s.token_ids.tolist(), s.advantages.tolist(), set(s.policy_versions[s.mask]))
+                    for s in step
+                ]
                 for step in policy.trained
             ]
         )
@@ -46,7 +49,10 @@ def test_one_off_policy_step_hides_generation_and_sync_behind_training():
     # The first step's rollouts and the first and the last sync are all that training waits for.
     assert took_s == pytest.approx(0.2 + 0.7 + 10 * 1.0 + 0.2)
     assert max(policy.age_of_tokens) == 1
-    times = {name: [record[f"time/{name}_s"] for record in records] for name in ("generate", "train", "step")}
+    times = {
+        name: [record[f"time/{name}_s"] for record in records]
+        for name in ("generate", "train", "step")
+    }
     assert times["generate"] == pytest.approx([0.7] + [0] * 9)
     assert times["train"] == pytest.approx([1.0] * 10)
     assert times["step"] == pytest.approx([1.7] + [1.0] * 9)
@@ -59,15 +65,21 @@ def test_push_overlaps_the_next_gradient_and_delays_the_update():
     policy = SimulatedPolicy(reply=half_right, push_s=1.5, serve_s=0.0)
     run(policy, num_steps=4, max_off_policy_steps=2)
     names = [event for _, event in policy.events if event in ("push", "forward_backward")]
-    assert names == ["push", "forward_backward"] * 4 + ["push"]  # the push is always asked for first
-    begun = {name: [at for at, event in policy.events if event == name] for _, name in policy.events}
+    assert names == ["push", "forward_backward"] * 4 + [
+        "push"
+    ]  # the push is always asked for first
+    begun = {
+        name: [at for at, event in policy.events if event == name] for _, name in policy.events
+    }
     pushes, gradients, updates = begun["push"][1:], begun["forward_backward"], begun["optim_step"]
     for push, gradient, update in zip(pushes, gradients[1:], updates[1:], strict=False):
         assert gradient == push  # both begin at once
         assert update == pytest.approx(push + 1.5)  # later than the gradient's 1 s
 
 
-@pytest.mark.parametrize(("max_age", "publish_every"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("max_age", "publish_every"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 3)]
+)
 def test_no_trained_token_exceeds_max_off_policy_steps(max_age, publish_every):
     for seed in range(12):
         rng = random.Random(seed)
@@ -103,7 +115,11 @@ def test_dropped_groups_are_replaced_and_counted():
 
     policy = SimulatedPolicy(reply=reply)
     records, _ = run(
-        policy, num_steps=4, groups_per_batch=2, drop_zero_advantage_groups=True, max_off_policy_steps=1
+        policy,
+        num_steps=4,
+        groups_per_batch=2,
+        drop_zero_advantage_groups=True,
+        max_off_policy_steps=1,
     )
     assert [len(step) for step in policy.trained] == [8] * 4
     assert all(any(a != 0 for s in step for a in s.advantages) for step in policy.trained)
@@ -115,7 +131,9 @@ def test_dropped_groups_are_replaced_and_counted():
 
 def test_too_many_consecutive_dropped_groups_stop_the_run():
     policy = SimulatedPolicy(reply=lambda prompt, i: "no")
-    with pytest.raises(NothingToLearnError, match=r"^step 1: 7 groups in a row .*\(7 equal\).*max_empty"):
+    with pytest.raises(
+        NothingToLearnError, match=r"^step 1: 7 groups in a row .*\(7 equal\).*max_empty"
+    ):
         run(
             policy,
             groups_per_batch=2,
@@ -178,13 +196,23 @@ def rarely_right(prompt: str, sample: int) -> str:
     return some_right(prompt, sample) if number_of(prompt) % 6 == 0 else "no"
 
 
-FAILING: dict[str, Any] = {"num_steps": 8, "groups_per_batch": 8, "group_size": 4, "max_failed_rewards": 0.1}
+FAILING: dict[str, Any] = {
+    "num_steps": 8,
+    "groups_per_batch": 8,
+    "group_size": 4,
+    "max_failed_rewards": 0.1,
+}
 AHEAD, DROPPING = {"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}
 
 
 @pytest.mark.parametrize(
     ("reply", "settings"),
-    [(some_right, {}), (some_right, AHEAD), (rarely_right, DROPPING), (rarely_right, DROPPING | AHEAD)],
+    [
+        (some_right, {}),
+        (some_right, AHEAD),
+        (rarely_right, DROPPING),
+        (rarely_right, DROPPING | AHEAD),
+    ],
 )
 def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, settings):
     rubric, calls = failing_every(20)

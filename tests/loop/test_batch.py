@@ -25,18 +25,30 @@ from tests.support.loops import problems as numbered_problems
 
 
 def group(
-    number: int, *completions: int, rewards: Sequence[float] = (1.0, 0.0), failed: Sequence[int] = ()
+    number: int,
+    *completions: int,
+    rewards: Sequence[float] = (1.0, 0.0),
+    failed: Sequence[int] = (),
 ) -> Group:
     """Rollouts of a prompt of 3 tokens and completions of so many."""
-    rollouts = [conversation((3, drawn(*range(10, 10 + n))), sample=i) for i, n in enumerate(completions)]
+    rollouts = [
+        conversation((3, drawn(*range(10, 10 + n))), sample=i) for i, n in enumerate(completions)
+    ]
     return group_of(number, *rollouts, rewards=rewards, failed=failed)
 
 
 def group_of(
-    number: int, *rollouts: Rollout, rewards: Sequence[float] = (0.0, 1.0), failed: Sequence[int] = ()
+    number: int,
+    *rollouts: Rollout,
+    rewards: Sequence[float] = (0.0, 1.0),
+    failed: Sequence[int] = (),
 ) -> Group:
     scores = [
-        Score(reward=rewards[i % len(rewards)], correct=False, failure="raised" if i in failed else None)
+        Score(
+            reward=rewards[i % len(rewards)],
+            correct=False,
+            failure="raised" if i in failed else None,
+        )
         for i in range(len(rollouts))
     ]
     return Group(number=number, rollouts=list(rollouts), scores=scores)
@@ -83,7 +95,9 @@ def test_minibatches_are_divided_by_prompts_without_failed_rollouts():
 
 
 def test_dropped_samples_count_for_their_groups_advantages():
-    made = make(group(0, 4, 2), group(1, 5, 6), num_minibatches=1, max_sample_tokens=7, long_samples="drop")
+    made = make(
+        group(0, 4, 2), group(1, 5, 6), num_minibatches=1, max_sample_tokens=7, long_samples="drop"
+    )
     assert lengths(made) == [[7, 5]]
     assert [s.advantages[-1] for s in samples(made)[0]] == [0.5, -0.5]
     made = make(group(0, 5, 2), group(1, 5, 2), max_sample_tokens=7, long_samples="drop")
@@ -116,7 +130,10 @@ def cut_off(number: int, *finish_reasons: FinishReason) -> Group:
     """Rollouts of 4 tokens that end so."""
     members = group(number, *[4] * len(finish_reasons))
     rollouts = [
-        replace(rollout, turns=(replace(turn, completion=replace(turn.completion, finish_reason=reason)),))
+        replace(
+            rollout,
+            turns=(replace(turn, completion=replace(turn.completion, finish_reason=reason)),),
+        )
         for rollout, reason in zip(members.rollouts, finish_reasons, strict=True)
         for turn in rollout.turns
     ]
@@ -147,7 +164,11 @@ def test_batch_of_truncated_rollouts_alone_has_no_gradient():
 def test_steps_of_truncated_rollouts_alone_are_empty_and_stop_the_run():
     policy = FakePolicy(reply=some_right, finish_reason="length")
     loop, _ = make_loop(
-        policy, problems=numbered_problems(), mask_truncated_completions=True, max_empty_steps=2, num_steps=9
+        policy,
+        problems=numbered_problems(),
+        mask_truncated_completions=True,
+        max_empty_steps=2,
+        num_steps=9,
     )
     with pytest.raises(
         NothingToLearnError,
@@ -246,8 +267,12 @@ def two_turns(sample: int) -> Rollout:
     return conversation((3, drawn(10, 11)), (1, drawn(12, 13, 14)), sample=sample)
 
 
-@pytest.mark.parametrize(("adds_proximal", "logprobs"), [(False, [-10, -11, -12]), (True, [11, 12, 13])])
-def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known(adds_proximal, logprobs):
+@pytest.mark.parametrize(
+    ("adds_proximal", "logprobs"), [(False, [-10, -11, -12]), (True, [11, 12, 13])]
+)
+def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known(
+    adds_proximal, logprobs
+):
     ((record, other),) = trained(
         group_of(0, two_turns(0), two_turns(1)),
         wanted=[(0, 0)],
@@ -268,7 +293,9 @@ def test_truncated_tokens_are_masked_and_proximal_logprobs_are_recorded_if_known
 
 def recorded(tmp_path, policy, *, num_groups=1, **settings):
     loop, _ = make_loop(policy, problems=numbered_problems(), **settings)
-    loop.recorder = Recorder(tmp_path / "rollouts.jsonl", config=RecorderConfig(num_groups=num_groups))
+    loop.recorder = Recorder(
+        tmp_path / "rollouts.jsonl", config=RecorderConfig(num_groups=num_groups)
+    )
     return loop, lambda: read_rollouts(tmp_path / "rollouts.jsonl")
 
 
@@ -308,4 +335,6 @@ def test_a_batch_that_the_trainer_failed_on_is_recorded(tmp_path):
     assert [(line["step"], line["kind"], line["sample"]) for line in said] == [
         (1, "train", i) for i in range(4)
     ]
-    assert all(turn["mask"] == 1 and "trainer_logprobs" not in turn for r in said for turn in r["turns"])
+    assert all(
+        turn["mask"] == 1 and "trainer_logprobs" not in turn for r in said for turn in r["turns"]
+    )

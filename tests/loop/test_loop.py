@@ -53,15 +53,26 @@ def test_one_sample_a_prompt_is_compared_with_the_batch():
     problems = cycle([PROBLEM, make_problem([12, 35])])  # the reply is right for the first alone
     policy = FakePolicy(reply=lambda prompt, sample: "[ANSWER] 10")
     advantage = Advantage(baseline="batch_mean", scale="batch_std", eps=0.0)
-    (record,) = run_loop(policy, groups_per_batch=4, group_size=1, advantage=advantage, problems=problems)
-    assert [s.advantages[-1] for s in policy.trained[0]] == pytest.approx([0.866, -0.866] * 2, abs=1e-3)
+    (record,) = run_loop(
+        policy, groups_per_batch=4, group_size=1, advantage=advantage, problems=problems
+    )
+    assert [s.advantages[-1] for s in policy.trained[0]] == pytest.approx(
+        [0.866, -0.866] * 2, abs=1e-3
+    )
     assert "reward/equal_groups" not in record
 
 
 def test_each_group_has_a_seed_and_a_session_of_its_own():
     policy = FakePolicy(reply=half_right)
     run_loop(policy, num_steps=2, groups_per_batch=3)
-    assert [sampling.seed for sampling in policy.sampled] == [0, 1, 2, 3, 4, 5]  # the run's seed is 0
+    assert [sampling.seed for sampling in policy.sampled] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]  # the run's seed is 0
     assert policy.sessions == [f"problem {number}" for number in range(6)]
 
 
@@ -79,7 +90,11 @@ def test_group_with_a_long_sample_is_replaced_by_default():
 
 def test_only_groups_dropped_in_a_row_stop_a_run():
     def reply(prompt: str, sample: int) -> str:
-        return "no" if number_of(prompt) % 2 == 0 else ["no", f"[ANSWER] {number_of(prompt) + 2}"][sample % 2]
+        return (
+            "no"
+            if number_of(prompt) % 2 == 0
+            else ["no", f"[ANSWER] {number_of(prompt) + 2}"][sample % 2]
+        )
 
     records = run_loop(
         FakePolicy(reply=reply),
@@ -122,7 +137,11 @@ def test_evaluations_are_greedy_and_run_first_every_n_steps_and_last():
     policy = FakePolicy(reply=half_right)
     records = run_loop(policy, num_steps=3, eval_every=2)
     evaluations = {r["step"]: r["eval/correct"] for r in records if "eval/correct" in r}
-    assert evaluations == {0: 1.0, 2: 1.0, 3: 1.0}  # the one greedy sample is number 0, which is right
+    assert evaluations == {
+        0: 1.0,
+        2: 1.0,
+        3: 1.0,
+    }  # the one greedy sample is number 0, which is right
     greedy = [s for s in policy.sampled if s.temperature == 0]
     assert len(greedy) == 3
     assert all(s.num_samples == 1 for s in greedy)
@@ -151,7 +170,9 @@ def nan_on_wrong(rollout: Rollout) -> float:
     return 1.0 if is_correct(rollout) else float("nan")
 
 
-RIGHT_OR_NAN = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
+RIGHT_OR_NAN = Rubric(
+    criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct
+)
 
 
 def test_a_failing_reward_stops_the_run_and_names_function_and_problem():
@@ -175,10 +196,16 @@ def test_a_prompt_that_is_too_long_stops_the_run_or_is_replaced():
         long = replace(PROBLEM, id="long", question="1" * 60)
         return iter([long, PROBLEM, PROBLEM])
 
-    with pytest.raises(ValueError, match=r"^the prompt of problem 'long' has 62 tokens; .* room for 32 "):
-        run_loop(FakePolicy(reply=half_right), problems=problems(), sampling=Sampling(max_tokens=64))
+    with pytest.raises(
+        ValueError, match=r"^the prompt of problem 'long' has 62 tokens; .* room for 32 "
+    ):
+        run_loop(
+            FakePolicy(reply=half_right), problems=problems(), sampling=Sampling(max_tokens=64)
+        )
     policy = FakePolicy(reply=half_right)
-    (record,) = run_loop(policy, problems=problems(), sampling=Sampling(max_tokens=64), long_prompts="drop")
+    (record,) = run_loop(
+        policy, problems=problems(), sampling=Sampling(max_tokens=64), long_prompts="drop"
+    )
     assert record["groups/dropped_long_prompt"] == 1
     assert record["reward/equal_groups"] == 0  # of the two others
     assert [len(samples) for samples in policy.trained] == [8]
@@ -214,7 +241,9 @@ DEMONSTRATED = next(SumDigits.Config(num_integers=2).build().warmup_problems(see
 
 def warm_up(policy, *, num_problems, **settings):
     config = SupervisedWarmup.Config(**{"num_steps": 2, "num_demonstrations": 3} | settings)
-    warmup = config.build(trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of))
+    warmup = config.build(
+        trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of)
+    )
     losses: list[float] = []
     asyncio.run(warmup.run(repeat(DEMONSTRATED, num_problems), on_step=losses.append))
     return losses

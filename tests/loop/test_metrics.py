@@ -25,7 +25,14 @@ from rl.types import (
     SamplingParams,
     Score,
 )
-from tests.support.fakes import RENDERER, SimulatedPolicy, completion, episodes_of, prompt_of, rollout_of
+from tests.support.fakes import (
+    RENDERER,
+    SimulatedPolicy,
+    completion,
+    episodes_of,
+    prompt_of,
+    rollout_of,
+)
 from tests.support.virtual_time import run_in_virtual_time
 
 PROMPT = prompt_of(make_problem([12, 34]))
@@ -41,7 +48,16 @@ def rollouts(*texts, finish_reason="stop"):
 
 
 def minibatch(
-    *, loss=0.0, num_valid=1, ratio=1.0, clipped=0.0, entropy=0.0, diff=0.0, grad_norm=1.0, lr=0.1, own=None
+    *,
+    loss=0.0,
+    num_valid=1,
+    ratio=1.0,
+    clipped=0.0,
+    entropy=0.0,
+    diff=0.0,
+    grad_norm=1.0,
+    lr=0.1,
+    own=None,
 ):
     gradient = ForwardBackwardResult(
         loss_sum=loss * num_valid,
@@ -67,12 +83,20 @@ def test_rewards_are_averaged_by_sample_and_equal_groups_by_group():
     groups = [rollouts("abc", "a", "ab"), rollouts("abcd", "abcd", "abcd", finish_reason="length")]
     scores = [
         [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False)],
-        [Score(reward=0.5, correct=False, unparsed=("answer",)), Score(reward=0.5, correct=False), failed],
+        [
+            Score(reward=0.5, correct=False, unparsed=("answer",)),
+            Score(reward=0.5, correct=False),
+            failed,
+        ],
     ]
     made = [
-        Group(number=i, rollouts=r, scores=s) for i, (r, s) in enumerate(zip(groups, scores, strict=True))
+        Group(number=i, rollouts=r, scores=s)
+        for i, (r, s) in enumerate(zip(groups, scores, strict=True))
     ]
-    assert [[member.rollout.sample for member in group.scored] for group in made] == [[0, 2], [0, 1]]
+    assert [[member.rollout.sample for member in group.scored] for group in made] == [
+        [0, 2],
+        [0, 1],
+    ]
     # A dropped group counts in the averages too.
     assert values(batch_metrics(Batch(groups=made[:1], dropped=[("oversize", made[1])]))) == {
         "groups/dropped_failed": 0,
@@ -108,13 +132,18 @@ def test_turns_and_environment_metrics_are_reported():
 
     long = of_turns({"calls": 2.0}, {}, {"calls": 1.0, "errors": 1.0}, end="turns")
     short = of_turns({"calls": 0.0})
-    groups = [Group(number=i, rollouts=[m.rollout], scores=[m.score]) for i, m in enumerate((long, short))]
+    groups = [
+        Group(number=i, rollouts=[m.rollout], scores=[m.score]) for i, m in enumerate((long, short))
+    ]
     said = values(batch_metrics(Batch(groups=groups, dropped=[])))
     assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
     assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
     # DeviceLock of a prompt of N and 4 tokens each: before the first token of the third stand 3 N + 8.
     num_told = len(PROMPT.token_ids)
-    attended = [[turn * (num_told + 4) + num_told + i for turn in range(n) for i in range(4)] for n in (3, 1)]
+    attended = [
+        [turn * (num_told + 4) + num_told + i for turn in range(n) for i in range(4)]
+        for n in (3, 1)
+    ]
     assert said["completion/context_mean"] == sum(map(sum, attended)) / 16
     assert said["prompt/tokens_mean"] == (3 + 1) * num_told / 2
     # A rollout's calls are added up; one that counts no errors has none.
@@ -124,8 +153,26 @@ def test_turns_and_environment_metrics_are_reported():
 def test_metrics_of_minibatches_are_merged_by_their_reduction():
     merged = training_metrics(
         [
-            minibatch(loss=1, num_valid=3, ratio=1.0, clipped=0.0, entropy=2, diff=1e-6, grad_norm=1, lr=0.1),
-            minibatch(loss=2, num_valid=1, ratio=1.2, clipped=0.4, entropy=4, diff=0.5, grad_norm=5, lr=0.2),
+            minibatch(
+                loss=1,
+                num_valid=3,
+                ratio=1.0,
+                clipped=0.0,
+                entropy=2,
+                diff=1e-6,
+                grad_norm=1,
+                lr=0.1,
+            ),
+            minibatch(
+                loss=2,
+                num_valid=1,
+                ratio=1.2,
+                clipped=0.4,
+                entropy=4,
+                diff=0.5,
+                grad_norm=5,
+                lr=0.2,
+            ),
         ]
     )
     assert values(merged) == {
@@ -157,12 +204,18 @@ def test_effective_share_is_taken_over_all_minibatches():
     # Weights 2, 2, 2 and then 1: (7 / 4)^2 / (13 / 4).
     merged = training_metrics(
         [
-            minibatch(num_valid=3, own={"correction_weight": 2.0, "correction_weight_squared": 4.0}),
-            minibatch(num_valid=1, own={"correction_weight": 1.0, "correction_weight_squared": 1.0}),
+            minibatch(
+                num_valid=3, own={"correction_weight": 2.0, "correction_weight_squared": 4.0}
+            ),
+            minibatch(
+                num_valid=1, own={"correction_weight": 1.0, "correction_weight_squared": 1.0}
+            ),
         ]
     )
     assert reduced(merged["loss/correction_weight"]) == pytest.approx(7 / 4)
-    assert reduced(merged["loss/correction_effective_share"]) == pytest.approx((7 / 4) ** 2 / (13 / 4))
+    assert reduced(merged["loss/correction_effective_share"]) == pytest.approx(
+        (7 / 4) ** 2 / (13 / 4)
+    )
     assert "loss/correction_effective_share" not in training_metrics([minibatch()])
 
 
@@ -170,7 +223,9 @@ def test_times_and_speeds_of_a_step():
     async def step():
         worker = RolloutWorker(
             episodes=episodes_of(
-                SimulatedPolicy(reply=lambda prompt, i: "abc" if i else "a", generate_s=lambda prompt: 2.0),
+                SimulatedPolicy(
+                    reply=lambda prompt, i: "abc" if i else "a", generate_s=lambda prompt: 2.0
+                ),
                 renderer=RENDERER,
             ),
             rewarder=SlowRewarder(),
@@ -187,7 +242,10 @@ def test_times_and_speeds_of_a_step():
         await asyncio.sleep(1.0)
         clock.lap("publish")
         return time_metrics(
-            minibatches=[minibatch(num_valid=6), minibatch(num_valid=4)],  # 16 + 14 tokens, 4 + 4 samples
+            minibatches=[
+                minibatch(num_valid=6),
+                minibatch(num_valid=4),
+            ],  # 16 + 14 tokens, 4 + 4 samples
             published=PublishResult(
                 policy_version=1, push_s=0.25, pull_s=0.75, canary_diff=1e-6, canary_s=0.125
             ),

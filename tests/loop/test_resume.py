@@ -35,7 +35,9 @@ class SavingPolicy(SimulatedPolicy):
     async def save_checkpoint(  # type: ignore[override]
         self, folder: str, *, position: LoopPosition, **options: bool
     ) -> None:
-        assert all(position.step != saved.position.step for saved in self.checkpoints), "saved twice"
+        assert all(position.step != saved.position.step for saved in self.checkpoints), (
+            "saved twice"
+        )
         saved = Saved(version=self.version, position=position)
         await asyncio.sleep(self.save_s)
         self.checkpoints.append(saved)
@@ -99,7 +101,9 @@ class Lineage:
 
 
 def without_times(record: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: v for name, v in record.items() if not name.startswith(("time/", "perf/", "limit/"))}
+    return {
+        name: v for name, v in record.items() if not name.startswith(("time/", "perf/", "limit/"))
+    }
 
 
 def _numbers(step: list[Any]) -> list[int]:
@@ -191,7 +195,9 @@ NAN = NonFiniteLossError("gradient norm nan", 3, None)
         (("serve", 3, RunError("the store is full")), 1, []),
     ],
 )
-def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(failing, num_minibatches, saved):
+def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(
+    failing, num_minibatches, saved
+):
     policy = SavingPolicy(reply=some_right, failing=failing)
     with pytest.raises(type(failing[2])):
         run(policy, num_steps=6, num_minibatches=num_minibatches)

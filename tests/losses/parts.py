@@ -67,7 +67,9 @@ class Batch:
         return [int(row.nonzero().max()) + 2 for row in self.mask]
 
 
-def random_batch(seed: int, *, num_sequences: int = 5, length: int = 9, by_token: bool = False) -> Batch:
+def random_batch(
+    seed: int, *, num_sequences: int = 5, length: int = 9, by_token: bool = False
+) -> Batch:
     """Make sequences of different lengths with gaps in their masks, as tool results leave them.
 
     Args:
@@ -109,10 +111,14 @@ def packed(
     lengths = batch.lengths
 
     def joined(values: Tensor, fill: float) -> Tensor:
-        parts = [torch.where(batch.mask[row], values[row], math.nan)[: lengths[row]] for row in rows]
+        parts = [
+            torch.where(batch.mask[row], values[row], math.nan)[: lengths[row]] for row in rows
+        ]
         return torch.cat([*parts, values.new_full((padding,), fill)])
 
-    mask = torch.cat([*(batch.mask[row][: lengths[row]] for row in rows), torch.zeros(padding).bool()])
+    mask = torch.cat(
+        [*(batch.mask[row][: lengths[row]] for row in rows), torch.zeros(padding).bool()]
+    )
     ids = [i for i, row in enumerate(rows) for _ in range(lengths[row])] + [len(rows)] * padding
     return LossInputs(
         logprobs=joined(batch.logprobs, math.nan).requires_grad_(),
@@ -132,7 +138,10 @@ def value_and_gradients(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor,
     output = loss(inputs)
     assert inputs.entropy is not None
     of_logprobs, of_entropy = torch.autograd.grad(
-        output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True, materialize_grads=True
+        output.loss_sum,
+        (inputs.logprobs, inputs.entropy),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return output.loss_sum.detach(), of_logprobs, of_entropy
 

@@ -63,7 +63,10 @@ def corrected(correction, inputs):
         ({"level": "sequence", "mode": "mask", "low": 0.3, "high": 5.0}, [0.0] * 3 + [4.0] * 2),
         ({"level": "sequence_mean", "high": math.inf}, MEANS),
         ({"level": "sequence_mean", "high": 1.5}, [MEANS[0]] * 3 + [1.5] * 2),
-        ({"level": "sequence_mean", "mode": "mask", "low": 0.7, "high": 2.5}, [0.0] * 3 + [2.0] * 2),
+        (
+            {"level": "sequence_mean", "mode": "mask", "low": 0.7, "high": 2.5},
+            [0.0] * 3 + [2.0] * 2,
+        ),
     ],
 )
 def test_weights_loss_gradient_and_shares_by_hand(settings, weights, given):
@@ -103,9 +106,15 @@ def test_masked_tokens_lose_kl_and_entropy_and_weights_multiply_only_the_weighte
         reference_logprobs=inputs.logprobs.detach() - math.log(2),
         entropy=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, NAN, NAN]),
     )
-    mask = ImportanceCorrection(level="token", mode="mask", low=0.3, high=3.0)  # weights 0, 1/2, 0, 2, 2
+    mask = ImportanceCorrection(
+        level="token", mode="mask", low=0.3, high=3.0
+    )  # weights 0, 1/2, 0, 2, 2
     loss = GRPOLoss(
-        kl_coef=0.1, kl_estimator="k1", kl_importance_weighted=weighted, entropy_coef=0.01, correction=mask
+        kl_coef=0.1,
+        kl_estimator="k1",
+        kl_importance_weighted=weighted,
+        entropy_coef=0.01,
+        correction=mask,
     )
     output, _ = loss_and_gradient(loss, inputs)
     kl = math.log(2) * (0.5 + 2.0 + 2.0 if weighted else 3)
@@ -126,7 +135,8 @@ def test_ratio_of_a_long_sequence_is_exact_despite_cancellation():
     ratios = [math.exp(5.123)] * 1000 + [math.exp(-5.123)] * 1000
     inputs = make_inputs(ratios=ratios, advantages=[1.0] * 2000, ids=(0,) * 2000)
     inputs = replace(
-        inputs, proximal_logprobs=inputs.generator_logprobs + torch.tensor([*ratios, NAN, NAN]).log()
+        inputs,
+        proximal_logprobs=inputs.generator_logprobs + torch.tensor([*ratios, NAN, NAN]).log(),
     )
     log_ratios = (inputs.proximal_logprobs - inputs.generator_logprobs)[:2000]
     exact = math.exp(math.fsum(log_ratios.tolist()))
@@ -136,7 +146,9 @@ def test_ratio_of_a_long_sequence_is_exact_despite_cancellation():
 
 def test_extreme_ratios_are_finite_and_masked_before_the_clamp():
     far = make_inputs(ratios=[1.0, 1.0], advantages=[1.0, 1.0], ids=(0, 1))
-    far = replace(far, proximal_logprobs=far.proximal_logprobs + torch.tensor([200.0, -200.0, 0.0, 0.0]))
+    far = replace(
+        far, proximal_logprobs=far.proximal_logprobs + torch.tensor([200.0, -200.0, 0.0, 0.0])
+    )
     weights = corrected(ImportanceCorrection(high=math.inf), far).weights
     assert weights.tolist()[:2] == pytest.approx([math.exp(20.0), math.exp(-20.0)])
     # Bounds wider than +-20 nats.
@@ -146,7 +158,9 @@ def test_extreme_ratios_are_finite_and_masked_before_the_clamp():
 
 def test_effective_sample_share_by_hand():
     assert effective_sample_share(mean_weight=2.0, mean_squared_weight=4.0) == 1.0  # all alike
-    assert effective_sample_share(mean_weight=0.25, mean_squared_weight=0.25) == 0.25  # one of four has all
+    assert (
+        effective_sample_share(mean_weight=0.25, mean_squared_weight=0.25) == 0.25
+    )  # one of four has all
     assert effective_sample_share(mean_weight=0.0, mean_squared_weight=0.0) == 0.0
 
 
@@ -170,7 +184,9 @@ def logprobs(first, second):
     return torch.stack((at_first[FIRST], at_second[FIRST, SECOND]), dim=1)
 
 
-NINE_ADVANTAGES = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -0.5, 1.5], dtype=torch.float64)
+NINE_ADVANTAGES = torch.tensor(
+    [1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -0.5, 1.5], dtype=torch.float64
+)
 P = table(0)
 Q = logprobs(table(2), table(3))
 """Logprobs under q, with another version for each of the two tokens."""

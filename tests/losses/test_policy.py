@@ -82,7 +82,13 @@ def test_invalid_tokens_have_no_effect_and_no_gradient(name):
     assert not of_entropy[~given.mask].any()
     numbers = {
         field: torch.where(given.mask, getattr(given, field).detach(), -1.5)
-        for field in ("logprobs", "advantages", "reference_logprobs", "proximal_logprobs", "entropy")
+        for field in (
+            "logprobs",
+            "advantages",
+            "reference_logprobs",
+            "proximal_logprobs",
+            "entropy",
+        )
     }
     for field in ("logprobs", "entropy"):
         numbers[field].requires_grad_()
@@ -117,7 +123,11 @@ def test_micro_batch_without_a_valid_token_gives_zeros(name, normalization):
         assert not of_logprobs.any()
         assert not of_entropy.any()
         assert all(metric.item() == 0.0 for metric in output.metric_sums.values())
-        expected = {"token_mean": 0.0, "sequence_mean": num_sequences, "constant": 7.0 * num_sequences}
+        expected = {
+            "token_mean": 0.0,
+            "sequence_mean": num_sequences,
+            "constant": 7.0 * num_sequences,
+        }
         if output.denominator is not None:
             assert output.denominator.item() == expected[normalization["normalization"]]
 
@@ -146,9 +156,21 @@ def test_correction_multiplies_the_surrogate_against_the_proximal_policy(name, l
 
 
 REFUSED: list[tuple[type[NormalizedLoss | ImportanceCorrection], dict[str, Any], str]] = [
-    (GRPOLoss, {"normalization": "constant"}, "tokens_per_sequence=None: must be a finite number above 0"),
-    (DrGRPOLoss, {"tokens_per_sequence": 0.0}, r"tokens_per_sequence=0\.0: must be a finite number above 0"),
-    (GRPOLoss, {"tokens_per_sequence": 8.0}, "has no effect with normalization='token_mean': must be None"),
+    (
+        GRPOLoss,
+        {"normalization": "constant"},
+        "tokens_per_sequence=None: must be a finite number above 0",
+    ),
+    (
+        DrGRPOLoss,
+        {"tokens_per_sequence": 0.0},
+        r"tokens_per_sequence=0\.0: must be a finite number above 0",
+    ),
+    (
+        GRPOLoss,
+        {"tokens_per_sequence": 8.0},
+        "has no effect with normalization='token_mean': must be None",
+    ),
     (GRPOLoss, {"clip_low": 1.5}, r"clip_low=1\.5: must be between 0 and 1"),
     (GRPOLoss, {"clip_high": -0.1}, r"clip_high=-0\.1: must be at least 0"),
     (GRPOLoss, {"kl_coef": -0.1}, r"kl_coef=-0\.1: must be a finite number"),
@@ -157,7 +179,11 @@ REFUSED: list[tuple[type[NormalizedLoss | ImportanceCorrection], dict[str, Any],
     (ImportanceCorrection, {"high": NAN}, "high=nan: must be at least 1"),
     (ImportanceCorrection, {"mode": "mask", "low": 1.1}, r"low=1\.1: must be between 0 and 1"),
     (ImportanceCorrection, {"mode": "mask", "low": -0.1}, r"low=-0\.1: must be between 0 and 1"),
-    (ImportanceCorrection, {"low": 0.5}, r"low=0\.5 has no effect with mode='truncate': must be 0, or mode"),
+    (
+        ImportanceCorrection,
+        {"low": 0.5},
+        r"low=0\.5 has no effect with mode='truncate': must be 0, or mode",
+    ),
     (DROLoss, {"beta": math.inf}, "beta=inf: must be a finite number"),
     (DROLoss, {"correction": ImportanceCorrection()}, "correction: must be None with DRO"),
 ]
@@ -239,7 +265,8 @@ def test_entropy_bonus_lowers_the_loss():
 
 
 @pytest.mark.parametrize(
-    ("weighted", "kl", "slopes"), [(False, [LOG2, 0.0], [1, 1]), (True, [2 * LOG2, 0.0], [2 * LOG2 + 2, 2])]
+    ("weighted", "kl", "slopes"),
+    [(False, [LOG2, 0.0], [1, 1]), (True, [2 * LOG2, 0.0], [2 * LOG2 + 2, 2])],
 )
 def test_kl_may_be_weighted_by_the_ratio(weighted, kl, slopes):
     # r is 2, and p twice and once the reference's probability.
@@ -270,11 +297,17 @@ def test_means_and_mean_gradients_of_the_estimators_are_those_in_the_docstrings(
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     def estimated(estimate, weights=1.0):
-        return (p.detach().exp() * weights * estimate(logprobs_T=p, reference_logprobs_T=reference)).sum()
+        return (
+            p.detach().exp() * weights * estimate(logprobs_T=p, reference_logprobs_T=reference)
+        ).sum()
 
     kl = (p.exp() * (p - reference)).sum()
     reverse, forward = gradient(kl), gradient((reference.exp() * (reference - p)).sum())
-    for estimate, expected in ((kl_k1, torch.zeros_like(reverse)), (kl_k2, reverse), (kl_k3, forward)):
+    for estimate, expected in (
+        (kl_k1, torch.zeros_like(reverse)),
+        (kl_k2, reverse),
+        (kl_k3, forward),
+    ):
         torch.testing.assert_close(gradient(estimated(estimate)), expected)
     for estimate in (kl_k1, kl_k3):
         assert estimated(estimate).item() == pytest.approx(kl.item())

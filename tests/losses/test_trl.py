@@ -40,7 +40,10 @@ def theirs(cls, batch, *, old, more=None, **settings):
     The trainer is bare, with the settings that its loss reads, in evaluation mode, in which TRL does not divide by a
     number of accumulation steps. Advantages are by sequence, gaps in the masks the "tool_mask".
     """
-    logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
+    logprobs, entropy = (
+        batch.logprobs.clone().requires_grad_(),
+        batch.entropy.clone().requires_grad_(),
+    )
     trainer = cls.__new__(cls)
     vars(trainer).update({
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0,
@@ -84,7 +87,9 @@ def ours(loss, batch):
     _, of_logprobs, of_entropy = value_and_gradients(loss, inputs)
     assert not of_logprobs[~inputs.mask].any()
     mask, denominator = inputs.mask, output.denominator
-    metrics = {name: (value / output.num_tokens).item() for name, value in output.metric_sums.items()}
+    metrics = {
+        name: (value / output.num_tokens).item() for name, value in output.metric_sums.items()
+    }
     return (
         (output.loss_sum / denominator).detach(),
         of_logprobs[mask] / denominator,

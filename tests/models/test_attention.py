@@ -30,7 +30,9 @@ def random_qkv(num_tokens, num_kv_heads=2, *, head_dim=8, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     heads = (4, num_kv_heads, num_kv_heads)
     shapes = [(num_tokens, n, head_dim) for n in heads]
-    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    ]
 
 
 def assert_same_values_and_gradients(actual, expected, inputs):
@@ -69,7 +71,9 @@ def test_single_queries_see_the_last_keys(num_keys, window, limit, monkeypatch):
 @pytest.mark.parametrize("lengths", [[3, 1, 44], [96], [5, 91], [13] * 7 + [5]])
 def test_attention_of_all_context_parallel_ranks_equals_the_textbook(lengths, num_ranks, window):
     q, k, v = random_qkv(sum(lengths))
-    contexts = [ContextParallel(rank=rank, num_ranks=num_ranks, group="none") for rank in range(num_ranks)]
+    contexts = [
+        ContextParallel(rank=rank, num_ranks=num_ranks, group="none") for rank in range(num_ranks)
+    ]
     indices = [context.token_indices(len(q)) for context in contexts]
     gathered = torch.cat(indices)
     parts = []
@@ -82,7 +86,9 @@ def test_attention_of_all_context_parallel_ranks_equals_the_textbook(lengths, nu
 
 # The batch-invariant kernels are compiled at their first use.
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("core", ["packed", pytest.param("batch-invariant", marks=pytest.mark.medium)])
+@pytest.mark.parametrize(
+    "core", ["packed", pytest.param("batch-invariant", marks=pytest.mark.medium)]
+)
 def test_attention_after_a_shared_prefix_equals_the_textbook_over_whole_sequences(core, window):
     # Two sequences of 7 + 5 and 7 + 1 tokens share the first 7; one of 4 is alone.
     rows, lengths = [*range(12), *range(7), 12, *range(13, 17)], [12, 8, 4]

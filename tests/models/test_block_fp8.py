@@ -66,7 +66,9 @@ def test_training_starts_from_the_weights_and_exports_them_without_quantization(
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert set(exported) == set(meant)
     assert all(torch.equal(exported[name], tensor) for name, tensor in meant.items())
-    assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "exported" / "config.json").read_text()
+    )
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -102,7 +104,10 @@ def test_weights_and_scales_that_do_not_fit_are_refused(tmp_path, change, messag
     ("quantization", "message"),
     [
         (None, "is of F8_E4M3, but config.json has no quantization_config"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'.* is not supported: must be of quant_method 'fp8'"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "'gptq'.* is not supported: must be of quant_method 'fp8'",
+        ),
         ({"quant_method": "fp8"}, "'weight_block_size': None} is not supported"),
     ],
 )

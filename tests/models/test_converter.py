@@ -37,7 +37,9 @@ class Recorder(ModelConverter):
         self.calls.append(("weights_loaded", self.config.name, fresh))
 
     def post_optimizer_hook(self, model):
-        self.calls.append(("post_optimizer_hook", self.config.name, float(model.norm.weight.detach().sum())))
+        self.calls.append(
+            ("post_optimizer_hook", self.config.name, float(model.norm.weight.detach().sum()))
+        )
 
     def plain_tensor(self, name, tensor):
         return tensor * self.config.factor + self.config.amount
@@ -77,7 +79,9 @@ def test_converters_are_called_in_order_and_after_each_step(tmp_path):
 
 def test_converters_are_undone_in_reverse_order():
     engine = make(Recorder.Config(factor=2.0), Recorder.Config(amount=1.0))
-    assert torch.equal(engine.model_state_dict()["norm.weight"], torch.full((36,), (1.0 + 1.0) * 2.0))
+    assert torch.equal(
+        engine.model_state_dict()["norm.weight"], torch.full((36,), (1.0 + 1.0) * 2.0)
+    )
 
 
 def test_checkpoint_refuses_other_saved_settings_and_ignores_the_rest(tmp_path):
@@ -90,12 +94,18 @@ def test_checkpoint_refuses_other_saved_settings_and_ignores_the_rest(tmp_path):
         "Recorder.1": {"factor": 3.0},
     }
     engine(2.0, 3.0, amount=1.0).load_checkpoint(str(tmp_path / "checkpoint"))
-    with pytest.raises(ValueError, match=r"Recorder\.1 \(factor=3\.0\), this run has .* \(factor=5\.0\)"):
+    with pytest.raises(
+        ValueError, match=r"Recorder\.1 \(factor=3\.0\), this run has .* \(factor=5\.0\)"
+    ):
         engine(2.0, 5.0).load_checkpoint(str(tmp_path / "checkpoint"))
-    with pytest.raises(ValueError, match=r"made with Recorder .* and Recorder\.1 .*, this run has Recorder"):
+    with pytest.raises(
+        ValueError, match=r"made with Recorder .* and Recorder\.1 .*, this run has Recorder"
+    ):
         engine(2.0).load_checkpoint(str(tmp_path / "checkpoint"))
 
 
 def test_converter_that_drops_a_parameter_is_rejected():
-    with pytest.raises(ValueError, match=r"converters\.1: Dropper changed or lost parameter norm.weight of"):
+    with pytest.raises(
+        ValueError, match=r"converters\.1: Dropper changed or lost parameter norm.weight of"
+    ):
         make(Recorder.Config(), Dropper.Config())

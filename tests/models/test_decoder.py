@@ -23,7 +23,11 @@ def batch(lengths):
         {"num_kv_heads": 2},
         {"num_kv_heads": 4},
         {"qkv_bias": True, "o_bias": True, "ffn_bias": True, "qk_norm": False},
-        {"family": "gemma3_text", "num_kv_heads": 1, "switches": {"window": 4, "global_layers": (1,)}},
+        {
+            "family": "gemma3_text",
+            "num_kv_heads": 1,
+            "switches": {"window": 4, "global_layers": (1,)},
+        },
         {"experts": True},
     ],
     ids=str,
@@ -57,7 +61,9 @@ def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset():
 
 def test_persistent_buffers_are_read_without_the_hooks_of_state_dict():
     model = random_model(small_spec(experts=True), seed=0)
-    model.register_state_dict_pre_hook(lambda *_: pytest.fail("FSDP's hook would shard the model again"))
+    model.register_state_dict_pre_hook(
+        lambda *_: pytest.fail("FSDP's hook would shard the model again")
+    )
     assert len(persistent_buffers(model)) == 2
 
 
@@ -80,19 +86,25 @@ def test_float32_head_does_not_round_logits_and_returns_gradients_in_the_weights
     assert gradient.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 1.8e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 1.8e-3)], ids=str
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_norm_has_pytorchs_values_and_its_exact_gradients(dtype, bound, frozen):
     norm = RMSNorm(48, eps=1e-2, dtype=dtype)
     norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
     norm.weight.requires_grad_(not frozen)
-    x, pull = (torch.randn(7, 5, 48, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2))
+    x, pull = (
+        torch.randn(7, 5, 48, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2)
+    )
     inputs = [x.requires_grad_()] if frozen else [x.requires_grad_(), norm.weight]
     exact = [value.detach().double().requires_grad_() for value in (x, norm.weight)]
 
     out = norm(x)
     assert torch.equal(out, F.rms_norm(x, (48,), norm.weight, 1e-2))
-    gradients = torch.autograd.grad(F.rms_norm(exact[0], (48,), exact[1], 1e-2), exact, pull.double())
+    gradients = torch.autograd.grad(
+        F.rms_norm(exact[0], (48,), exact[1], 1e-2), exact, pull.double()
+    )
     for ours, theirs in zip(torch.autograd.grad(out, inputs, pull), gradients, strict=False):
         assert ours.dtype == dtype
         assert (ours - theirs).norm() <= bound * theirs.norm()

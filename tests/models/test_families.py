@@ -78,11 +78,16 @@ def test_moe_flavor_has_the_published_parameters(flavor):
 
 
 def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
-    with pytest.raises(ValueError, match=r"'7B' does not exist.*tiny, 0\.6B, 1\.7B, 4B, 8B, 14B, 32B"):
+    with pytest.raises(
+        ValueError, match=r"'7B' does not exist.*tiny, 0\.6B, 1\.7B, 4B, 8B, 14B, 32B"
+    ):
         model_spec("qwen3", "7B")
     with pytest.raises(ValueError, match=r"'30B' does not exist: must be one of tiny, 30B-A3B"):
         model_spec("qwen3_moe", "30B")
-    for reject in (lambda: model_spec("gpt2", "tiny"), lambda: spec_from_hf({"model_type": "gpt2"})):
+    for reject in (
+        lambda: model_spec("gpt2", "tiny"),
+        lambda: spec_from_hf({"model_type": "gpt2"}),
+    ):
         with pytest.raises(
             ValueError,
             match=r"'gpt2' is not supported.*gemma3_text, llama, mistral, qwen2, qwen3.*docs/models.md",
@@ -116,7 +121,12 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
     "initializer_range": 0.2, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
 }  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -201,11 +211,17 @@ def test_folders_of_transformers_and_ours_have_equal_logits(tmp_path, model_type
     adapter = spec.adapter(spec.model)
     shard_bytes = 10**9 if whole else 20_000
     write_hf_folder(
-        tmp_path / "ours", ours.named_parameters(), adapter, dtype=torch.float32, max_shard_bytes=shard_bytes
+        tmp_path / "ours",
+        ours.named_parameters(),
+        adapter,
+        dtype=torch.float32,
+        max_shard_bytes=shard_bytes,
     )
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists() != whole
     assert adapter.config_from_hf(adapter.hf_config()) == spec.model
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert type(again) is type(theirs)
     assert again.dtype == torch.float32
     assert not report["missing_keys"]

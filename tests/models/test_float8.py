@@ -48,7 +48,9 @@ def test_product_and_gradients_use_rounded_factors(recipe):
     rows, columns, gradient = (None, None, E5M2) if recipe == "tensorwise" else (1, 0, E4M3)
     x_, w_ = x.detach(), weight.detach()
     torch.testing.assert_close(y, rounded(x_, E4M3, dim=rows) @ rounded(w_, E4M3, dim=rows).T)
-    torch.testing.assert_close(x.grad, rounded(dy, gradient, dim=rows) @ rounded(w_, E4M3, dim=columns))
+    torch.testing.assert_close(
+        x.grad, rounded(dy, gradient, dim=rows) @ rounded(w_, E4M3, dim=columns)
+    )
     torch.testing.assert_close(
         weight.grad, rounded(dy, gradient, dim=columns).T @ rounded(x_, E4M3, dim=columns)
     )
@@ -78,7 +80,9 @@ def cross_entropies(engine, num_steps):
 
 @pytest.mark.parametrize("of_experts", [False, True])
 def test_converted_model_trains_near_the_plain_one_and_exports_its_own_weights(of_experts):
-    spec, config = (even_moe_spec(), Float8GroupedMM.Config) if of_experts else (even_spec(), Float8.Config)
+    spec, config = (
+        (even_moe_spec(), Float8GroupedMM.Config) if of_experts else (even_spec(), Float8.Config)
+    )
     plain, rounding = make(spec=spec), make(config(emulate=True), spec=spec)
     expected, losses = cross_entropies(plain, 8), cross_entropies(rounding, 8)
     assert losses[0] != expected[0]
@@ -96,13 +100,19 @@ GATHERED = {"enable_fsdp_float8_all_gather": True}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**GATHERED, "recipe": "rowwise"}, "float8_all_gather=True with recipe='rowwise'.*must be"),
+        (
+            {**GATHERED, "recipe": "rowwise"},
+            "float8_all_gather=True with recipe='rowwise'.*must be",
+        ),
         (
             {"precompute_float8_dynamic_scale_for_fsdp": True},
             "must be with enable_fsdp_float8_all_gather=True",
         ),
         ({"emulate": False}, "emulate=False: this cpu has no float8 products"),
-        (GATHERED, r"must be with parallelism\.data_parallel_shard_degree or context_parallel_degree above"),
+        (
+            GATHERED,
+            r"must be with parallelism\.data_parallel_shard_degree or context_parallel_degree above",
+        ),
         ({"filter_fqns": ("o_prj",)}, "filter_fqns has 'o_prj', .* they end in qkv_proj, o_proj"),
     ],
 )
@@ -112,7 +122,9 @@ def test_invalid_setting_is_rejected(settings, message):
 
 
 def test_layer_whose_size_float8_cannot_multiply_is_rejected():
-    with pytest.raises(ValueError, match=r"converters\.0: layers.0.attention.qkv_proj has in_features=36"):
+    with pytest.raises(
+        ValueError, match=r"converters\.0: layers.0.attention.qkv_proj has in_features=36"
+    ):
         make(Float8.Config(emulate=True), spec=small_spec())
     model = even_spec().model.build()
     with pytest.raises(ValueError, match="in_features=32: must be a multiple of 64"):

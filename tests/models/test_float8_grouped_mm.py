@@ -49,7 +49,9 @@ def test_product_and_gradients_use_rounded_factors_of_each_expert(dtype, precisi
         if end > start:
             dweight[n] = rounded(dy_, E4M3, dim=0).T @ rounded(x_, E4M3, dim=0)
     expected = {"y": y, "x": dx, "weight": dweight}
-    assert_near({name: tensor.float() for name, tensor in actual.items()}, expected, relative=precision)
+    assert_near(
+        {name: tensor.float() for name, tensor in actual.items()}, expected, relative=precision
+    )
     plain = grouped(grouped_linear)[1]
     assert all(0.01 < (plain[k] - expected[k]).norm() / plain[k].norm() < 0.06 for k in plain)
 
@@ -74,20 +76,25 @@ def scaled_grouped_mm(a, b, scale_a, scale_b, ends, out_dtype, use_fast_accum):
 def test_torchao_computes_the_emulated_product(monkeypatch):
     """Run torchao's function, with PyTorch's operations in place of the kernels that need a GPU."""
     torchao, references = (
-        import_module(f"torchao.prototype.moe_training.{name}") for name in ("fp8_grouped_mm", "utils")
+        import_module(f"torchao.prototype.moe_training.{name}")
+        for name in ("fp8_grouped_mm", "utils")
     )
     by_group = references.torch_to_float8_per_group_colwise
 
     def cast(x, output_dtype, round_scales_to_power_of_2, *, dim):
-        scale = torch.finfo(output_dtype).max / x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12)
+        scale = torch.finfo(output_dtype).max / x.abs().amax(dim, keepdim=True).float().clamp(
+            min=1e-12
+        )
         scale = scale.log2().floor().exp2()
         return (x * scale).to(output_dtype), scale
 
     for name, kernel in {
         "rowwise_2d_scale_and_cast": lambda x, **options: cast(x, dim=1, **options),
         "colwise_3d_scale_and_cast": lambda x, **options: cast(x, dim=1, **options),
-        "rowwise_3d_transpose_rhs": lambda x, **options: references.torch_to_3d_rowwise_float8_transpose_rhs(
-            x, options["output_dtype"], options["round_scales_to_power_of_2"]
+        "rowwise_3d_transpose_rhs": lambda x, **options: (
+            references.torch_to_3d_rowwise_float8_transpose_rhs(
+                x, options["output_dtype"], options["round_scales_to_power_of_2"]
+            )
         ),
         "per_group_colwise_scales_dual": lambda a, b, ends, dtype, round_scales_to_power_of_2: (
             *by_group(a.t().contiguous().t(), ends, dtype, round_scales_to_power_of_2),
@@ -99,7 +106,8 @@ def test_torchao_computes_the_emulated_product(monkeypatch):
     # In float32 the result's gradient is rounded to bfloat16 before it is rounded to float8.
     for dtype, precision in ((torch.bfloat16, 4e-3), (torch.float32, 2e-2)):
         actual, expected = (
-            grouped(product, dtype)[1] for product in (float8_grouped_linear, emulated_grouped_linear)
+            grouped(product, dtype)[1]
+            for product in (float8_grouped_linear, emulated_grouped_linear)
         )
         assert [t.dtype for t in actual.values()] == [dtype] * 3
         assert_near(actual, expected, relative=precision)
@@ -139,16 +147,28 @@ def test_named_experts_alone_are_converted_and_frozen_ones_pass_gradients_on():
 @pytest.mark.parametrize(
     ("settings", "spec", "message"),
     [
-        ({"emulate": False}, even_moe_spec, "emulate=False: this cpu has no grouped float8 .* 9.0 or 10.0;"),
+        (
+            {"emulate": False},
+            even_moe_spec,
+            "emulate=False: this cpu has no grouped float8 .* 9.0 or 10.0;",
+        ),
         ({}, even_spec, "must not be there for a model without experts; Float8 converts it"),
         ({}, moe_spec, r"converters\.0: the model has dim=36: must be a multiple of 16"),
         ({"fqns": ()}, even_moe_spec, r"fqns=\(\): must name at least one part"),
-        ({"fqns": ("mlp.experts",)}, even_moe_spec, r"fqns has 'mlp.experts', .* they are layers\.0\."),
+        (
+            {"fqns": ("mlp.experts",)},
+            even_moe_spec,
+            r"fqns has 'mlp.experts', .* they are layers\.0\.",
+        ),
     ],
 )
 def test_invalid_setting_is_rejected(settings, spec, message):
     with pytest.raises(ValueError, match=message):
-        make_engine(None, spec=spec(), converters=(Float8GroupedMM.Config(**({"emulate": True} | settings)),))
+        make_engine(
+            None,
+            spec=spec(),
+            converters=(Float8GroupedMM.Config(**({"emulate": True} | settings)),),
+        )
 
 
 def test_each_rank_that_shares_an_expert_needs_a_multiple_of_16():

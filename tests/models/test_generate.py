@@ -11,7 +11,9 @@ from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.types import SamplingParams
 from tests.support.policies import full_logits, random_model, recomputed_logprobs, small_spec
 
-PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9])]
+PROMPTS = [
+    np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9])
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,9 @@ def same(a, b):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temperature):
     sampling = SamplingParams(max_tokens=30, num_samples=3, temperature=temperature, seed=0)
-    for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+    for prompt, completions in zip(
+        PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True
+    ):
         for completion in completions:
             assert len(completion.token_ids) == 30
             expected = recomputed_logprobs(model, prompt, completion, sampling)
@@ -42,7 +46,9 @@ def test_sampling_past_a_window_equals_a_forward_over_the_whole_sequence(limit, 
         small_spec(family="gemma3_text", switches={"window": 7, "global_layers": (1,)}), seed=0
     )
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=0)
-    for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+    for prompt, completions in zip(
+        PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True
+    ):
         for completion in completions:
             expected = recomputed_logprobs(model, prompt, completion, sampling)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=1e-5)
@@ -54,7 +60,9 @@ def test_stop_token_ends_a_completion_and_is_part_of_it(model):
     stopped = SamplingParams(max_tokens=20, num_samples=4, seed=0, stop_token_ids=stops)
     reasons = set()
     for before, after in zip(
-        generate(model, PROMPTS, sampling=free), generate(model, PROMPTS, sampling=stopped), strict=True
+        generate(model, PROMPTS, sampling=free),
+        generate(model, PROMPTS, sampling=stopped),
+        strict=True,
     ):
         for whole, cut in zip(before, after, strict=True):
             ids = whole.token_ids.tolist()
@@ -70,8 +78,12 @@ def test_stop_token_ends_a_completion_and_is_part_of_it(model):
 def test_cancelled_completions_end_as_abort(model):
     sampling = SamplingParams(max_tokens=10, num_samples=2, seed=3)
     whole = generate(model, PROMPTS, sampling=sampling)
-    answers = iter([False] * 4)  # one before the prompts are read, and one before each further token
-    requests = completion_requests(PROMPTS, sampling=sampling, context=128, ends=lambda tokens: False)
+    answers = iter(
+        [False] * 4
+    )  # one before the prompts are read, and one before each further token
+    requests = completion_requests(
+        PROMPTS, sampling=sampling, context=128, ends=lambda tokens: False
+    )
     cut = complete(model, requests, sampling=sampling, is_cancelled=lambda: next(answers, True))
     for completion, expected in zip(cut, chain(*whole), strict=True):
         assert completion.finish_reason == "abort"
@@ -120,7 +132,9 @@ def test_completion_depends_on_its_own_request_alone(model):
 @pytest.mark.parametrize("length", [0, 128])
 def test_prompt_that_is_empty_or_fills_the_context_is_rejected(model, length):
     with pytest.raises(ValueError, match=f"prompt 1 has {length} tokens: must be 1 to 127"):
-        generate(model, [PROMPTS[0], np.ones(length, np.int32)], sampling=SamplingParams(max_tokens=4))
+        generate(
+            model, [PROMPTS[0], np.ones(length, np.int32)], sampling=SamplingParams(max_tokens=4)
+        )
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -143,7 +157,9 @@ def test_top_k_and_top_p_cut_and_renormalise():
     logits = torch.tensor([[0.15, 0.5, 0.1, 0.25]]).log()
 
     def probabilities(**settings):
-        return processed_logprobs(logits, SamplingParams(max_tokens=1, **settings)).exp()[0].tolist()
+        return (
+            processed_logprobs(logits, SamplingParams(max_tokens=1, **settings)).exp()[0].tolist()
+        )
 
     assert probabilities() == pytest.approx([0.15, 0.5, 0.1, 0.25])
     assert probabilities(top_k=2) == pytest.approx([0, 2 / 3, 0, 1 / 3])
@@ -155,7 +171,9 @@ def test_top_k_and_top_p_cut_and_renormalise():
     # top-p applies after top-k: 2/3 reaches 0.6 alone.
     assert probabilities(top_k=2, top_p=0.6) == pytest.approx([0, 1, 0, 0])
     # At temperature 0.5 the probabilities are squared: 225, 2500, 100 and 625 of 3450.
-    assert probabilities(temperature=0.5) == pytest.approx([225 / 3450, 2500 / 3450, 100 / 3450, 625 / 3450])
+    assert probabilities(temperature=0.5) == pytest.approx(
+        [225 / 3450, 2500 / 3450, 100 / 3450, 625 / 3450]
+    )
     assert probabilities(temperature=0.5, top_p=0.8) == pytest.approx([0, 0.8, 0, 0.2])
     assert probabilities(temperature=0) == pytest.approx([0.15, 0.5, 0.1, 0.25])
 
@@ -171,7 +189,9 @@ def test_draw_finds_the_token_in_its_block(vocab_size):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, vocab_size, generator=generator) * 3
     logits[torch.rand(64, vocab_size, generator=generator) < 0.9] = -torch.inf
-    logits[:8] += torch.arange(vocab_size) * (20 / vocab_size)  # most of the weight lies in the last block
+    logits[:8] += torch.arange(vocab_size) * (
+        20 / vocab_size
+    )  # most of the weight lies in the last block
     logprobs = logits.log_softmax(-1)
     points = torch.rand(64, generator=generator, dtype=torch.float64)
     tokens = draw(logprobs, points)
@@ -223,5 +243,7 @@ def tokenizer(tmp_path_factory):
 )
 def test_completion_ends_with_the_token_that_completes_a_stop_text(tokenizer, texts, said, ends_at):
     tokens = tokenizer.encode(said, add_special_tokens=False)
-    ends = [n for n in range(1, len(tokens) + 1) if spells_any(texts, tokens[:n], tokenizer=tokenizer)]
+    ends = [
+        n for n in range(1, len(tokens) + 1) if spells_any(texts, tokens[:n], tokenizer=tokenizer)
+    ]
     assert (ends[0] if ends else None) == ends_at

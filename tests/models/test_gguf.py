@@ -48,7 +48,9 @@ def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, architec
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():
         if quantized is not None and tensor.ndim == 2:
-            tensor = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), quantized), quantized))
+            tensor = torch.from_numpy(
+                gguf.dequantize(gguf.quantize(tensor.numpy(), quantized), quantized)
+            )
         assert torch.equal(read[name], tensor.bfloat16()), name
     assert opened.config["tie_word_embeddings"] is True
     assert (opened.config["rms_norm_eps"], opened.config["rope_theta"]) == (1e-5, 5e5)
@@ -64,7 +66,9 @@ def test_weights_settings_and_tokenizer_are_those_of_the_file(tmp_path, architec
 
 def test_conversion_is_deterministic_and_done_once(tmp_path, tensors):
     file = write_gguf(tmp_path / "a.gguf", tensors)
-    first = resolve_assets(tmp_path, cache=tmp_path / "cache")  # the folder holds one file and no safetensors
+    first = resolve_assets(
+        tmp_path, cache=tmp_path / "cache"
+    )  # the folder holds one file and no safetensors
     again = resolve_assets(shutil.copy(file, tmp_path / "b.gguf"), cache=tmp_path / "other")
     assert {path.name: path.read_bytes() for path in first.iterdir()} == {
         path.name: path.read_bytes() for path in again.iterdir()
@@ -83,15 +87,27 @@ O_BIAS = "model.layers.1.self_attn.o_proj.bias"
     ("written", "message"),
     [
         ({"architecture": "qwen3moe"}, "general.architecture='qwen3moe' is not supported"),
-        ({"architecture": "phi3"}, "general.architecture='phi3' is not supported: must be one of llama, "),
+        (
+            {"architecture": "phi3"},
+            "general.architecture='phi3' is not supported: must be one of llama, ",
+        ),
         ({"more": {"split.count": 2}}, "one of several parts: join them"),
-        ({"more": {"llama.rope.scaling.type": "yarn"}}, "scaled rope frequencies are not read from GGUF"),
+        (
+            {"more": {"llama.rope.scaling.type": "yarn"}},
+            "scaled rope frequencies are not read from GGUF",
+        ),
         (
             {"more": {"llama.attention.sliding_window": 64}},
             "attention.sliding_window=64 is not read from GGUF",
         ),
-        ({"more": {"general.name": "mistral"}}, "general.name='mistral' is not read: give the model's"),
-        ({"more": {"llama.attention.key_length": 32}}, "rope.dimension_count=16 .* size of a head, 32"),
+        (
+            {"more": {"general.name": "mistral"}},
+            "general.name='mistral' is not read: give the model's",
+        ),
+        (
+            {"more": {"llama.attention.key_length": 32}},
+            "rope.dimension_count=16 .* size of a head, 32",
+        ),
         (
             {"splits": "deepseek-llm"},
             "tokenizer.ggml.pre='deepseek-llm': how texts are split into tokens is not known",
@@ -120,11 +136,16 @@ def test_truncated_file_is_refused_by_name(tmp_path, tensors, share):
 
 
 def test_missing_packages_are_named_with_the_command(tmp_path, tensors, monkeypatch):
-    with pytest.raises(ValueError, match="package:no_such: there is no such package: install it first"):
+    with pytest.raises(
+        ValueError, match="package:no_such: there is no such package: install it first"
+    ):
         resolve_assets("package:no_such", cache=tmp_path)
     file = write_gguf(tmp_path / "a.gguf", tensors)
     for module, message in (
-        ("transformers.modeling_gguf_pytorch_utils", r"install the package 'transformers\.modeling\w*'$"),
+        (
+            "transformers.modeling_gguf_pytorch_utils",
+            r"install the package 'transformers\.modeling\w*'$",
+        ),
         ("gguf", r"install the package 'gguf': python3 tools/setup_env\.py gguf$"),
     ):
         monkeypatch.setitem(sys.modules, module, None)

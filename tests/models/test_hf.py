@@ -27,14 +27,24 @@ def adapter(model):
 def folder(tmp_path, model, adapter):
     """Return a Hugging Face folder in several shards."""
     path = tmp_path / "written" / "hf"
-    write_hf_folder(path, model.named_parameters(), adapter, dtype=torch.float32, max_shard_bytes=20_000)
+    write_hf_folder(
+        path, model.named_parameters(), adapter, dtype=torch.float32, max_shard_bytes=20_000
+    )
     return path
 
 
-@pytest.mark.parametrize(("dtype", "max_shard_bytes"), [(torch.float32, 10**9), (torch.bfloat16, 20_000)])
-def test_written_parameters_are_read_back_bit_exact(tmp_path, model, adapter, dtype, max_shard_bytes):
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_bytes"), [(torch.float32, 10**9), (torch.bfloat16, 20_000)]
+)
+def test_written_parameters_are_read_back_bit_exact(
+    tmp_path, model, adapter, dtype, max_shard_bytes
+):
     write_hf_folder(
-        tmp_path / "hf", model.named_parameters(), adapter, dtype=dtype, max_shard_bytes=max_shard_bytes
+        tmp_path / "hf",
+        model.named_parameters(),
+        adapter,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
     )
     opened = HFFolder(tmp_path / "hf")
     opened.check(model, adapter)
@@ -54,7 +64,11 @@ def test_tokenizer_files_and_token_ids_are_copied(tmp_path, model, adapter):
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 2], "pad_token_id": 3}')
     (source / "config.json").write_text('{"eos_token_id": 1, "hidden_size": 7}')
     write_hf_folder(
-        tmp_path / "hf", model.named_parameters(), adapter, dtype=torch.float32, tokenizer_from=source
+        tmp_path / "hf",
+        model.named_parameters(),
+        adapter,
+        dtype=torch.float32,
+        tokenizer_from=source,
     )
     opened = HFFolder(tmp_path / "hf", tokenizer=True)
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "chat_template.jinja"
@@ -86,7 +100,11 @@ def truncated(num_bytes):
             r"tensor \S+ is missing from .*{name}",
         ),
         ("*.index.json", lambda f: f.write_text("[]"), "{name} holds list"),
-        ("*.index.json", lambda f: f.write_text('{"weight_map": {"a": 1}}'), "{name} has no weight_map"),
+        (
+            "*.index.json",
+            lambda f: f.write_text('{"weight_map": {"a": 1}}'),
+            "{name} has no weight_map",
+        ),
         ("*.index.json", Path.unlink, "model.safetensors is missing, and so is"),
         ("config.json", Path.unlink, "config.json is missing"),
         ("tokenizer_config.json", Path.unlink, "tokenizer_config.json is missing"),
@@ -112,7 +130,10 @@ Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
     ("change", "message"),
     [
         (lambda t: t.pop("lm_head.weight"), "tensor lm_head.weight is missing"),
-        (lambda t: t.update({K_PROJ: torch.zeros(8, 32)}), rf"{K_PROJ} has shape \[8, 32\], .* \[16, 32\]"),
+        (
+            lambda t: t.update({K_PROJ: torch.zeros(8, 32)}),
+            rf"{K_PROJ} has shape \[8, 32\], .* \[16, 32\]",
+        ),
         (lambda t: t.update({Q_BIAS: torch.zeros(32)}), f"{Q_BIAS} has no place in the model"),
     ],
 )
@@ -136,7 +157,9 @@ def test_output_head_of_a_tied_model_must_equal_its_embedding(tmp_path):
     HFFolder(path).check(model, adapter)
     head[-1, -1] += 1
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head.weight differs from .*: set tie_word_embeddings to false"):
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight differs from .*: set tie_word_embeddings to false"
+    ):
         HFFolder(path).check(model, adapter)
 
 
@@ -166,7 +189,11 @@ def test_folder_holds_the_seeded_model_and_its_tokenizer(tmp_path, spec):
 
 def test_concurrent_writers_leave_one_complete_folder(tmp_path, spec):
     with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda _: write_random_model(tmp_path / "a", spec=spec, seed=0), range(8)))
+        done = list(
+            pool.map(lambda _: write_random_model(tmp_path / "a", spec=spec, seed=0), range(8))
+        )
     assert set(done) == {tmp_path / "a"}
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
-    assert contents(tmp_path / "a") == contents(write_random_model(tmp_path / "b", spec=spec, seed=0))
+    assert contents(tmp_path / "a") == contents(
+        write_random_model(tmp_path / "b", spec=spec, seed=0)
+    )

@@ -22,7 +22,13 @@ FILES = {
 def model(tmp_path: Path) -> Path:
     """A folder with files of a model, and others that a run does not read."""
     folder = tmp_path / "served"
-    for name in (*FILES, "README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"):
+    for name in (
+        *FILES,
+        "README.md",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "onnx/config.json",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     spec = model_spec("llama", "tiny")
@@ -81,12 +87,16 @@ def test_folder_of_the_name_is_preferred(hub, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^GGUF file org/missing.gguf does not exist$"):
         resolve("org/missing.gguf")
     assert hub.requests == []
-    with pytest.raises(ValueError, match=r"hf_revision='v1.0': must be None, as org/model is not on the hub"):
+    with pytest.raises(
+        ValueError, match=r"hf_revision='v1.0': must be None, as org/model is not on the hub"
+    ):
         resolve("org/model", revision="v1.0")
 
 
 def test_refusals_say_what_to_do(hub):
-    with pytest.raises(ValueError, match=r"hf_revision='v9' does not exist: must be main, v1.0 or a commit"):
+    with pytest.raises(
+        ValueError, match=r"hf_revision='v9' does not exist: must be main, v1.0 or a commit"
+    ):
         resolve("org/model", revision="v9")
     with pytest.raises(
         ValueError, match=r"org/other is no folder here, and .* has no such model, or it is private"
@@ -129,7 +139,9 @@ def test_tokenizer_alone_in_the_cache_is_not_taken_for_the_model(hub, monkeypatc
     with pytest.raises(UnpreparedError):
         resolve("org/model", prepares=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    with pytest.raises(ValueError, match=r"org/model is no folder here, .*run `hf download org/model` where"):
+    with pytest.raises(
+        ValueError, match=r"org/model is no folder here, .*run `hf download org/model` where"
+    ):
         resolve("org/model")
 
 
@@ -152,6 +164,8 @@ def test_unreachable_hub_is_an_error_at_once_unless_the_model_is_cached(hub, mon
     ):
         resolve("org/other")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    with pytest.raises(ValueError, match=r"ConnectError.* run `hf download org/other --revision v1` where"):
+    with pytest.raises(
+        ValueError, match=r"ConnectError.* run `hf download org/other --revision v1` where"
+    ):
         resolve("org/other", revision="v1")
     assert time.monotonic() - started < 0.9

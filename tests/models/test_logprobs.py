@@ -30,13 +30,17 @@ def test_logprobs_and_entropy_of_a_distribution_known_by_hand():
     # Logits 0, ln 2 and ln 5 at temperature 1: probabilities 1/8, 2/8 and 5/8.
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
     logprobs, entropy = token_logprobs(
-        torch.ones(2, 1), weight, targets_T=torch.tensor([1, 2]), temperatures_T=torch.tensor([1.0, 0.5])
+        torch.ones(2, 1),
+        weight,
+        targets_T=torch.tensor([1, 2]),
+        temperatures_T=torch.tensor([1.0, 0.5]),
     )
     # At temperature 0.5 they are squared: 1/30, 4/30 and 25/30.
     expected = [math.log(2 / 8), math.log(25 / 30)]
     torch.testing.assert_close(logprobs, torch.tensor(expected))
     entropies = [
-        -sum(p * math.log(p) for p in row) for row in ((1 / 8, 2 / 8, 5 / 8), (1 / 30, 4 / 30, 25 / 30))
+        -sum(p * math.log(p) for p in row)
+        for row in ((1 / 8, 2 / 8, 5 / 8), (1 / 30, 4 / 30, 25 / 30))
     ]
     torch.testing.assert_close(entropy, torch.tensor(entropies))
 
@@ -83,13 +87,17 @@ def assert_equals_autograd(values, gradients, *, given, entropy_gradient, msg=No
 @pytest.mark.parametrize("num_targets", [1, 4])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [None, 5, 12])
-def test_values_and_gradients_equal_autograd_on_whole_logits(chunk_tokens, entropy_gradient, num_targets):
+def test_values_and_gradients_equal_autograd_on_whole_logits(
+    chunk_tokens, entropy_gradient, num_targets
+):
     hidden, weight, given = fresh_inputs()
     given = with_targets(given, num_targets)
     settings = {"chunk_tokens": chunk_tokens, "entropy_gradient": entropy_gradient}
     values = token_logprobs(hidden, weight, **given, **settings)
     assert values[0].shape == given["targets_T"].shape
-    assert values[0]._base is values[1]._base is None  # FSDP2 loses its hooks on outputs that are views.
+    assert (
+        values[0]._base is values[1]._base is None
+    )  # FSDP2 loses its hooks on outputs that are views.
     gradients = gradients_of(values, (hidden, weight))
     assert_equals_autograd(values, gradients, given=given, entropy_gradient=entropy_gradient)
 
@@ -110,17 +118,25 @@ def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk_tokens):
 def test_gradient_of_a_nearly_certain_target_in_bfloat16_is_not_rounded_with_its_probability():
     hidden = torch.ones(1, 1, dtype=torch.bfloat16)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = token_logprobs(hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1))
+    logprobs, _ = token_logprobs(
+        hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1)
+    )
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     other = 1 / (1 + math.exp(8))
-    torch.testing.assert_close(gradient.float(), torch.tensor([[other], [-other]]), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        gradient.float(), torch.tensor([[other], [-other]]), rtol=0.01, atol=0
+    )
 
 
 def test_entropy_of_a_nearly_certain_distribution_has_a_finite_gradient():
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])
     _, entropy = token_logprobs(
-        hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1), entropy_gradient=True
+        hidden,
+        weight,
+        targets_T=torch.tensor([0]),
+        temperatures_T=torch.ones(1),
+        entropy_gradient=True,
     )
     (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
     assert (entropy.item(), gradient.item()) == (0.0, 0.0)
@@ -166,9 +182,13 @@ def compare_sharded() -> None:
         weight.requires_grad_()
         settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "loss_parallel": loss_parallel}
         case = f"hidden {name}, weight {weight_placement}, {targets} targets, {settings}"
-        values = token_logprobs(hidden, weight, **given, **settings, entropy_gradient=entropy_gradient)
+        values = token_logprobs(
+            hidden, weight, **given, **settings, entropy_gradient=entropy_gradient
+        )
         gradients = gradients_of(values, (hidden, weight))
-        assert_equals_autograd(values, gradients, given=given, entropy_gradient=entropy_gradient, msg=case)
+        assert_equals_autograd(
+            values, gradients, given=given, entropy_gradient=entropy_gradient, msg=case
+        )
     dist.destroy_process_group()
 
 

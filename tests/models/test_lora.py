@@ -77,7 +77,9 @@ def summed_by_hand(spec, plain, factors):
     return summed
 
 
-@pytest.mark.parametrize("modules", [ALL_LINEAR, ("q_proj", "v_proj", "up_proj")], ids=["all", "qvu"])
+@pytest.mark.parametrize(
+    "modules", [ALL_LINEAR, ("q_proj", "v_proj", "up_proj")], ids=["all", "qvu"]
+)
 def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules):
     """The numbers are those of a plain model with weights W + s B A."""
     factors = random_factors(small_spec(), scale=0.2, modules=modules)
@@ -88,7 +90,9 @@ def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules)
     assert_near(engine.model_state_dict(), expected, relative=1e-6)
     assert_near(weights(engine), before, relative=0.0)  # merging changes no parameter
     plain = plain_engine(expected)
-    for ours, theirs in zip(engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True):
+    for ours, theirs in zip(
+        engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True
+    ):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=0)
 
 
@@ -138,9 +142,13 @@ def test_written_adapter_continues_from_there(assets, tmp_path):
     train(fresh)
     assert fresh.load_checkpoint(str(tmp_path / "adapter")) == 0
     assert not fresh.optimizer.inner.state
-    started = make(assets, target_modules=("down_proj", "q_proj"), initial_adapter=str(tmp_path / "adapter"))
+    started = make(
+        assets, target_modules=("down_proj", "q_proj"), initial_adapter=str(tmp_path / "adapter")
+    )
     for other in (fresh, started):
-        assert all((a == b).all() for a, b in zip(other.compute_logprobs(SAMPLES), trained, strict=True))
+        assert all(
+            (a == b).all() for a, b in zip(other.compute_logprobs(SAMPLES), trained, strict=True)
+        )
     with pytest.raises(FileExistsError, match="adapter already exists"):
         engine.save_adapter(str(tmp_path / "adapter"))
 
@@ -151,10 +159,19 @@ def test_written_adapter_continues_from_there(assets, tmp_path):
         ({"rank": 0}, "rank=0: must be at least 1"),
         ({"alpha": math.inf}, "alpha=inf: must be a finite number above 0"),
         ({"target_modules": ()}, r"target_modules=\(\): must name at least one"),
-        ({"target_modules": ("q_proj", "query")}, r"converters\.0: target_modules has 'query'.*valid are"),
-        ({"target_modules": ("lm_head",)}, r"converters\.0: target_modules has 'lm_head'.*unembedding=True"),
+        (
+            {"target_modules": ("q_proj", "query")},
+            r"converters\.0: target_modules has 'query'.*valid are",
+        ),
+        (
+            {"target_modules": ("lm_head",)},
+            r"converters\.0: target_modules has 'lm_head'.*unembedding=True",
+        ),
         ({"unembedding": True}, r"converters\.0: unembedding=True: qwen3 tiny has no output head"),
-        ({"initial_adapter": "/nowhere"}, r"converters\.0: file /nowhere/adapter_config.json is missing"),
+        (
+            {"initial_adapter": "/nowhere"},
+            r"converters\.0: file /nowhere/adapter_config.json is missing",
+        ),
     ],
 )
 def test_invalid_setting_is_rejected(settings, message):
@@ -164,7 +181,9 @@ def test_invalid_setting_is_rejected(settings, message):
 
 def test_two_adapters_on_one_model_are_rejected():
     two = LoRA.Config(target_modules=("q_proj",)), LoRA.Config(target_modules=("o_proj",))
-    with pytest.raises(ValueError, match=r"converters\.1: the model has adapters of an earlier LoRA"):
+    with pytest.raises(
+        ValueError, match=r"converters\.1: the model has adapters of an earlier LoRA"
+    ):
         make_engine(None, converters=two)
 
 
@@ -174,7 +193,9 @@ A, B = torch.arange(6.0).reshape(2, 3), torch.arange(8.0).reshape(4, 2)
 
 @pytest.fixture
 def folder(tmp_path):
-    write_peft_folder(tmp_path / "adapter", [(NAME, A, B)], rank=2, alpha=4.0, base_model="some/base")
+    write_peft_folder(
+        tmp_path / "adapter", [(NAME, A, B)], rank=2, alpha=4.0, base_model="some/base"
+    )
     return tmp_path / "adapter"
 
 
@@ -189,13 +210,19 @@ def read(folder, **widths):
         ({"lora_alpha": 16}, "lora_alpha=16 is not supported: must be alpha=4.0 of the config"),
         ({"peft_type": "ADALORA"}, "peft_type='ADALORA' is not supported: must be 'LORA'"),
         ({"use_dora": True}, "use_dora=True is not supported: must be False"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supported: must be {}"),
+        (
+            {"rank_pattern": {"q_proj": 4}},
+            "rank_pattern={'q_proj': 4} is not supported: must be {}",
+        ),
         (
             {"init_lora_weights": "pissa"},
             "init_lora_weights='pissa' is not supported: must be one of True.*base weights that PEFT changed",
         ),
         ({"init_lora_weights": "mica"}, "init_lora_weights='mica' is not supported"),
-        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\] is not supported: must be None"),
+        (
+            {"alora_invocation_tokens": [5]},
+            r"alora_invocation_tokens=\[5\] is not supported: must be None",
+        ),
         ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: must be 'CAUSAL_LM'"),
         ({"setting_of_tomorrow": 0.5}, "setting_of_tomorrow=0.5 is not supported: must be None"),
     ],
@@ -250,7 +277,9 @@ def test_rank_stabilised_scale_is_read_as_a_larger_alpha(folder):
 def test_tensor_that_is_no_factor_is_explained(folder, name, message):
     tensors = load_file(folder / WEIGHTS_FILE)
     save_file(tensors | {f"base_model.model.{name}": A}, folder / WEIGHTS_FILE)
-    with pytest.raises(ValueError, match=f"{WEIGHTS_FILE}: tensor base_model.model.{name} .*{message}"):
+    with pytest.raises(
+        ValueError, match=f"{WEIGHTS_FILE}: tensor base_model.model.{name} .*{message}"
+    ):
         read(folder)
 
 
@@ -274,7 +303,10 @@ def test_adapter_for_other_layers_is_rejected(folder, widths, message):
             lambda f: save_file({"base_model.model.lm_head.weight": A}, f),
             "lm_head.weight is a saved embedding or output head",
         ),
-        (lambda f: f.write_bytes(f.read_bytes()[:-8]), f"weights file .*{WEIGHTS_FILE} is not whole"),
+        (
+            lambda f: f.write_bytes(f.read_bytes()[:-8]),
+            f"weights file .*{WEIGHTS_FILE} is not whole",
+        ),
         (lambda f: f.unlink(), f"weights file .*{WEIGHTS_FILE} is missing"),
     ],
 )
@@ -294,7 +326,9 @@ ADAPTED_HEAD: dict[str, Any] = {"rank": 4, "alpha": 6.0, "unembedding": True}
 def open_in_transformers(folder):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 @torch.no_grad()
@@ -302,7 +336,9 @@ def their_logits(model):
     return model(TOKENS.unsqueeze(0)).logits[0]
 
 
-QWEN2 = spec_like(qwen2, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=False)
+QWEN2 = spec_like(
+    qwen2, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=False
+)
 
 
 @pytest.mark.medium

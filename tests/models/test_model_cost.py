@@ -42,7 +42,9 @@ def pytorchs_counts(spec, *, backward):
 def test_operations_equal_those_that_pytorch_counts(family):
     spec = family.model_registry("tiny")
     work = model_work(spec.model)
-    attended = sum(n * n for n in LENGTHS)  # On a CPU the hidden half of the scores is computed too.
+    attended = sum(
+        n * n for n in LENGTHS
+    )  # On a CPU the hidden half of the scores is computed too.
     for flops, backward in ((work.sampling_flops, False), (work.training_flops, True)):
         products, attention = pytorchs_counts(spec, backward=backward)
         assert flops(tokens=NUM_TOKENS, attended=0) == products

@@ -11,7 +11,9 @@ from tests.support.policies import random_model, small_spec
 
 def router(*, normalize=True):
     """Make a router that chooses two of three experts and whose logits are the token itself."""
-    config = MoE.Config(num_experts=3, num_experts_per_token=2, hidden_dim=4, normalize_weights=normalize)
+    config = MoE.Config(
+        num_experts=3, num_experts_per_token=2, hidden_dim=4, normalize_weights=normalize
+    )
     made = ExpertRouter(config=config, dim=3)
     with torch.no_grad():
         made.weight.copy_(torch.eye(3))
@@ -22,7 +24,9 @@ TOKEN = torch.tensor([[5.0, 1.0, 2.0]]).log()
 """Token with scores 5/8, 1/8 and 2/8."""
 
 
-@pytest.mark.parametrize(("normalize", "expected"), [(True, [5 / 7, 2 / 7]), (False, [5 / 8, 2 / 8])])
+@pytest.mark.parametrize(
+    ("normalize", "expected"), [(True, [5 / 7, 2 / 7]), (False, [5 / 8, 2 / 8])]
+)
 def test_best_experts_are_weighted_by_their_scores(normalize, expected):
     weights, chosen = router(normalize=normalize)(TOKEN)
     assert chosen.tolist() == [[0, 2]]
@@ -85,7 +89,9 @@ def test_width_of_an_expert_need_not_be_a_multiple_of_the_key_value_heads():
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     hidden = F.silu(F.linear(x, tensors[0])) * F.linear(x, tensors[1])
     all_to_the_first = torch.full((block.feed_forward.num_experts,), 3)
-    torch.testing.assert_close(experts.compute(x, all_to_the_first), F.linear(hidden, experts.down_proj[0]))
+    torch.testing.assert_close(
+        experts.compute(x, all_to_the_first), F.linear(hidden, experts.down_proj[0])
+    )
     assert block.attention.num_kv_heads == 2
     check_tensor_parallel(spec.model, 2, whole_experts=True)
     with pytest.raises(ValueError, match="tensor_parallel_degree=2 does not divide hidden_dim=21"):
@@ -111,5 +117,7 @@ def test_grouped_kernel_computes_the_same_product(sizes):
     x, weight, ends = inputs(torch.bfloat16, sizes=sizes)
     expected, out = grouped_linear(x, weight, ends), one_kernel(x, weight, ends)
     torch.testing.assert_close(out, expected)
-    for actual, wanted in zip(gradients(out, x, weight), gradients(expected, x, weight), strict=True):
+    for actual, wanted in zip(
+        gradients(out, x, weight), gradients(expected, x, weight), strict=True
+    ):
         torch.testing.assert_close(actual, wanted)

@@ -48,7 +48,9 @@ def compute(models):
     use_one_gloo_worker()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(TP,))
-    whole_mesh = init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP))
+    whole_mesh = init_device_mesh(
+        "cpu", (1, 1, 1, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP)
+    )
     results = {}
     for name, model in models.items():
         (sharded,) = parallelize_decoder(deepcopy(model), mesh=whole_mesh, config=ShardingOptions())

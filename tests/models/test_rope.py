@@ -37,7 +37,10 @@ def test_tables_equal_those_of_transformers(name, form):
     given = SCALED[name] | ({"rope_theta": THETA} if form == "rope_parameters" else {})
     hf = {"max_position_embeddings": POSITIONS, "rope_theta": THETA, form: given}
     rope = rope_from_hf(hf)
-    assert rope_from_hf({"max_position_embeddings": POSITIONS, "rope_parameters": hf_rope(rope)}) == rope
+    assert (
+        rope_from_hf({"max_position_embeddings": POSITIONS, "rope_parameters": hf_rope(rope)})
+        == rope
+    )
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=POSITIONS,
         rope_parameters=hf_rope(rope),
@@ -66,9 +69,18 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
     [
         ({"rope_type": "longrope"}, "'longrope'.*must be one of default, linear, llama3, yarn"),
         ({"rope_type": "yarn", "factor": -1.0}, "factor=-1.0: must be a positive number"),
-        ({"rope_type": "yarn", "factor": 2.0, "truncate": "no"}, "truncate='no': must be true or false"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1}, "has beta_fast: 'linear' has no such field"),
-        (SCALED["llama3"] | {"high_freq_factor": 1.0}, "high_freq_factor=1.0: must be above low_freq_factor"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "truncate": "no"},
+            "truncate='no': must be true or false",
+        ),
+        (
+            {"rope_type": "linear", "factor": 2.0, "beta_fast": 1},
+            "has beta_fast: 'linear' has no such field",
+        ),
+        (
+            SCALED["llama3"] | {"high_freq_factor": 1.0},
+            "high_freq_factor=1.0: must be above low_freq_factor",
+        ),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
             "partial_rotary_factor=0.5 is not supported",

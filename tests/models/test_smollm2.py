@@ -21,7 +21,11 @@ QUESTIONS = (
     "def f(x):\n    return x ** 2\n\nWhat does f(3) return?", "Why is the sky blue?", "¿Qué hora es?", "你好。",
     "List three fruits:\n- ", "Summarize: a cat sat on a mat. It slept.",
 )  # fmt: skip
-REPLIES = ("19.", "The answer is simple:\n\n1. First, we look.\n2. Then we see.", " I don't know — sorry! 🙂")
+REPLIES = (
+    "19.",
+    "The answer is simple:\n\n1. First, we look.\n2. Then we see.",
+    " I don't know — sorry! 🙂",
+)
 
 
 def chats() -> list[list[Message]]:
@@ -91,6 +95,10 @@ def test_prompts_and_continuations_have_the_tokens_of_the_template(renderer):
                 finish_reason="stop",
             )
             following = [Message(role="user", content=QUESTIONS[0])]
-            whole = [*renderer.opening(messages), *token_ids, *renderer.continuation(following, after=after)]
+            whole = [
+                *renderer.opening(messages),
+                *token_ids,
+                *renderer.continuation(following, after=after),
+            ]
             replied = Message(role="assistant", content=reply)
             assert whole == tokens_of([*messages, replied, *following], renderer.tokenizer)

@@ -49,7 +49,9 @@ def random_text(rng: random.Random) -> str:
     for _ in range(rng.randrange(40)):
         code = rng.randrange(0x110000 - 0x800)
         any_character = chr(code if code < 0xD800 else code + 0x800)
-        word = rng.choice(("  \t\n\r'\u2019é\u0301\u00a0\u200d\ufeff", *SPECIAL_TOKENS, *WORD_TOKENS))
+        word = rng.choice(
+            ("  \t\n\r'\u2019é\u0301\u00a0\u200d\ufeff", *SPECIAL_TOKENS, *WORD_TOKENS)
+        )
         pieces.append(rng.choice((chr(rng.randrange(128)), word, any_character)))
     return "".join(pieces)
 
@@ -84,7 +86,10 @@ def test_chat_template_writes_chatml(tokenizer):
     )
     render = tokenizer.apply_chat_template
     assert render(messages, tokenize=False) == text
-    assert render(messages, tokenize=False, add_generation_prompt=True) == text + "<|im_start|>assistant\n"
+    assert (
+        render(messages, tokenize=False, add_generation_prompt=True)
+        == text + "<|im_start|>assistant\n"
+    )
     assert (
         render(messages[1:2], tokenize=False, add_generation_prompt=True, enable_thinking=False)
         == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -162,13 +167,19 @@ def test_damaged_folder_is_named(folder, name, damage, message):
 
 def test_changed_file_is_named_and_a_copy_has_the_same_fingerprint(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    noted, present = tokenizer_fingerprint(folder), tokenizer_fingerprint(copy, known_as=tmp_path / "run")
+    noted, present = (
+        tokenizer_fingerprint(folder),
+        tokenizer_fingerprint(copy, known_as=tmp_path / "run"),
+    )
     assert present.folder == str(tmp_path / "run")
     assert noted.differences(present, tokens_alone=False) == []
     (copy / "chat_template.jinja").unlink()
     (copy / "generation_config.json").write_text("{}")
     changed = tokenizer_fingerprint(copy)
-    assert noted.differences(changed, tokens_alone=False) == ["chat_template.jinja", "generation_config.json"]
+    assert noted.differences(changed, tokens_alone=False) == [
+        "chat_template.jinja",
+        "generation_config.json",
+    ]
     assert noted.differences(changed, tokens_alone=True) == []
     (copy / "merges.txt").write_text("a b\n")
     assert noted.differences(tokenizer_fingerprint(copy), tokens_alone=True) == ["merges.txt"]
@@ -178,7 +189,9 @@ def test_changed_file_is_named_and_a_copy_has_the_same_fingerprint(folder, tmp_p
 def test_token_ids_beyond_the_vocabulary_are_refused(folder, vocab_size, end_id):
     change(folder / "generation_config.json", eos_token_id=end_id)
     open_tokenizer(folder, vocab_size=vocab_size + 1)
-    with pytest.raises(ValueError, match=f"vocab_size={vocab_size}, so .* from 0 to {vocab_size - 1}"):
+    with pytest.raises(
+        ValueError, match=f"vocab_size={vocab_size}, so .* from 0 to {vocab_size - 1}"
+    ):
         open_tokenizer(folder, vocab_size=vocab_size)
 
 

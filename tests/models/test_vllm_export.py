@@ -62,7 +62,12 @@ def ask_vllm(*folders: Path) -> list[dict[str, Any]]:
     }
     command = [sys.executable, "-c", ENGINE, json.dumps(TEXTS), *map(str, folders)]
     run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT"))
@@ -101,7 +106,9 @@ def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
 def adapted_engine(base: Path) -> TrainingEngine:
     """Build an engine whose adapters' products are as large as the weights."""
     config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
-    engine = config.build(model_spec=model_spec("qwen3", "tiny"), hf_assets_path=str(base), device="cpu")
+    engine = config.build(
+        model_spec=model_spec("qwen3", "tiny"), hf_assets_path=str(base), device="cpu"
+    )
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in engine.policy.trained_parameters.values():
@@ -121,7 +128,10 @@ def with_all_switches(family: str) -> ModelSpec:
     block: Any = spec.model.block
     if family == "llama":
         spec.model.rope.scaling = Llama3Scaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=128,
         )
         block.attention.qkv_bias = block.attention.o_bias = block.feed_forward.bias = True
     if family == "qwen2":
@@ -154,7 +164,10 @@ def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
     for folder, name, theirs in zip(folders, classes.values(), ask_vllm(*folders), strict=True):
         assert theirs["class"] == f"vllm.model_executor.models.{name}"
         assert [bytes(i for i in ids if i < 256) for ids in theirs["token_ids"]] == [
-            text.replace("<|im_start|>", "").replace("<|im_end|>", "").replace("[ANSWER]", "").encode()
+            text.replace("<|im_start|>", "")
+            .replace("<|im_end|>", "")
+            .replace("[ANSWER]", "")
+            .encode()
             for text in TEXTS
         ]
         for ids, logprobs in zip(theirs["token_ids"], theirs["logprobs"], strict=True):

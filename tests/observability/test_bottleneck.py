@@ -25,7 +25,9 @@ def found(record, config=None):
     return result
 
 
-ASYNC = {"loop": {"max_off_policy_steps": 1, "publish_every": 1, "groups_per_batch": 32, "group_size": 8}}
+ASYNC = {
+    "loop": {"max_off_policy_steps": 1, "publish_every": 1, "groups_per_batch": 32, "group_size": 8}
+}
 OVERLAP = "--loop.max_off_policy_steps 1"
 
 
@@ -50,7 +52,10 @@ def test_overlap_on_one_cpu_halves_the_threads():
     record = step(generate=5.0, train=4.0)
     config = to_dict(tiny())
     assert "each with half its threads" in found(record, config).sentence
-    assert found(record, config).setting == f"{OVERLAP} --trainer.num_threads 1 --generator.num_threads 1"
+    assert (
+        found(record, config).setting
+        == f"{OVERLAP} --trainer.num_threads 1 --generator.num_threads 1"
+    )
     config["generator"]["dtype"] = "bfloat16"  # on GPUs
     assert found(record, config).setting == OVERLAP
 
@@ -63,7 +68,9 @@ def test_largest_part_is_named_with_its_share_of_the_limit():
 
 def test_every_setting_of_the_advice_exists():
     named = re.findall(r'"(?:--)?([a-z_]+(?:\.[a-z_]+)+)', inspect.getsource(bottleneck_module))
-    assert {"loop.max_off_policy_steps", "loop.groups_per_batch", "weights.num_threads"} <= set(named)
+    assert {"loop.max_off_policy_steps", "loop.groups_per_batch", "weights.num_threads"} <= set(
+        named
+    )
     config = to_dict(tiny())
     for path in named:
         node = config
@@ -87,8 +94,16 @@ MANY = {"packing/num_micro_batches": 8.0}
 @pytest.mark.parametrize(
     ("record", "config", "expected"),
     [
-        (step(generate=9.0), {"generator": GENERATOR | {"max_num_seqs": 64}}, "--generator.max_num_seqs 256"),
-        (step(generate=9.0) | {"limit/decode": 0.8}, {"generator": GENERATOR}, "--generator.num_replicas 2"),
+        (
+            step(generate=9.0),
+            {"generator": GENERATOR | {"max_num_seqs": 64}},
+            "--generator.max_num_seqs 256",
+        ),
+        (
+            step(generate=9.0) | {"limit/decode": 0.8},
+            {"generator": GENERATOR},
+            "--generator.num_replicas 2",
+        ),
         (step(generate=9.0), {}, "--generator.num_replicas"),
         (step(train=9.0) | {"limit/train": 0.6}, TRAINER, "--trainer.num_procs 8"),
         (step(train=9.0) | MANY, TRAINER, "--trainer.training.max_tokens_per_microbatch 8192"),
@@ -105,7 +120,9 @@ def test_advice_depends_on_the_record_and_the_config(record, config, expected):
 
 def test_typical_step_is_the_median_without_first_steps():
     slow_start = [step(train=100.0) | {"step": i} for i in (1, 2)]
-    usual = [step(train=second) | {"step": 3, "loss/mean": float("nan")} for second in (1.0, 2.0, 9.0)]
+    usual = [
+        step(train=second) | {"step": 3, "loss/mean": float("nan")} for second in (1.0, 2.0, 9.0)
+    ]
     record = typical([{"step": 0, "eval/correct": 0.5}, *slow_start, *usual])
     assert (record["time/train_s"], record["time/step_s"]) == (2.0, 2.0)
     assert "loss/mean" not in record

@@ -29,7 +29,9 @@ def test_online_mode_without_a_key_is_refused(tmp_path, monkeypatch):
         if name.startswith("WANDB"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"there is no key for W&B. Run `wandb login`, set WANDB_API_KEY"):
+    with pytest.raises(
+        ValueError, match=r"there is no key for W&B. Run `wandb login`, set WANDB_API_KEY"
+    ):
         check_sinks(SinksConfig(wandb=WandbConfig(enable=True, mode="online")))
     wandb.teardown()  # its service process would live until this one exits
 
@@ -112,7 +114,9 @@ class FakeServer(JsonServer):
             bucket = {"id": f"B-{name}", "name": name, "config": "{}", "project": project}
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if operation == "CreateRunFiles":
-            files = [{"name": name, "uploadUrl": f"{self.url}/file/{name}"} for name in given["files"]]
+            files = [
+                {"name": name, "uploadUrl": f"{self.url}/file/{name}"} for name in given["files"]
+            ]
             return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
         return {}
 
@@ -129,7 +133,13 @@ class FakeServer(JsonServer):
             return None
         tails = {"historyTail": json.dumps(run.history[-1:]), "eventsTail": "[]"}
         counts = {"historyLineCount": len(run.history), "logLineCount": 0, "eventsLineCount": 0}
-        about = {"id": f"B-{name}", "name": name, "summaryMetrics": "{}", "config": "{}", "tags": []}
+        about = {
+            "id": f"B-{name}",
+            "name": name,
+            "summaryMetrics": "{}",
+            "config": "{}",
+            "tags": [],
+        }
         return {**about, **counts, **tails, "wandbConfig": '{"t": 1}'}
 
 
@@ -162,7 +172,9 @@ class Site:
         self._call("-m", "wandb", "sync", *map(str, folders))
 
     def _call(self, *args):
-        return output_of(*args, env=self.environment, cwd=self.folder, timeout=80)  # W&B's own is 90 s
+        return output_of(
+            *args, env=self.environment, cwd=self.folder, timeout=80
+        )  # W&B's own is 90 s
 
 
 def output_of(*args, **options):
@@ -175,7 +187,9 @@ def output_of(*args, **options):
 
 @pytest.mark.timeout(100)
 def test_hanging_server_delays_neither_the_loop_nor_the_exit(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is read
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as server:  # connections are accepted, nothing is read
         site = Site(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")
         lines = site.run("online", *(at(step) for step in (1, 2, 3)), close_s=2.5).splitlines()
     assert lines[:3] == ["step 1", "step 2", "step 3"]
@@ -187,7 +201,10 @@ def at(step, **values):
     return {"step": step, **values}
 
 
-FIRST = [at(0, **{"eval/correct": 0.25}), *(at(step, **{"reward/mean": step / 8}) for step in range(1, 5))]
+FIRST = [
+    at(0, **{"eval/correct": 0.25}),
+    *(at(step, **{"reward/mean": step / 8}) for step in range(1, 5)),
+]
 SECOND = [at(step, **{"reward/mean": step / 8 + 0.0625}) for step in range(3, 7)]
 
 
@@ -248,4 +265,6 @@ def test_trackio_has_each_record_of_a_run_once(tmp_path):
     runs = trackio_runs(tmp_path, "a", (2, {"reward/mean": 0.875}), (3, {"reward/mean": 1.0}))
     rows = max((rows for _, _, rows in runs), key=len)
     shown = [{k: v for k, v in row.items() if k != "timestamp"} for row in rows]
-    assert shown == [{"step": step, **values} for step, values in [*first, (3, {"reward/mean": 1.0})]]
+    assert shown == [
+        {"step": step, **values} for step, values in [*first, (3, {"reward/mean": 1.0})]
+    ]

@@ -61,7 +61,9 @@ def test_step_is_one_line_aligned_under_its_header():
 
 def test_progress_is_one_line_per_interval():
     stream, now_s = io.StringIO(), 100.0
-    with progress("warm-up", total=1500, stream=stream, interval_s=10, clock=lambda: now_s) as advance:
+    with progress(
+        "warm-up", total=1500, stream=stream, interval_s=10, clock=lambda: now_s
+    ) as advance:
         for _ in range(150):
             now_s += 0.3
             advance(10, note="loss 0.5")
@@ -120,7 +122,10 @@ def test_output_to_a_file_has_plain_lines(tmp_path, monkeypatch):
     lines = file.getvalue().splitlines()
     assert "\x1b" not in "".join(lines)
     assert [line.split()[0] for line in lines[1:8]] == [str(step) for step in range(4, 11)]
-    assert lines[8:10] == ["evaluation at step 10: correct 0.500 of 64 problems", "evaluation: started"]
+    assert lines[8:10] == [
+        "evaluation at step 10: correct 0.500 of 64 problems",
+        "evaluation: started",
+    ]
     assert lines[-1] == "finished: 20 steps"
 
 
@@ -143,13 +148,17 @@ def test_live_table_shows_the_newest_steps_and_everything_below_them(tmp_path, h
         recorder.start(tmp_path, role=f"generator_{rank}", rank=0)
         for _ in range(2 * rank):
             recorder.begin("generate", 40)
-    live = LiveConsole(title="try-1", num_steps=80, num_rows=12, logs=tmp_path, stream=io.StringIO())
+    live = LiveConsole(
+        title="try-1", num_steps=80, num_rows=12, logs=tmp_path, stream=io.StringIO()
+    )
     steps = [{"step": step, "reward/mean": 0.5} for step in range(40)]
     evaluation = {"step": 40, "eval/correct": 0.5, "eval/num_problems": 64}
     with live.shown(steps), live.watch("evaluation at step 40"):
         live.write({"step": 40, "reward/mean": 0.5})
         live.write(evaluation)
-        title, header, *shown = as_lines(live._draw(width=120, height=height), width=120, height=height)
+        title, header, *shown = as_lines(
+            live._draw(width=120, height=height), width=120, height=height
+        )
     rows, below = shown[:-5], shown[-5:]
     assert title == "try-1"
     assert header.split() == " ".join(column.title for column in COLUMNS).split()
@@ -173,7 +182,9 @@ def test_style_and_the_terminal_select_the_console(tmp_path, monkeypatch):
 
     def kind(style="auto", stream=None):
         stream = Terminal() if stream is None else stream
-        made = make_console(ConsoleConfig(style=style), num_steps=1, logs=tmp_path, title="x", stream=stream)
+        made = make_console(
+            ConsoleConfig(style=style), num_steps=1, logs=tmp_path, title="x", stream=stream
+        )
         return type(made)
 
     assert kind() is LiveConsole

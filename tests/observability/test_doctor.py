@@ -83,7 +83,9 @@ def test_run_with_a_recent_step_is_healthy(watched):
     assert re.search(r"running; the last step was step 4, \d\.\d s ago", health.text)
     assert f"controller[0]    alive     pid {os.getpid()}: step 5 for 0." in health.text
     assert f"trainer[0]       alive     pid {watched.sleeper.pid}: idle for 0." in health.text
-    assert health.text.endswith("no problem found; the controller may wait up to 150 s for one thing")
+    assert health.text.endswith(
+        "no problem found; the controller may wait up to 150 s for one thing"
+    )
 
 
 def test_silent_controller_is_a_problem(watched):
@@ -132,8 +134,14 @@ def test_command_prints_spans_and_stacks_of_a_healthy_run(run, capsys):
         assert doctor.main([str(run.path)]) == 0
         assert (controller.poll(), trainer.poll()) == (None, None)
     printed = capsys.readouterr().out
-    assert f"trainer[1]       alive     pid {trainer.pid}, version 7: optim_step of version 7 for" in printed
-    assert 'event: {"time": 5.0, "event": "recovered", "role": "generator_0", "after_s": 1.5}' in printed
+    assert (
+        f"trainer[1]       alive     pid {trainer.pid}, version 7: optim_step of version 7 for"
+        in printed
+    )
+    assert (
+        'event: {"time": 5.0, "event": "recovered", "role": "generator_0", "after_s": 1.5}'
+        in printed
+    )
     assert "==== controller[0]: optim_step" in printed
     assert "in wait_for_an_answer" in printed
     assert "in take_twice" in printed
@@ -163,7 +171,9 @@ def test_commands_refuse_a_folder_that_is_not_a_run(command, tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_run_that_has_stopped_says_how_and_no_process_of_it_is_missed(watched, reason, problems, last, host):
+def test_run_that_has_stopped_says_how_and_no_process_of_it_is_missed(
+    watched, reason, problems, last, host
+):
     watched.record_sleeper_as("controller")
     watched.record_sleeper_as("trainer")
     if host == "here":
@@ -189,7 +199,9 @@ def test_run_that_was_stopped_and_resumed_is_judged_anew(watched):
     assert health.problems == ("the controller is dead, and the run has not finished",)
 
 
-def test_process_of_another_container_with_the_name_of_this_machine_is_not_taken_for_dead(watched, capsys):
+def test_process_of_another_container_with_the_name_of_this_machine_is_not_taken_for_dead(
+    watched, capsys
+):
     """Its pid is nobody's here, or that of somebody else."""
     watched.record("controller", pid_namespace=1, pid=2**22, start_ticks=1)
     assert doctor.main([str(watched.run.path)]) == 0
@@ -218,7 +230,9 @@ def test_process_that_does_not_write_into_the_folder_gets_no_signal(watched, tmp
 
 
 @pytest.mark.parametrize("command", [doctor, timeline, report])
-@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "events.jsonl", "logs/state/x-0.json"])
+@pytest.mark.parametrize(
+    "name", ["status.json", "metrics.jsonl", "events.jsonl", "logs/state/x-0.json"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_pipes_and_links_in_place_of_files_end_every_command_with_one_line(
     run, tmp_path, command, name, kind, capsys
@@ -268,7 +282,10 @@ ODD: tuple[object, ...] = (True, -1, 0, 2**40, "1", None, 1.5, [], {})
         ("changed_s", (None, float("nan"))),
         ("policy_version", (True, "1", -1)),
         ("pid_namespace", (True, "1", -1)),
-        ("open", (None, [1], [{"name": 1, "num": 1, "version": None, "since_s": 1.0}], [{"name": "x"}])),
+        (
+            "open",
+            (None, [1], [{"name": 1, "num": 1, "version": None, "since_s": 1.0}], [{"name": "x"}]),
+        ),
         ("failed", (1, {}, {"name": "x", "error": None, "at_s": 1.0})),
     ],
 )
@@ -284,7 +301,9 @@ def test_no_control_characters_of_a_folder_reach_the_terminal(watched, capsys):
     evil = "\x1b]0;title\x07\x9b31m\r\u202e\u2066"
     watched.record_sleeper_as("trainer")
     opened = [{"name": evil, "num": 1, "version": None, "since_s": 1.0}]
-    watched.record("trainer", host=evil, open=opened, failed={"name": evil, "error": evil, "at_s": 1.0})
+    watched.record(
+        "trainer", host=evil, open=opened, failed={"name": evil, "error": evil, "at_s": 1.0}
+    )
     Events(watched.run.events).add("stopped", reason=evil)
     doctor.main([str(watched.run.path)])
     watched.write_metrics({"step": 1, "loss/mean": evil})
@@ -298,7 +317,9 @@ def test_no_control_characters_of_a_folder_reach_the_terminal(watched, capsys):
     "line", ["[]", "{}", '{"step": "x"}', '{"step": NaN, "time/step_s": []}', '{"step": null}']
 )
 def test_odd_metrics_and_config_are_left_out(watched, line):
-    watched.run.metrics.write_text(f'{line}\n{{"step": 4, "time/step_s": "x", "time/eval_s": 1e400}}\n')
+    watched.run.metrics.write_text(
+        f'{line}\n{{"step": 4, "time/step_s": "x", "time/eval_s": 1e400}}\n'
+    )
     watched.run.config_json.write_text('{"values": {"timeouts": {"setup_s": "x"}}}')
     health = examine(watched.run.path)
     assert "the last step was step 4" in health.text

@@ -92,7 +92,9 @@ def test_rollouts_that_cannot_be_written_are_a_warning(tmp_path):
     assert recorded[-1] == 5
     assert len(recorded) < 5
     (warning,) = console.splitlines()
-    assert re.fullmatch(rf".*WARNING .*/rollouts\.jsonl was not written: {FULL}; the run goes on", warning)
+    assert re.fullmatch(
+        rf".*WARNING .*/rollouts\.jsonl was not written: {FULL}; the run goes on", warning
+    )
 
 
 def test_logs_that_cannot_be_written_are_one_warning(tmp_path):
@@ -131,7 +133,14 @@ def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     assert refused == f"ValueError: {tmp_path}/outputs/run cannot be a run's folder: {FULL}"
     assert read_status(tmp_path / "run") == "running"
     entries = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert entries == ["outputs", "run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
+    assert entries == [
+        "outputs",
+        "run",
+        "run/.lock",
+        "run/checkpoints",
+        "run/logs",
+        "run/status.json",
+    ]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 200])
@@ -170,7 +179,9 @@ def test_records_that_cannot_be_cut_back_are_unchanged(tmp_path):
 
     def cut():
         limit_files(100)
-        return said(lambda: cut_back(metrics=file, rollouts=tmp_path / "rollouts.jsonl", position=position))
+        return said(
+            lambda: cut_back(metrics=file, rollouts=tmp_path / "rollouts.jsonl", position=position)
+        )
 
     says = f"{file} was not written, its previous content is intact: {FULL}"
     assert answer_in_fork(cut) == f"UnwrittenError: {says}"
@@ -196,13 +207,20 @@ def test_read_only_folders_are_refused_stop_the_metrics_and_are_a_warning_for_lo
             undo()
         return refused, unwritten, capsys.readouterr().err
 
-    with tempfile.TemporaryDirectory(prefix="relay-test-") as name:  # pytest's own folders are private
+    with tempfile.TemporaryDirectory(
+        prefix="relay-test-"
+    ) as name:  # pytest's own folders are private
         folder = Path(name)
         folder.chmod(0o777)
         refused, unwritten, console = answer_in_fork(lambda: go_on(folder))
     path = folder / "run"
-    assert refused == f"ValueError: {folder}/outputs/today/run cannot be a run's folder: Permission denied"
-    says = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
+    assert (
+        refused
+        == f"ValueError: {folder}/outputs/today/run cannot be a run's folder: Permission denied"
+    )
+    says = (
+        f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
+    )
     assert unwritten == f"UnwrittenError: {says}"
     recorded, logged = console.splitlines()
     assert recorded.endswith(f"{path}/logs: trainer-1 is not recorded: Permission denied")

@@ -18,7 +18,9 @@ theirs = logging.getLogger("some_library")
 @pytest.fixture
 def console(tmp_path):
     stream = io.StringIO()
-    undo = setup_logging("trainer", rank=2, folder=tmp_path / "logs", console_level="WARNING", console=stream)
+    undo = setup_logging(
+        "trainer", rank=2, folder=tmp_path / "logs", console_level="WARNING", console=stream
+    )
     yield stream
     undo()
 
@@ -54,7 +56,10 @@ def test_console_gets_its_level_and_of_libraries_only_errors(console, tmp_path):
     in_file = [line.rpartition(": ")[2] for line in file_lines(tmp_path)]
     assert in_file[:4] == ["calm", "careful", "deprecated", "broken"]
     assert "old style" in "".join(file_lines(tmp_path))
-    assert [line.rpartition(": ")[2] for line in console.getvalue().splitlines()] == ["careful", "broken"]
+    assert [line.rpartition(": ")[2] for line in console.getvalue().splitlines()] == [
+        "careful",
+        "broken",
+    ]
 
 
 def test_long_record_loses_its_middle(console, tmp_path):
@@ -64,7 +69,12 @@ def test_long_record_loses_its_middle(console, tmp_path):
     except ValueError:
         ours.warning("the reply was %r", reply, exc_info=True)
     for text in (console.getvalue(), (tmp_path / "logs" / "trainer-2.log").read_text()):
-        found = (len(text) < 21_000, "the reply was 'aaa" in text, "more) ... zz" in text, text[-4:])
+        found = (
+            len(text) < 21_000,
+            "the reply was 'aaa" in text,
+            "more) ... zz" in text,
+            text[-4:],
+        )
         assert found == (True, True, True, "zzz\n")  # a failure would show all of the text
 
 
@@ -76,7 +86,9 @@ def test_log_keeps_the_latest_records_within_its_size(tmp_path, monkeypatch):
     undo()
     files = [tmp_path / "trainer-2.1.log", tmp_path / "trainer-2.log"]
     assert sum(file.stat().st_size for file in files) <= 4000
-    numbers = [int(line.rpartition(" ")[2]) for file in files for line in file.read_text().splitlines()]
+    numbers = [
+        int(line.rpartition(" ")[2]) for file in files for line in file.read_text().splitlines()
+    ]
     assert numbers == list(range(numbers[0], 1000))
     assert len(numbers) > 20
 
@@ -101,7 +113,9 @@ def test_uncaught_exceptions_of_process_and_thread_are_logged(tmp_path):
         "thread.start(); thread.join()\n"
         "raise RuntimeError('ended badly')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 1
     text = "\n".join(file_lines(tmp_path))
     assert "CRITICAL trainer[2] rl.observability.logs: uncaught exception in feeder" in text

@@ -148,7 +148,9 @@ def test_each_replica_copies_all_weights():
         limits = replace(LIMITS, num_replicas=num_replicas, num_generator_ranks=num_ranks)
         assert shares(STEP, limits)["limit/sync"] == pytest.approx(copy_s * (1 / 2 + copies))
     gpu = replace(MACHINE, memory_bytes_per_s=1e9)
-    assert shares(STEP, replace(LIMITS, trainer=gpu))["limit/sync"] == pytest.approx(copy_s / 2 * (1 / 2 + 1))
+    assert shares(STEP, replace(LIMITS, trainer=gpu))["limit/sync"] == pytest.approx(
+        copy_s / 2 * (1 / 2 + 1)
+    )
 
 
 def test_sync_is_reported_once():
@@ -166,6 +168,10 @@ def test_missing_metrics_have_no_share_and_none_is_above_1():
     known = {"limit/decode", "limit/train", "limit/sync", "limit/idle"}
     assert without("perf/generated_tokens_per_s") == known - {"limit/decode"}
     assert without("packing/context_mean") == without("time/train_s") == known - {"limit/train"}
-    nothing = {**STEP, "perf/generated_tokens_per_s": Mean(0, 0.0), "packing/context_mean": Mean(0, 0)}
+    nothing = {
+        **STEP,
+        "perf/generated_tokens_per_s": Mean(0, 0.0),
+        "packing/context_mean": Mean(0, 0),
+    }
     assert set(shares(nothing)) == {"limit/sync", "limit/idle"}
     assert shares({**STEP, "time/train_s": 0.125})["limit/train"] == 1.0

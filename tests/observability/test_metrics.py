@@ -44,7 +44,13 @@ def test_reductions_of_many_values_are_bit_identical_to_merged_ones():
 def test_each_reduction_merges_correctly():
     parts: list[dict[str, Metric]] = [
         {"loss": Mean(1.0, 2), "diff": Max(0.5), "tokens": Sum(10), "lr": Last(0.1)},
-        {"loss": Mean(5.0, 2), "diff": Max(0.25), "tokens": Sum(7), "lr": Last(0.2), "extra": Sum(1)},
+        {
+            "loss": Mean(5.0, 2),
+            "diff": Max(0.25),
+            "tokens": Sum(7),
+            "lr": Last(0.2),
+            "extra": Sum(1),
+        },
     ]
     merged = merge(parts)
     values = {name: metric.value for name, metric in merged.items()}
@@ -59,7 +65,9 @@ def test_maximum_of_nan_is_nan():
 def test_line_is_in_the_file_after_each_write(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
-        writer.write({"step": 1, "policy_version": 1, "reward/mean": Mean(3.0, 4), "time/step_s": 0.5})
+        writer.write(
+            {"step": 1, "policy_version": 1, "reward/mean": Mean(3.0, 4), "time/step_s": 0.5}
+        )
         assert path.read_text() == (
             '{"step": 1, "policy_version": 1, "reward/mean": 0.75, "time/step_s": 0.5}\n'
         )
@@ -74,7 +82,14 @@ def test_numbers_that_are_not_finite_are_restored(tmp_path):
     with MetricsWriter(tmp_path / "m") as writer:
         empty = {"none": None, "mean": Mean(0.0, 0)}
         writer.write(
-            {"step": 1, "a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan"), **empty}
+            {
+                "step": 1,
+                "a": math.nan,
+                "b": math.inf,
+                "c": Max(-math.inf),
+                "d": np.float32("nan"),
+                **empty,
+            }
         )
     line = json.loads((tmp_path / "m").read_text(), parse_constant=refuse)
     assert line == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": "nan"}
@@ -84,7 +99,9 @@ def test_numbers_that_are_not_finite_are_restored(tmp_path):
 
 
 def test_damaged_lines_are_skipped(tmp_path):
-    (tmp_path / "m").write_text('{"step": 1}\n{"reward/mean": 1}\n[]\n\0\n{"step": 2}\n{"step": 3, "rew')
+    (tmp_path / "m").write_text(
+        '{"step": 1}\n{"reward/mean": 1}\n[]\n\0\n{"step": 2}\n{"step": 3, "rew'
+    )
     assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "none") == []
 

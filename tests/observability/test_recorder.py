@@ -35,7 +35,9 @@ def turn(text="hi", *, logprobs=(-0.5, -1.25), observation=None):
 
 def rollout(name="p", *turns, sample=0, failure=None, **said):
     turns = turns or (turn(**said),)
-    prompt = Prompt(problem=Problem(id=name, question="q", answer="hi"), token_ids=turns[0].prompt_ids)
+    prompt = Prompt(
+        problem=Problem(id=name, question="q", answer="hi"), token_ids=turns[0].prompt_ids
+    )
     end: EndReason = "done" if failure is None else "failed"
     return Rollout(prompt=prompt, sample=sample, turns=turns, end=end, failure=failure)
 
@@ -141,7 +143,10 @@ def test_first_groups_and_failures_are_recorded(tmp_path):
 
 
 def test_advantages_skip_failed_rollouts(tmp_path):
-    replies = [rollout("p", sample=i, failure="the environment raised" if i == 2 else None) for i in range(4)]
+    replies = [
+        rollout("p", sample=i, failure="the environment raised" if i == 2 else None)
+        for i in range(4)
+    ]
     failed = [score(0.0, failure=why) for why in ("broken", "the environment raised")]
     mixed = group("p", score(), *failed, score(0.0), rollouts=replies)
     written = recorded(tmp_path, [mixed], advantages=[advantages_of(1.0, -1.0)])
@@ -153,7 +158,11 @@ def test_advantages_skip_failed_rollouts(tmp_path):
 
 def test_dropped_groups_have_their_reason(tmp_path):
     failed = score(0.0, failure="raised")
-    dropped = [("equal", group("x", score())), ("equal", group("y", score())), ("failed", group("z", failed))]
+    dropped = [
+        ("equal", group("x", score())),
+        ("equal", group("y", score())),
+        ("failed", group("z", failed)),
+    ]
     written = recorded(tmp_path, [group("a", score())], dropped=dropped, num_groups=1)
     said = [(line["problem"], line["kind"], line.get("dropped")) for line in written]
     assert said == [("a", "train", None), ("x", "dropped", "equal"), ("z", "dropped", "failed")]
@@ -174,7 +183,9 @@ def test_evaluations_are_recorded_by_set(tmp_path):
     made.evaluation(20, EvaluationResult(sets=[near, far]))
     # All sampled problems have a pass rate, even unrecorded ones; greedy replies do not count.
     assert read_pass_rates(str(tmp_path / "pass_rates.jsonl")).keys() == {"a", "b", "c"}
-    said = [(line["kind"], line["set"], line["problem"], line["sample"]) for line in lines(made.path)]
+    said = [
+        (line["kind"], line["set"], line["problem"], line["sample"]) for line in lines(made.path)
+    ]
     assert said == [
         ("eval", "near", "a", 0),
         ("eval", "near", "b", 0),

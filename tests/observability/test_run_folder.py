@@ -53,7 +53,9 @@ def test_overwrite_clears_only_files_of_runs(tmp_path):
         assert read_status(again.path) == "running"
 
 
-@pytest.mark.parametrize("given", ["checkpoints/hf", "", "../link", "../run/checkpoints/hf/weights"])
+@pytest.mark.parametrize(
+    "given", ["checkpoints/hf", "", "../link", "../run/checkpoints/hf/weights"]
+)
 def test_inputs_of_a_run_are_never_cleared(tmp_path, given):
     with RunFolder.create(tmp_path, "run") as folder:
         weights = folder.checkpoints / "hf" / "weights"
@@ -61,7 +63,9 @@ def test_inputs_of_a_run_are_never_cleared(tmp_path, given):
         weights.write_text("w")
     (tmp_path / "link").symlink_to(weights.parent)
     inputs = {"hf_assets_path": folder.path / given}
-    with pytest.raises(ValueError, match=r"hf_assets_path='.*' lies in the folder of the run.*/run; choose"):
+    with pytest.raises(
+        ValueError, match=r"hf_assets_path='.*' lies in the folder of the run.*/run; choose"
+    ):
         RunFolder.create(tmp_path, "run", overwrite=True, inputs=inputs)
     assert weights.read_text() == "w"
     assert read_status(folder.path) == "running"
@@ -116,7 +120,11 @@ def test_links_and_pipes_in_place_of_a_runs_files_are_no_run_and_stay(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("x")
-    for name, made in (("checkpoints", mine), (".lock", mine / "thesis.tex"), ("status.json", None)):
+    for name, made in (
+        ("checkpoints", mine),
+        (".lock", mine / "thesis.tex"),
+        ("status.json", None),
+    ):
         path = tmp_path / f"run-{name}"
         path.mkdir()
         (path / name).symlink_to(made) if made else os.mkfifo(path / name)
@@ -130,7 +138,9 @@ def test_links_and_pipes_in_place_of_a_runs_files_are_no_run_and_stay(tmp_path):
         lambda: RunFolder.create(tmp_path, "run", overwrite=True),
         lambda: RunFolder.resume(folder.path),
     ):
-        with pytest.raises(ValueError, match=r"run/\.lock is not a regular file: .* cannot be locked"):
+        with pytest.raises(
+            ValueError, match=r"run/\.lock is not a regular file: .* cannot be locked"
+        ):
             use()
     assert (mine / "thesis.tex").read_text() == "x"
 
@@ -143,7 +153,8 @@ def test_start_that_was_killed_at_once_blocks_no_later_one(tmp_path):
         (path / name).write_text("half")
     RunFolder.create(tmp_path, "run").close()
     with pytest.raises(
-        ValueError, match=r"holds an unfinished run without config\.json; choose another name, or --ov"
+        ValueError,
+        match=r"holds an unfinished run without config\.json; choose another name, or --ov",
     ):
         RunFolder.create(tmp_path, "run")
     RunFolder.create(tmp_path, "run", overwrite=True).close()
@@ -190,7 +201,9 @@ def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):
     times = (datetime.datetime(2026, 3, 29, hour) for hour in (14, 9, 14, 9, 14))
     paths = []
     for _ in range(5):
-        with RunFolder.create(tmp_path, "run", time_stamp=True, wall_clock=lambda: next(times)) as folder:
+        with RunFolder.create(
+            tmp_path, "run", time_stamp=True, wall_clock=lambda: next(times)
+        ) as folder:
             folder.mark_finished()
             paths.append(folder.path.name)
     late, early = "run-20260329-140000", "run-20260329-090000"
@@ -205,7 +218,10 @@ def test_runs_that_start_at_once_never_share_or_remove_a_folder(tmp_path, time_s
         start.wait()
         with suppress(ValueError):
             return RunFolder.create(
-                tmp_path, "run", time_stamp=time_stamp, wall_clock=lambda: datetime.datetime(2026, 3, 29)
+                tmp_path,
+                "run",
+                time_stamp=time_stamp,
+                wall_clock=lambda: datetime.datetime(2026, 3, 29),
             )
 
     with ThreadPoolExecutor(8) as threads:
@@ -247,7 +263,9 @@ def test_killed_run_is_resumed_but_not_a_running_one(tmp_path):
     with RunFolder.resume(folder.path) as again:
         assert (again.metrics, again.checkpoints) == (folder.metrics, folder.checkpoints)
         assert not again.is_finished
-        assert (again.path / "weights" / "v3").exists()  # resuming changes nothing before the run starts
+        assert (
+            again.path / "weights" / "v3"
+        ).exists()  # resuming changes nothing before the run starts
         again.reopen()
         assert not (again.path / "weights").exists()
         (again.path / "weights" / "mine").mkdir(parents=True)
@@ -292,9 +310,17 @@ def cut(tmp_path):
         for name, text in files.items():
             if text:
                 (tmp_path / name).write_text(text)
-        cut_back(metrics=tmp_path / "metrics.jsonl", rollouts=tmp_path / "rollouts.jsonl", position=position)
-        assert {p.name for p in tmp_path.iterdir() if ".old" not in p.name} <= set(files)  # no temporary file
-        return [(tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files]
+        cut_back(
+            metrics=tmp_path / "metrics.jsonl",
+            rollouts=tmp_path / "rollouts.jsonl",
+            position=position,
+        )
+        assert {p.name for p in tmp_path.iterdir() if ".old" not in p.name} <= set(
+            files
+        )  # no temporary file
+        return [
+            (tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files
+        ]
 
     return act
 
@@ -313,7 +339,11 @@ def test_records_after_the_checkpoint_are_removed(cut, position, num_left):
 
 def test_records_of_a_run_that_starts_again_are_kept_under_another_name(cut, tmp_path, caplog):
     for steps in (WRITTEN, WRITTEN[:2]):
-        assert cut(metrics=metrics_of(*steps), older=rollouts_of(*steps), position=None) == ["", "", ""]
+        assert cut(metrics=metrics_of(*steps), older=rollouts_of(*steps), position=None) == [
+            "",
+            "",
+            "",
+        ]
         assert (tmp_path / "metrics.jsonl.old").read_text() == metrics_of(*steps)
         assert (tmp_path / "rollouts.1.jsonl.old").read_text() == rollouts_of(*steps)
         assert "its earlier metrics.jsonl is now metrics.jsonl.old" in caplog.text
@@ -321,7 +351,9 @@ def test_records_of_a_run_that_starts_again_are_kept_under_another_name(cut, tmp
 
 def test_damaged_lines_and_a_truncated_last_line_are_removed(cut, caplog):
     first, second = metrics_of((1, "step")), metrics_of((2, "step"))
-    metrics, *_ = cut(metrics=f'{first}\0\0\0\n{second}{{"step": 1, "eval/cor', position=at(2, num_records=3))
+    metrics, *_ = cut(
+        metrics=f'{first}\0\0\0\n{second}{{"step": 1, "eval/cor', position=at(2, num_records=3)
+    )
     assert metrics == first + second
     assert "has 2 lines up to step 2, but 3 were written: some are lost" in caplog.text
     assert r"removed a damaged line: b'\x00\x00\x00" in caplog.text

@@ -27,7 +27,9 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)  # simulates a missing package
     config = tiny()
     getattr(config.sinks, name).enable = True
-    with pytest.raises(ValueError, match=f"sinks.{name}.enable=True: the package {name} is not") as error:
+    with pytest.raises(
+        ValueError, match=f"sinks.{name}.enable=True: the package {name} is not"
+    ) as error:
         make_plan(config)
     assert "python tools/setup_env.py sinks" in str(error.value)
 
@@ -47,9 +49,24 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
         (SinksConfig(), "console.style", "loud", "console.style='loud': must be 'auto'"),
         (RecorderConfig(), "num_groups", -1, "num_groups=-1: must be at least 0"),
         (RecorderConfig(), "num_eval_problems", -1, "num_eval_problems=-1: must be at least 0"),
-        (RecorderConfig(), "max_megabytes", 0.0, "max_megabytes=0.0: must be above 0 and below inf"),
-        (TimelineConfig(), "max_megabytes", 0.05, r"max_megabytes=0.05: must be at least 0.1 and below inf"),
-        (TimelineConfig(), "max_megabytes", float("nan"), "max_megabytes=nan: must be at least 0.1"),
+        (
+            RecorderConfig(),
+            "max_megabytes",
+            0.0,
+            "max_megabytes=0.0: must be above 0 and below inf",
+        ),
+        (
+            TimelineConfig(),
+            "max_megabytes",
+            0.05,
+            r"max_megabytes=0.05: must be at least 0.1 and below inf",
+        ),
+        (
+            TimelineConfig(),
+            "max_megabytes",
+            float("nan"),
+            "max_megabytes=nan: must be at least 0.1",
+        ),
     ],
 )
 def test_invalid_value_is_refused(config, path, value, message):
@@ -129,7 +146,10 @@ def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
     thread.join(0.0)
     first, last = (record.message for record in caplog.records if record.levelno == logging.WARNING)
     assert first.startswith("fake hangs or is too slow; training goes on")
-    assert last == "fake was not done when the run ended: it lacks 8 records, which are in metrics.jsonl"
+    assert (
+        last
+        == "fake was not done when the run ended: it lacks 8 records, which are in metrics.jsonl"
+    )
     release.set()
 
 
@@ -141,7 +161,9 @@ def test_logger_that_hangs_at_every_record_delays_no_step(tmp_path):
     config = SinksConfig(close_s=0.05)
 
     async def run():
-        opened = open_sinks(config, folder=tmp_path, title="try-1", num_steps=9, stream=io.StringIO())
+        opened = open_sinks(
+            config, folder=tmp_path, title="try-1", num_steps=9, stream=io.StringIO()
+        )
         opened.threads = [LoggerThread(FakeLogger(blocks=release))]
         async with opened as sinks:
             with sinks.attempt():

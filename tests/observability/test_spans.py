@@ -35,7 +35,9 @@ def this_process(tmp_path, monkeypatch):
 
 
 def open_spans(file):
-    return [(open_span.name, open_span.num, open_span.version) for open_span in read_state(file).open]
+    return [
+        (open_span.name, open_span.num, open_span.version) for open_span in read_state(file).open
+    ]
 
 
 def span_log(logs, *, role="trainer", rank=0, max_bytes=1 << 20):
@@ -44,7 +46,13 @@ def span_log(logs, *, role="trainer", rank=0, max_bytes=1 << 20):
 
 
 def add(log, name, *, start_s=1.0, end_s=2.0):
-    event = {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": {}}
+    event = {
+        "ph": "X",
+        "name": name,
+        "ts": start_s * 1e6,
+        "dur": (end_s - start_s) * 1e6,
+        "args": {},
+    }
     log.append(json.dumps(event) + "\n")
 
 
@@ -74,7 +82,9 @@ def test_error_ends_the_span_and_is_shown_until_the_next_error(this_process):
     assert state.open == ()
     assert state.failed is not None
     assert state.failed.name == "load"
-    assert state.failed.error == "ValueError: too large " + "." * (200 - len("ValueError: too large "))
+    assert state.failed.error == "ValueError: too large " + "." * (
+        200 - len("ValueError: too large ")
+    )
     assert re.fullmatch(
         r"idle for 0\.\d s; load failed 0\.\d s ago: ValueError: too large \.+", state.describe()
     )
@@ -200,11 +210,19 @@ def test_full_disk_loses_only_spans(tmp_path):
 
 
 def test_a_run_error_names_the_innermost_position():
-    with pytest.raises(RunError, match=r"^step 3: no good$"), error_context("run"), error_context("step 3"):
+    with (
+        pytest.raises(RunError, match=r"^step 3: no good$"),
+        error_context("run"),
+        error_context("step 3"),
+    ):
         raise RunError("no good")
 
 
 def test_other_errors_get_the_positions_as_notes():
-    with pytest.raises(KeyError, match="'x'") as raised, error_context("run"), error_context("step 3"):
+    with (
+        pytest.raises(KeyError, match="'x'") as raised,
+        error_context("run"),
+        error_context("step 3"),
+    ):
         raise KeyError("x")
     assert raised.value.__notes__ == ["step 3", "run"]

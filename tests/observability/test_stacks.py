@@ -27,7 +27,9 @@ def test_stacks_show_threads_and_tasks(tmp_path):
     assert "in run_forever\n" in threads
     assert "and 2 more at the same place (most recent call first):\n" in tasks
     assert re.search(r"in wait\n.* in wait_for_an_answer\n.* in endpoint\n", tasks)
-    assert again.count("most recent call") == text.count("most recent call")  # each request starts a new file
+    assert again.count("most recent call") == text.count(
+        "most recent call"
+    )  # each request starts a new file
     (calls,) = (line for line in excerpt(text) if "wait_for_an_answer" in line)
     assert re.fullmatch(
         r"task at tests/support/watched_child\.py:\d+ wait_for_an_answer < .* endpoint", calls
@@ -59,7 +61,10 @@ def test_stopped_dead_or_deaf_process_is_not_asked(tmp_path):
 
 
 def test_stacks_without_our_code_are_left_out_of_an_excerpt():
-    frames = [("/lib/python3.11/threading.py", "wait"), ("/x/site-packages/tqdm/_monitor.py", "run")]
+    frames = [
+        ("/lib/python3.11/threading.py", "wait"),
+        ("/x/site-packages/tqdm/_monitor.py", "run"),
+    ]
     text = "Thread 0x1 (most recent call first):\n" + "".join(
         f'  File "{file}", line 60 in {function}\n' for file, function in frames
     )

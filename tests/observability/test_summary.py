@@ -17,7 +17,13 @@ def evaluation(step, correct):
 
 
 def test_summary_has_evaluations_and_results(tmp_path):
-    records = [evaluation(0, 0.375), *STEPS[:2], evaluation(2, 0.9), STEPS[2], evaluation(3, 0.97949)]
+    records = [
+        evaluation(0, 0.375),
+        *STEPS[:2],
+        evaluation(2, 0.9),
+        STEPS[2],
+        evaluation(3, 0.97949),
+    ]
     with RunFolder.create(tmp_path, "run") as folder:
         for name in ("step-2", "step-3", "hf", "adapter"):
             (folder.checkpoints / name).mkdir()
@@ -48,17 +54,27 @@ def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tm
     metrics, png = tmp_path / "metrics.jsonl", tmp_path / "learning_curve.png"
     rewards = [math.nan if step > 40 else step / 50 for step in range(1, 51)]
     records = [
-        {"step": step, "reward/mean": str(reward), "reward/correct": step / 100, "logprob_diff/mean": 0.0}
+        {
+            "step": step,
+            "reward/mean": str(reward),
+            "reward/correct": step / 100,
+            "logprob_diff/mean": 0.0,
+        }
         for step, reward in enumerate(rewards, start=1)
     ]
     records += [evaluation(step, step / 60) for step in (0, 25, 50)]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     draw_learning_curve(metrics, png)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "learning_curve.png",
+        "metrics.jsonl",
+    ]
     image = matplotlib.image.imread(png)[..., :3]
     assert image.shape == (600, 1200, 3)
     for color in (REWARD, CORRECT, EVALUATION):
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - wanted) < 0.02).all(axis=-1).sum() > 500
     draw_learning_curve(metrics, tmp_path / "gone" / "curve.png")
-    assert "gone/curve.png was not written: No such file or directory; the run goes on" in caplog.text
+    assert (
+        "gone/curve.png was not written: No such file or directory; the run goes on" in caplog.text
+    )

@@ -17,7 +17,8 @@ def write_spans(logs, role, *spans, rank=0):
     folder = logs / SPANS_FOLDER
     folder.mkdir(exist_ok=True)
     lines = [
-        {"ph": "X", "name": n, "ts": a * 1e6, "dur": (b - a) * 1e6, "args": said} for n, a, b, said in spans
+        {"ph": "X", "name": n, "ts": a * 1e6, "dur": (b - a) * 1e6, "args": said}
+        for n, a, b, said in spans
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / f"{role}-{rank}.jsonl").write_text(text)
@@ -52,7 +53,9 @@ def events_of(path):
 def slices(events):
     """Return the begin events by name and time, with durations from their end events."""
     ends = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
-    return {(e["name"], e["ts"]): e | {"dur": ends[e["id"]] - e["ts"]} for e in events if e["ph"] == "b"}
+    return {
+        (e["name"], e["ts"]): e | {"dur": ends[e["id"]] - e["ts"]} for e in events if e["ph"] == "b"
+    }
 
 
 def test_every_process_is_a_track_with_its_spans(run):

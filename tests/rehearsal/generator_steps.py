@@ -59,7 +59,9 @@ def decode(family: str, *, graphs: bool) -> dict[str, Any]:
     core.weights_changed()
     sampling = SamplingParams(max_tokens=100, temperature=0.9)
     for i in range(NUM_REQUESTS):
-        core.add(Request(id=i, prompt=np.full(5, i, dtype=np.int32), max_tokens=100, sampling=sampling))
+        core.add(
+            Request(id=i, prompt=np.full(5, i, dtype=np.int32), max_tokens=100, sampling=sampling)
+        )
     for _ in range(5):
         core.step()
     reset_own()

@@ -54,7 +54,9 @@ def test_default_command_takes_the_gpus_at_hand(rehearsal, machine, shares, gene
 def test_gpus_that_are_too_old_for_a_mode_are_refused_with_what_to_do(rehearsal):
     settings = {"DEVICES": 2, "CAPABILITY": "8.0"}
     run = rehearsal.train("--batch_invariant", "true", settings=settings)
-    says = "error: batch_invariant=True: must be False on a GPU of compute capability 8.0, for which"
+    says = (
+        "error: batch_invariant=True: must be False on a GPU of compute capability 8.0, for which"
+    )
     assert (run.status, run.errors[: len(says)]) == (2, says)
 
 
@@ -62,7 +64,11 @@ def test_batch_invariant_kernels_are_captured_and_not_rounded_to_tf32(rehearsal,
     """Triton's language shows the precision; kernels are compiled anew, as the default is TF32."""
     cache = tmp_path / "triton"
     run = rehearsal.train(
-        *SHORT, "--batch_invariant", "true", settings={"DEVICES": 2}, env={"TRITON_CACHE_DIR": str(cache)}
+        *SHORT,
+        "--batch_invariant",
+        "true",
+        settings={"DEVICES": 2},
+        env={"TRITON_CACHE_DIR": str(cache)},
     )
     assert run.status == 0, run.describe()
     check_console(run)
@@ -92,10 +98,19 @@ SMALLER = (
          (*SMALLER, "--trainer.parallelism.expert_parallel_degree", "2")),
     ],
 )  # fmt: skip
-def test_config_for_gpus_runs(rehearsal, tmp_path, config, family, trainer_gpus, generator_gpus, options):
+def test_config_for_gpus_runs(
+    rehearsal, tmp_path, config, family, trainer_gpus, generator_gpus, options
+):
     """A tiny model in place of the checkpoint, and of eight GPUs two or three."""
     folder = write_random_model(tmp_path / "model", spec=model_spec(family, "tiny"), seed=0)
-    model = ("--hf_assets_path", str(folder), "--any_model_size", "true", "--loop.sampling.max_tokens", "8")
+    model = (
+        "--hf_assets_path",
+        str(folder),
+        "--any_model_size",
+        "true",
+        "--loop.sampling.max_tokens",
+        "8",
+    )
     run = rehearsal.train(
         "--module", "reverse_text", "--config", config, *SHORT[:2], *SHORT[4:], *model, *options,
         settings={"DEVICES": len({*trainer_gpus, *generator_gpus}), "MEMORY_GIB": 24}, env=ONE_ALL_REDUCE,

@@ -22,9 +22,13 @@ MOST_LAUNCHES = 14
         ("gemma3_text", 1, False),
     ],
 )
-def test_layers_launch_few_kernels_and_steps_wait_once_for_tokens(rehearsal, golden, family, ranks, graphs):
+def test_layers_launch_few_kernels_and_steps_wait_once_for_tokens(
+    rehearsal, golden, family, ranks, graphs
+):
     options = (family, "--ranks", str(ranks), *(["--graphs"] if graphs else []))
-    ended = rehearsal.python("-m", "tests.rehearsal.generator_steps", *options, settings={"DEVICES": ranks})
+    ended = rehearsal.python(
+        "-m", "tests.rehearsal.generator_steps", *options, settings={"DEVICES": ranks}
+    )
     result = ended.result
     calls, kernels = result["calls"], result["captured"] if graphs else result["eager"]
     assert (result["tokens"], result["violations"], ended.violations) == (4, 0, [])
@@ -33,15 +37,23 @@ def test_layers_launch_few_kernels_and_steps_wait_once_for_tokens(rehearsal, gol
     if graphs:
         assert calls["cudaGraphLaunch"] == 1
     # Tokens and logprobs go to pinned memory and are waited for once; the other wait is for the last step's inputs.
-    waits = {name: count for name, count in calls.items() if "Synchronize" in name or name == "cudaMemcpy"}
+    waits = {
+        name: count
+        for name, count in calls.items()
+        if "Synchronize" in name or name == "cudaMemcpy"
+    }
     assert waits == {"cudaEventSynchronize": 2}
-    copies = {name: n for name, n in calls.items() if "device to host" in name or "pageable" in name}
+    copies = {
+        name: n for name, n in calls.items() if "device to host" in name or "pageable" in name
+    }
     assert copies == {"copy device to host, pinned": 2}
 
 
 def test_golden_layers_launch_at_most_fourteen_kernels(golden):
     """Except those with experts, or with norms and gates for which vLLM has no kernel."""
     fused = {
-        name: n for name, n in golden["generator_layer"].items() if name.startswith(("qwen3-", "llama-"))
+        name: n
+        for name, n in golden["generator_layer"].items()
+        if name.startswith(("qwen3-", "llama-"))
     }
     assert 0 < max(fused.values()) <= MOST_LAUNCHES

@@ -48,7 +48,15 @@ def checked(
 ) -> dict[str, Any]:
     """Run checks; return their results by name."""
     folder = rehearsal.folder / "gpu-check"
-    command = ["-m", "tools.gpu_check", "--no-numbers", "--folder", str(folder), "--limit_factor", "5"]
+    command = [
+        "-m",
+        "tools.gpu_check",
+        "--no-numbers",
+        "--folder",
+        str(folder),
+        "--limit_factor",
+        "5",
+    ]
     ended = rehearsal.python(
         *command,
         *(["--only", *only] if only else []),

@@ -42,7 +42,14 @@ LAYOUTS = {
         gpus={"trainer": [0], "generator_0": [1], "generator_1": [2]},
     ),
     "shared": Layout(
-        options=("--config", "tiny", "--launch.share_gpus", "True", "--generator.can_sleep", "True"),
+        options=(
+            "--config",
+            "tiny",
+            "--launch.share_gpus",
+            "True",
+            "--generator.can_sleep",
+            "True",
+        ),
         gpus={"trainer": [0], "generator": [0]},
     ),
 }
@@ -66,7 +73,9 @@ def opened(run: RehearsedRun) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_run_ends_and_each_process_uses_its_own_gpu_only(rehearsal, layout):
-    run = rehearsal.train(*SHORT, *layout.options, settings={"DEVICES": layout.num_gpus}, env=ONE_ALL_REDUCE)
+    run = rehearsal.train(
+        *SHORT, *layout.options, settings={"DEVICES": layout.num_gpus}, env=ONE_ALL_REDUCE
+    )
     assert run.status == 0, run.describe()
     assert [step["step"] for step in run.steps] == [1, 2]
     assert run.violations == []

@@ -41,7 +41,11 @@ def code_file(path, code):
 def test_launches_waits_graphs_and_contexts_are_counted(rehearsal, tmp_path):
     """Two kernels and one wait; a graph of two kernels that is launched twice; one kernel that Triton compiled."""
     ended = rehearsal.python(code_file(tmp_path / "counts.py", COUNTS), settings={"DEVICES": 2})
-    assert ended.result == {"eager": [2, 1, [0]], "captured": [2, 4, 0], "triton": {"triton:fill": 1}}
+    assert ended.result == {
+        "eager": [2, 1, [0]],
+        "captured": [2, 4, 0],
+        "triton": {"triton:fill": 1},
+    }
     (own,) = ended.counters
     assert own.physical_contexts == (0,)
 
@@ -129,7 +133,9 @@ except Refusal as refusal:
 """
 
 
-@pytest.mark.parametrize(("driver", "says"), [("580.65.06", None), ("570.133.20", "driver is 570.133.20")])
+@pytest.mark.parametrize(
+    ("driver", "says"), [("580.65.06", None), ("570.133.20", "driver is 570.133.20")]
+)
 def test_set_up_asks_the_driver_for_its_version(rehearsal, driver, says):
     refusal = rehearsal.python("-c", DRIVER, settings={"DRIVER": driver}).result
     assert refusal == says or says in refusal

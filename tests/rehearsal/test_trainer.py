@@ -13,12 +13,16 @@ DTYPES = ("bfloat16", "float32")
 def trained(null_gpu, tmp_path_factory):
     """Return what `trainer_steps` found, by case."""
     rehearsal = Rehearsal(gpu=null_gpu, folder=tmp_path_factory.mktemp("trainer"))
-    return rehearsal.python("-m", "tests.rehearsal.trainer_steps", "bfloat16", "float32", "lack").result
+    return rehearsal.python(
+        "-m", "tests.rehearsal.trainer_steps", "bfloat16", "float32", "lack"
+    ).result
 
 
 def test_attention_takes_kernels_for_segments_with_memory_linear_in_the_tokens(trained):
     """Once a layer and micro-batch, and flash attention with the two heads that the keys have."""
-    of_kind = {dtype: {k: n for k, n in trained[dtype]["attention"].items() if n} for dtype in DTYPES}
+    of_kind = {
+        dtype: {k: n for k, n in trained[dtype]["attention"].items() if n} for dtype in DTYPES
+    }
     assert of_kind == {
         "bfloat16": {"flash_fwd": 1, "flash_bwd_dq_dk_dv": 1},
         "float32": {"fmha_cutlassF_f32": 1, "fmha_cutlassB_f32": 1},

@@ -4,7 +4,17 @@ import pytest
 
 pytestmark = pytest.mark.rehearsal
 
-SYNC = ("-m", "benchmarks.weight_sync", "--device", "cuda", "--quick", "--layers", "1", "--repeats", "1")
+SYNC = (
+    "-m",
+    "benchmarks.weight_sync",
+    "--device",
+    "cuda",
+    "--quick",
+    "--layers",
+    "1",
+    "--repeats",
+    "1",
+)
 REFUSED = "could not be page-locked for cuda:0 (cudaHostRegister:"
 
 

@@ -106,7 +106,12 @@ def of_dtype(dtype: str) -> dict[str, Any]:
     return {
         "attention": {
             part: step.num_kernels(part) / num_batches / NUM_LAYERS
-            for part in ("flash_fwd", "flash_bwd_dq_dk_dv", "fmha_cutlassF_f32", "fmha_cutlassB_f32")
+            for part in (
+                "flash_fwd",
+                "flash_bwd_dq_dk_dv",
+                "fmha_cutlassF_f32",
+                "fmha_cutlassB_f32",
+            )
         },
         "key_heads": sorted({call.args[1].size(1) for call in attention.call_args_list}),
         "fused_adamw": step.num_kernels("fused_adamw"),
@@ -152,7 +157,9 @@ def of_compiled() -> dict[str, Any]:
         "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "launches": launches,
         "eager_launches": plain.launches,
-        "flash": step_counts.num_kernels("flash_fwd") / result.packing.num_micro_batches / NUM_LAYERS,
+        "flash": step_counts.num_kernels("flash_fwd")
+        / result.packing.num_micro_batches
+        / NUM_LAYERS,
         "shared": result.num_tokens > sum(b.loss_rows.numel() for b in engine.policy.pack(samples)),
     }
 
@@ -161,4 +168,8 @@ if __name__ == "__main__":
     use_growing_segments()
     assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
     cases = {"lack": of_lack, "compiled": of_compiled}
-    print(json.dumps({name: cases[name]() if name in cases else of_dtype(name) for name in sys.argv[1:]}))
+    print(
+        json.dumps(
+            {name: cases[name]() if name in cases else of_dtype(name) for name in sys.argv[1:]}
+        )
+    )

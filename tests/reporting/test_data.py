@@ -22,7 +22,9 @@ def test_finished_run_has_no_problems(folder):
     assert run.problems == []
     assert run.status == "finished"
     assert [r["step"] for r in run.steps] == [r["step"] for r in run.rollouts] == [1, 2, 3]
-    assert [(r["step"], r["eval/num_problems"]) for r in run.evaluations] == [(n, 512) for n in range(4)]
+    assert [(r["step"], r["eval/num_problems"]) for r in run.evaluations] == [
+        (n, 512) for n in range(4)
+    ]
     assert [event["event"] for event in run.events] == ["started", "finished"]
     (span, *_) = (span for span in run.spans if span.name == "push" and span.version == 2)
     assert (span.process, span.start_s) == ("trainer[0]", START_S + 2 * 2.0 + 0.91 * 2.0)
@@ -44,7 +46,10 @@ def test_later_record_of_a_step_counts_and_numbers_that_are_not_finite_are_resto
     append(folder / "metrics.jsonl", {"step": 2, "reward/mean": 0.9})
     _, second, third = read_run(folder).steps
     assert (second, third["step"]) == ({"step": 2, "reward/mean": 0.9}, 3)
-    append(folder / "metrics.jsonl", {"step": 4, "loss/mean": "nan", "loss/grad_norm": "-inf", "note": "hm"})
+    append(
+        folder / "metrics.jsonl",
+        {"step": 4, "loss/mean": "nan", "loss/grad_norm": "-inf", "note": "hm"},
+    )
     last = read_run(folder).steps[-1]
     assert last["loss/mean"] != last["loss/mean"]
     assert last["loss/grad_norm"] == -float("inf")
@@ -54,10 +59,15 @@ def test_later_record_of_a_step_counts_and_numbers_that_are_not_finite_are_resto
 def test_rollouts_without_a_reward_are_read(folder):
     last = read_run(folder).rollouts[-1]
     for step in range(4, 30):
-        append(folder / "metrics.jsonl", {"step": step, "reward/correct": 0.3, "reward/equal_groups": 1.0})
+        append(
+            folder / "metrics.jsonl",
+            {"step": step, "reward/correct": 0.3, "reward/equal_groups": 1.0},
+        )
         append(folder / "metrics.jsonl", {"step": step, "eval/reward": 0.0, "eval/correct": 0.0})
         for reward in (None, "nan"):
-            append(folder / "rollouts.jsonl", last | {"step": step, "reward": reward, "correct": None})
+            append(
+                folder / "rollouts.jsonl", last | {"step": step, "reward": reward, "correct": None}
+            )
     run = read_run(folder)
     assert len(run.rollouts) == 55
     assert run.rollouts[-2].keys() & {"reward", "correct"} == set()

@@ -23,7 +23,9 @@ def only(run, kind):
 
 def metrics_of(finding):
     return {
-        e.name: dict(zip(e.steps, e.values, strict=True)) for e in finding.evidence if isinstance(e, Series)
+        e.name: dict(zip(e.steps, e.values, strict=True))
+        for e in finding.evidence
+        if isinstance(e, Series)
     }
 
 
@@ -63,7 +65,9 @@ LOOP = {"groups_per_batch": 16, "group_size": 8}
     ],
 )
 def test_fault_is_found_since_its_first_step(kind, since, by_step):
-    assert abs(only(run_data(30, **by_step), kind).since_step - since) <= 2 * (kind == "length_drift")
+    assert abs(only(run_data(30, **by_step), kind).since_step - since) <= 2 * (
+        kind == "length_drift"
+    )
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 30])
@@ -93,7 +97,9 @@ def test_similar_numbers_of_a_healthy_run_are_no_finding(by_step):
 
 
 def test_evidence_of_a_long_run_has_few_points():
-    finding = only(run_data(10_000, loss__entropy_mean=noisy(0.5, 0.01, since=6000)), "collapsed_entropy")
+    finding = only(
+        run_data(10_000, loss__entropy_mean=noisy(0.5, 0.01, since=6000)), "collapsed_entropy"
+    )
     assert finding.since_step == 6000
     entropy = metrics_of(finding)["loss/entropy_mean"]
     assert len(entropy) == 400
@@ -105,7 +111,9 @@ def test_finding_shows_replies_errors_and_values():
     finding = only(run_data(30, reward__equal_groups=equal, rollouts=group), "no_reward_variance")
     assert [e.text for e in finding.evidence if isinstance(e, RolloutEvidence)] == ["no"] * 3
     failing = [rollout(13, "x", failure="reward 'judge' timed out")]
-    many = run_data(30, loop=LOOP, reward__num_failed=lambda s: 6 if s >= 13 else 0, rollouts=failing)
+    many = run_data(
+        30, loop=LOOP, reward__num_failed=lambda s: 6 if s >= 13 else 0, rollouts=failing
+    )
     sentence = only(many, "failed_rewards").sentence
     assert "6 of 128 rollouts" in sentence
     assert "reward 'judge' timed out" in sentence
@@ -125,7 +133,10 @@ def test_versions_behind_the_bound_mean_a_stale_generator():
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [
-        ("StalePolicyError: step 6: a completion was drawn by policy versions [3]", "stale_generator"),
+        (
+            "StalePolicyError: step 6: a completion was drawn by policy versions [3]",
+            "stale_generator",
+        ),
         ("NonFiniteLossError: step 6: loss nan", "not_finite"),
     ],
 )
@@ -151,17 +162,29 @@ def replies(step, *, paid_from):
         for sample, (text, reward) in enumerate(made):
             correct = reward == 1.0
             yield rollout(
-                step, text, problem=f"p{p}", sample=sample, reward=reward, correct=correct, answer=answer
+                step,
+                text,
+                problem=f"p{p}",
+                sample=sample,
+                reward=reward,
+                correct=correct,
+                answer=answer,
             )
 
 
 def test_winning_empty_replies_are_found():
     lines = [
-        rollout(step, text, problem=f"p{p}", sample=i, answer=str(20 + p), reward=reward, correct=right)
+        rollout(
+            step, text, problem=f"p{p}", sample=i, answer=str(20 + p), reward=reward, correct=right
+        )
         for step in range(1, 21)
         for p in range(5)
         for i, (text, reward, right) in enumerate(
-            ((f"it is {20 + p}", 1.0, True), (f"it is {p}", 0.0, False), ("", float(step >= 4), False))
+            (
+                (f"it is {20 + p}", 1.0, True),
+                (f"it is {p}", 0.0, False),
+                ("", float(step >= 4), False),
+            )
         )
     ]
     finding = only(run_data(20, rollouts=lines), "reward_hacking")
@@ -174,7 +197,9 @@ def test_pattern_without_the_answer_is_found():
     def spreading(step):
         made = list(replies(step, paid_from=11))
         return (
-            made if step < 11 else [*made, *[line for line in made if "please" in line["turns"][0]["reply"]]]
+            made
+            if step < 11
+            else [*made, *[line for line in made if "please" in line["turns"][0]["reply"]]]
         )
 
     lines = [line for step in range(1, 31) for line in spreading(step)]
@@ -203,7 +228,9 @@ def test_random_reward_is_found():
     def tossed(step, p, i):
         text = f"it is {p} {coin.random()}"
         right, paid = coin.random() < 0.3, coin.random() < 0.5
-        return rollout(step, text, problem=f"{step} {p}", sample=i, reward=float(paid), correct=right)
+        return rollout(
+            step, text, problem=f"{step} {p}", sample=i, reward=float(paid), correct=right
+        )
 
     lines = [tossed(step, p, i) for step in range(1, 21) for p in range(2) for i in range(8)]
     finding = only(run_data(20, rollouts=lines), "reward_not_correct")

@@ -76,7 +76,9 @@ class Capitals(GeneratedTask):
         question = generator.choice(ASKED) + generator.choice(string.ascii_lowercase)
         right = question[0].upper()
         said = right if generator.random() < 0.4 else generator.choice(ASKED.upper())
-        ends = "!" * min(int(generator.expovariate(0.7)), 10) + ("?" if generator.random() < 0.25 else "")
+        ends = "!" * min(int(generator.expovariate(0.7)), 10) + (
+            "?" if generator.random() < 0.25 else ""
+        )
         return Problem(id=question, question=question, answer=right, demonstration=said + ends)
 
 
@@ -142,7 +144,9 @@ async def train(start, folder, *, rubric, last_fresh):
         )
         loop.recorder = Recorder(folder.rollouts, config=RecorderConfig())
         values = {"loop": to_dict(loop.config)}
-        folder.config_json.write_text(json.dumps({"module": __name__, "config": "small", "values": values}))
+        folder.config_json.write_text(
+            json.dumps({"module": __name__, "config": "small", "values": values})
+        )
         with MetricsWriter(folder.metrics) as metrics:
             loop.sinks = [metrics]
             await loop.run()

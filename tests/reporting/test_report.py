@@ -18,7 +18,9 @@ def run(tmp_path):
 
 def shown(file):
     """Return the part of a page that is visible at once."""
-    (text,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', file.read_text())
+    (text,) = re.findall(
+        r'<script type="application/json" id="report">(.*?)</script>', file.read_text()
+    )
     return json.loads(text)
 
 
@@ -32,7 +34,9 @@ def test_report_is_the_only_file_that_changes(run, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert report.main([str(run)]) == 0
     file = run / "report.html"
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path != file} == before
+    assert {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path != file
+    } == before
     size = f"{file.stat().st_size / 1e6:.1f}"
     assert capsys.readouterr().out == f"{file}: {size} MB\n"
     assert blocks(file)["curves-0"]["series"]["reward/std"]["y"] == [0.4, 0.4, 0.4]

@@ -34,7 +34,9 @@ def test_leave_one_out_compares_with_the_others_mean():
 
 
 def test_batch_mean_is_over_all_samples_of_all_groups():
-    advantages = by_sample(Advantage(baseline="batch_mean")([final(1.0, 0.0), final(5.0, 2.0, 2.0)]))
+    advantages = by_sample(
+        Advantage(baseline="batch_mean")([final(1.0, 0.0), final(5.0, 2.0, 2.0)])
+    )
     assert advantages == [[-1.0, -2.0], [3.0, 0.0, 0.0]]
 
 
@@ -45,7 +47,9 @@ def test_scales_are_bessel_corrected_standard_deviations():
     assert by_group[1] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
     # Left are 2/3, -1/3, -1/3, 1, -1: squares 2/3 and 2, over 4.
     by_batch = by_sample(Advantage(scale="batch_std", eps=0.0)(groups))
-    assert by_batch[0] == pytest.approx(np.array([2 / 3, -1 / 3, -1 / 3]) / math.sqrt((2 / 3 + 2) / 4))
+    assert by_batch[0] == pytest.approx(
+        np.array([2 / 3, -1 / 3, -1 / 3]) / math.sqrt((2 / 3 + 2) / 4)
+    )
     assert by_batch[1] == pytest.approx(np.array([1, -1]) / math.sqrt((2 / 3 + 2) / 4))
     with_eps = by_sample(Advantage(scale="group_std", eps=0.5)(groups))
     assert with_eps[1] == pytest.approx([1 / (math.sqrt(2) + 0.5), -1 / (math.sqrt(2) + 0.5)])
@@ -55,7 +59,9 @@ def test_credit_by_token_gives_returns_to_go():
     # Two turns of two tokens: the first earns 1, the second 2; a penalty of 0.5 at the first token.
     (group,) = Advantage(baseline="none", credit="token")([[np.array([-0.5, 1.0, 0.0, 2.0])]])
     assert group[0].tolist() == [2.5, 3.0, 2.0, 2.0]
-    (group,) = Advantage(baseline="none", credit="token", discount=0.5)([[np.array([0.0, 1.0, 0.0, 2.0])]])
+    (group,) = Advantage(baseline="none", credit="token", discount=0.5)(
+        [[np.array([0.0, 1.0, 0.0, 2.0])]]
+    )
     assert group[0].tolist() == [0.75, 1.5, 1.0, 2.0]
 
 
@@ -72,7 +78,8 @@ SCALES = ["none", "group_std", "batch_std"]
 
 
 @pytest.mark.parametrize(
-    ("baseline", "scale", "credit"), list(itertools.product(BASELINES, SCALES, ["sequence", "token"]))
+    ("baseline", "scale", "credit"),
+    list(itertools.product(BASELINES, SCALES, ["sequence", "token"])),
 )
 def test_equal_rewards_give_exact_zeros_against_a_baseline(baseline, scale, credit):
     # 0.1 has no exact mean in floating point: a naive difference would leave a residue, and eps enlarge it.
@@ -125,7 +132,10 @@ def test_punishment_falls_over_the_buffer(num_tokens, expected):
     ("max_tokens", "num_tokens", "expected"), [(40, 30, 0.0), (40, 35, -0.5), (3, 3, -1.0)]
 )
 def test_default_buffer_is_a_quarter_of_the_limit(max_tokens, num_tokens, expected):
-    assert OverlongPunishment(enable=True, buffer_tokens=None)(num_tokens, max_tokens=max_tokens) == expected
+    assert (
+        OverlongPunishment(enable=True, buffer_tokens=None)(num_tokens, max_tokens=max_tokens)
+        == expected
+    )
 
 
 # The policy says 1/2, 1/4 and 1/4, the reference 1/4, 1/2 and 1/4.

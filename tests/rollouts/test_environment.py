@@ -212,20 +212,48 @@ FAILS = raises(KeyError("board"))
 @pytest.mark.parametrize(
     ("method", "does", "message"),
     [
-        ("init", FAILS, r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)"),
+        (
+            "init",
+            FAILS,
+            r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)",
+        ),
         ("opening", FAILS, r"problem 'ask/one' \(Faulty\) does not open: .*KeyError\('board'\)"),
         ("opening", lambda: (), r"does not open: .*no messages"),
-        ("step", FAILS, r"^the environment raised KeyError\('board'\) in turn 1 of problem 'ask/one'"),
-        ("step", raises(RunError("no sandbox")), r"^the demonstration of problem 'ask/one': no sandbox"),
-        ("step", lambda: None, r"`step` returned None, which is not an Obs.* in turn 1 of problem 'ask/one'"),
-        ("step", observed(messages=(Message(role="bot", content=""),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
-        ("step", observed(messages=(Message(role="user", content=3),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
+        (
+            "step",
+            FAILS,
+            r"^the environment raised KeyError\('board'\) in turn 1 of problem 'ask/one'",
+        ),
+        (
+            "step",
+            raises(RunError("no sandbox")),
+            r"^the demonstration of problem 'ask/one': no sandbox",
+        ),
+        (
+            "step",
+            lambda: None,
+            r"`step` returned None, which is not an Obs.* in turn 1 of problem 'ask/one'",
+        ),
+        (
+            "step",
+            observed(messages=(Message(role="bot", content=""),)),
+            r"messages\[0\]=.*must be a Message",
+        ),  # type: ignore[arg-type]
+        (
+            "step",
+            observed(messages=(Message(role="user", content=3),)),
+            r"messages\[0\]=.*must be a Message",
+        ),  # type: ignore[arg-type]
         ("step", observed(reward=None), r"reward=None: must be a finite number"),
         ("step", observed(reward="1.0"), r"reward='1.0': must be a finite number"),
         ("step", observed(reward=1e39), r"reward=1e\+39: must be within 1e\+15 of 0; divide it"),
         ("step", observed(metrics={"moves": 10**400}), r"moves=1000.*: must be a finite number"),
         ("step", observed(metrics={1: 1.0}), r"metrics has the key 1: a name must be a text"),
-        ("step", observed(messages="go on"), r"ValueError\(.*messages='go on' is a str.*turn 1 of problem"),
+        (
+            "step",
+            observed(messages="go on"),
+            r"ValueError\(.*messages='go on' is a str.*turn 1 of problem",
+        ),
         ("opening", lambda: "one", r"does not open: .*opening\(\)='one' is a str"),
         (
             "opening",
@@ -287,7 +315,9 @@ def test_episodes_of_a_problem_each_get_its_data_as_the_task_made_it():
         max_tokens=200,
     )
     for _ in range(2):
-        ((*rollouts,),) = asyncio.run(episodes.run([problem], sampling=replace(SAMPLING, num_samples=4)))
+        ((*rollouts,),) = asyncio.run(
+            episodes.run([problem], sampling=replace(SAMPLING, num_samples=4))
+        )
         assert [r.failure for r in rollouts] == [None] * 4
         assert [[m.content for t in r.turns for m in t.messages] for r in rollouts] == [
             ["one", "a", "b", "c"]

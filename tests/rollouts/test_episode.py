@@ -12,7 +12,13 @@ from rl.rollouts.environment import EnvironmentFailedError, Environments
 from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.types import Message, Observation, Problem, Rollout, SamplingParams
 from rl.utils.errors import RunError
-from tests.support.conversations import Counting, Factory, ScriptedGenerator, TwinRenderer, TwinTokenizer
+from tests.support.conversations import (
+    Counting,
+    Factory,
+    ScriptedGenerator,
+    TwinRenderer,
+    TwinTokenizer,
+)
 from tests.support.virtual_time import run_in_virtual_time
 
 SAMPLING = SamplingParams(max_tokens=16, num_samples=2, seed=7)
@@ -93,7 +99,9 @@ def test_samples_with_equal_first_replies_get_different_seeds():
 def test_max_turns_ends_the_episode():
     rollout, generator = one(make_episodes(Factory(turns=9), max_turns=2))
     assert (rollout.end, len(rollout.turns), len(generator.asked)) == ("turns", 2, 2)
-    assert rollout.turns[-1].observation.messages[0].content == "more 2"  # it was answered, but not continued
+    assert (
+        rollout.turns[-1].observation.messages[0].content == "more 2"
+    )  # it was answered, but not continued
     rollout, _ = one(make_episodes(Factory(turns=1), max_turns=2))
     assert (rollout.end, len(rollout.turns)) == ("done", 2)
 
@@ -101,24 +109,37 @@ def test_max_turns_ends_the_episode():
 @pytest.mark.parametrize(
     ("limit", "asked", "num_turns", "num_tokens"),
     [
-        (42, [16], 1, 25),  # an opening of 9 tokens, a reply of 16, and 17 messages that leave no room
+        (
+            42,
+            [16],
+            1,
+            25,
+        ),  # an opening of 9 tokens, a reply of 16, and 17 messages that leave no room
         (43, [16, 1], 2, 43),
     ],
 )
 @pytest.mark.parametrize("of", ["context", "episode"])
 def test_turns_are_limited_to_the_remaining_tokens(limit, asked, num_turns, num_tokens, of):
-    generator = ScriptedGenerator(reply=lambda prompt, sampling, sample: "abcdefghijklmnopqrstuvwxyz")
+    generator = ScriptedGenerator(
+        reply=lambda prompt, sampling, sample: "abcdefghijklmnopqrstuvwxyz"
+    )
     episodes = make_episodes(generator=generator, max_tokens=limit if of == "context" else 500)
     if of == "episode":
         episodes.limits.max_tokens = limit
     rollout, _ = one(episodes)
     assert [s.max_tokens for _, s in generator.asked] == asked
-    assert (rollout.end, len(rollout.turns), rollout.num_tokens) == ("tokens", num_turns, num_tokens)
+    assert (rollout.end, len(rollout.turns), rollout.num_tokens) == (
+        "tokens",
+        num_turns,
+        num_tokens,
+    )
 
 
 def test_prompt_without_room_for_a_reply_is_refused_and_every_environment_closed():
     factory = Factory()
-    with pytest.raises(ValueError, match=r"prompt of problem 'ask/one' has 9 tokens; .* room for 8"):
+    with pytest.raises(
+        ValueError, match=r"prompt of problem 'ask/one' has 9 tokens; .* room for 8"
+    ):
         run(factory, max_tokens=24)
     assert factory.closed == [1] * 4
 
@@ -199,12 +220,19 @@ class Gone(ScriptedGenerator):
 @pytest.mark.parametrize(
     ("factory", "generator", "error", "message"),
     [
-        (Few(), ScriptedGenerator, ValueError, r"^the environment of problem 'ask/two' cannot be made"),
+        (
+            Few(),
+            ScriptedGenerator,
+            ValueError,
+            r"^the environment of problem 'ask/two' cannot be made",
+        ),
         (Factory(Random), ScriptedGenerator, ValueError, "of problem 'ask/one' open differently"),
         (Factory(), Gone, RunError, "generator_1 is gone"),
     ],
 )
-def test_error_outside_a_step_stops_the_run_and_closes_every_environment(factory, generator, error, message):
+def test_error_outside_a_step_stops_the_run_and_closes_every_environment(
+    factory, generator, error, message
+):
     with pytest.raises(error, match=message):
         run(factory, generator=generator(reply=echo))
     assert factory.closed == [1] * len(factory.made)
@@ -277,7 +305,10 @@ def test_episodes_run_concurrently():
 
     groups, took_s = run_in_virtual_time(main())
     assert took_s == pytest.approx(1 + 0.5 + 5 + 0.5 + 1 + 0.5)
-    assert [[r.prompt.problem.id for r in group] for group in groups] == [["ask/one"] * 2, ["ask/two"] * 2]
+    assert [[r.prompt.problem.id for r in group] for group in groups] == [
+        ["ask/one"] * 2,
+        ["ask/two"] * 2,
+    ]
     assert [turn.text for turn in groups[1][0].turns] == ["re two a", "re more 1 a", "re more 2 a"]
 
 

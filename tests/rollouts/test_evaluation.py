@@ -13,10 +13,17 @@ from rl.types import Rollout, SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder, episodes_of
 
-REPLIES = {"<11 11>": "[ANSWER] 4", "<11 12>": "[ANSWER] 9", "<11 13>": "five", "<11 14>": "[ANSWER] 9"}
+REPLIES = {
+    "<11 11>": "[ANSWER] 4",
+    "<11 12>": "[ANSWER] 9",
+    "<11 13>": "five",
+    "<11 14>": "[ANSWER] 9",
+}
 """One right reply, two wrong ones, and one in the wrong form (the third)."""
 HELD_OUT = [make_problem([11, n]) for n in (11, 12, 13, 14)]
-TRAINING = SamplingParams(max_tokens=32, num_samples=8, temperature=0.5, stop_token_ids=(0,), seed=5)
+TRAINING = SamplingParams(
+    max_tokens=32, num_samples=8, temperature=0.5, stop_token_ids=(0,), seed=5
+)
 
 
 def evaluator(rubric, *, policy=None, sets=None, settings=None, **episode):
@@ -63,7 +70,9 @@ def fails_on_five(rollout: Rollout) -> float:
     return is_correct(rollout) / (rollout.text != "five")
 
 
-FAILS_ON_FIVE = Rubric(criteria=(Criterion(name="answer", function=fails_on_five),), correct=is_correct)
+FAILS_ON_FIVE = Rubric(
+    criteria=(Criterion(name="answer", function=fails_on_five),), correct=is_correct
+)
 
 
 def test_allowed_failures_are_counted_and_left_out_of_means_and_pass_at_k():
@@ -121,7 +130,11 @@ def test_samples_give_pass_at_powers_of_two_and_greedy_replies_the_rest():
         "eval/pass@2": pytest.approx((1 - 3 / 10) / 2),
         "eval/pass@4": pytest.approx(1.0 / 2),
     }
-    assert (metrics["eval/correct"], metrics["eval/num_problems"], metrics["eval/format"]) == (0, 2, 1)
+    assert (metrics["eval/correct"], metrics["eval/num_problems"], metrics["eval/format"]) == (
+        0,
+        2,
+        1,
+    )
     greedy, sampled = policy.sampled
     assert (greedy.temperature, greedy.num_samples, greedy.seed) == (0, 1, None)
     assert (sampled.temperature, sampled.num_samples, sampled.seed) == (0.75, 5, SEED)
@@ -144,10 +157,14 @@ def test_comparing_function_is_skipped_for_greedy_replies():
     judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=3))
     (done,) = asyncio.run(judged.run()).sets
     assert ["ranked" in score.parts for _, score in done.greedy] == [False] * 4
-    assert [[score.parts["ranked"] for _, score in group] for group in done.sampled] == [[0.5] * 3] * 4
+    assert [[score.parts["ranked"] for _, score in group] for group in done.sampled] == [
+        [0.5] * 3
+    ] * 4
     # A greedy reply is graded only by a group function that needs no group.
     judged = evaluator(with_function(needs_group=False))
-    with pytest.raises(RunError, match=r"4 of 4 rewards failed.*reward 'ranked' raised ZeroDivisionError"):
+    with pytest.raises(
+        RunError, match=r"4 of 4 rewards failed.*reward 'ranked' raised ZeroDivisionError"
+    ):
         asyncio.run(judged.run())
     # One sample is alone too.
     judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=1))

@@ -13,11 +13,19 @@ from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
 from rl.rollouts.producer import reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, SamplingParams, Score
-from tests.support.conversations import Counting, ScriptedGenerator, TwinRenderer, conversation, drawn
+from tests.support.conversations import (
+    Counting,
+    ScriptedGenerator,
+    TwinRenderer,
+    conversation,
+    drawn,
+)
 from tests.support.fakes import RubricRewarder
 
 PROBLEM = Problem(id="p", question="q", answer="y")
-RUBRIC = Rubric(criteria=(Criterion(name="yes", function=lambda rollout: float("y" in rollout.text)),))
+RUBRIC = Rubric(
+    criteria=(Criterion(name="yes", function=lambda rollout: float("y" in rollout.text)),)
+)
 
 
 def group_of(
@@ -104,7 +112,11 @@ def member(reward, *, rewards=()):
     [
         ((0.5, 0.25), False, [0, 0, 0, 0, 0, 1.5]),
         ((0.5, 0.25), True, [0, 0.5, 0.25, 0, 0, 0.75]),
-        ((0.5, 0.0, 0.125), True, [0, 0.5, 0, 0, 0, 1.0]),  # that of the last reply stands at the end too
+        (
+            (0.5, 0.0, 0.125),
+            True,
+            [0, 0.5, 0, 0, 0, 1.0],
+        ),  # that of the last reply stands at the end too
     ],
 )
 def test_rewards_stand_at_the_last_token_or_at_the_end_of_each_turn(rewards, by_turn, expected):

@@ -70,7 +70,10 @@ def test_judge_is_not_asked_about_a_thought_that_was_cut_off(server):
     assert server.requests == []
 
 
-NUMBER, LABEL = NumberGrade(), LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5})
+NUMBER, LABEL = (
+    NumberGrade(),
+    LabelGrade(labels={"correct": 1, "incorrect": -1, "partly correct": 0.5}),
+)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,10 @@ def test_status_429_is_retried_and_a_server_may_need_no_key(server, monkeypatch)
         (f"your key is {KEY}", "no valid grade is in its answer 'your key is ***'"),
         ((200, "<html>a page</html>"), "no chat completion came back: '<html>a page</html>'"),
         ((200, completion(None)), "its answer has no text: '{"),
-        ((200, completion("Grade: 1", "length")), "its answer was cut off at max_tokens=512: 'Grade: 1'"),
+        (
+            (200, completion("Grade: 1", "length")),
+            "its answer was cut off at max_tokens=512: 'Grade: 1'",
+        ),
     ],
 )
 def test_error_shows_the_answer_without_the_key(server, answer, message):
@@ -153,7 +159,10 @@ def test_error_shows_the_answer_without_the_key(server, answer, message):
     [
         ({"base_url": "judge:8000"}, "base_url: must be http:// or https://"),
         ({"base_url": f"https://me:{KEY}@host/v1"}, "base_url: must be http:// or https://"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env='NO_SUCH_KEY': this environment variable is not set"),
+        (
+            {"api_key_env": "NO_SUCH_KEY"},
+            "api_key_env='NO_SUCH_KEY': this environment variable is not set",
+        ),
         ({"template": "grade {question}"}, r"must contain \{reply\} or \{conversation\}"),
         ({"timeout_s": 0}, "timeout_s=0: must be above 0"),
     ],
@@ -192,7 +201,10 @@ def test_judge_on_this_machine_needs_no_proxy_and_the_error_of_another_names_it(
             "http://user:se/cret@p:1",
             r"proxy of http_proxy=http://p:1 cannot be used: its address is not valid",
         ),
-        ("http://[::1", r"proxy of http_proxy=http://\[::1 cannot be used: its address is not valid"),
+        (
+            "http://[::1",
+            r"proxy of http_proxy=http://\[::1 cannot be used: its address is not valid",
+        ),
     ],
 )
 def test_proxy_that_cannot_be_used_is_named_by_the_judge_that_needs_it(

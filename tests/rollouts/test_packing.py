@@ -22,7 +22,9 @@ def make_sample(token_ids, *, temperature=1.0):
 
 
 def test_inputs_and_targets_are_shifted_and_positions_restart():
-    (batch,) = pack([make_sample([1, 2, 3]), make_sample([4, 5, 6, 8], temperature=0.5)], max_tokens=9)
+    (batch,) = pack(
+        [make_sample([1, 2, 3]), make_sample([4, 5, 6, 8], temperature=0.5)], max_tokens=9
+    )
     # Longer samples first.
     assert batch.input_ids.tolist() == [4, 5, 6, 1, 2]
     assert batch.targets.tolist() == [5, 6, 8, 2, 3]
@@ -60,7 +62,10 @@ def test_a_pipeline_gets_enough_micro_batches_of_one_length():
     # None is larger than the longest sample needs: 8 inputs, padded to 9.
     assert [batch.input_ids.numel() for batch in batches] == [9] * 4
     assert [batch.lengths for batch in batches] == [(8,), (4, 2, 2), (), ()]
-    assert batches[2].padding == (8, 1)  # No sequence of padding has more positions than the samples.
+    assert batches[2].padding == (
+        8,
+        1,
+    )  # No sequence of padding has more positions than the samples.
     assert batches[2].positions.max() == 7
     assert batches[2].all_lengths == [8, 1]
     assert (batches[2].sequence_ids == 0).all()
@@ -72,7 +77,9 @@ def test_a_pipeline_gets_enough_micro_batches_of_one_length():
 def test_own_targets_are_packed_with_their_fields():
     def sample(ids):
         columns = np.asarray([[10 * i, 10 * i + 1] for i in ids])
-        values = {name: (columns / 2).astype(np.float32) for name in ("advantages", "generator_logprobs")}
+        values = {
+            name: (columns / 2).astype(np.float32) for name in ("advantages", "generator_logprobs")
+        }
         return replace(make_sample(ids), targets=columns, mask=columns % 4 == 0, **values)
 
     (batch,) = pack([sample([1, 2]), sample([4, 5, 6])], max_tokens=9, pad_multiple=4)
@@ -109,7 +116,9 @@ def test_ratio_mask_is_packed_without_the_padding():
     [(None, [[1, 4], [2, 0, 3]]), (1, [[1], [2], [0], [3], [4]]), (2, [[1, 4], [2, 0], [3]])],
 )
 def test_plan_is_first_fit_longest_first_up_to_max_sequences(max_sequences, plan):
-    found = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=max_sequences, num_ranks=1)
+    found = plan_micro_batches(
+        [3, 9, 5, 2, 1], max_tokens=10, max_sequences=max_sequences, num_ranks=1
+    )
     assert found == [plan]
 
 
@@ -117,7 +126,9 @@ def test_every_rank_gets_equally_many_micro_batches_and_every_sample_once():
     lengths = np.random.default_rng(0).integers(1, 20, 53).tolist()
     plan = plan_micro_batches(lengths, max_tokens=40, num_ranks=4)
     assert len({len(micro_batches) for micro_batches in plan}) == 1
-    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(53))
+    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(
+        range(53)
+    )
     for micro_batch in (m for rank in plan for m in rank):
         assert sum(lengths[i] for i in micro_batch) <= 40
 
@@ -148,12 +159,18 @@ def test_prompt_is_shared_except_for_its_last_token():
     assert batch.sequences.key_rows is not None
     assert batch.sequences.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 7, 8, 9]
     parts = batch.scatter(batch.targets.numpy())
-    assert {i: part.tolist()[1:] for i, part in parts.items()} == {i: ids[1:] for i, ids in enumerate(GROUP)}
+    assert {i: part.tolist()[1:] for i, part in parts.items()} == {
+        i: ids[1:] for i, ids in enumerate(GROUP)
+    }
 
 
 @pytest.mark.parametrize(
     "other",
-    [make_sample([1, 3, 9, 4]), make_sample([1, 3, 5, 4], temperature=0.5), make_sample([1, 3, 5, 7, 4])],
+    [
+        make_sample([1, 3, 9, 4]),
+        make_sample([1, 3, 5, 4], temperature=0.5),
+        make_sample([1, 3, 5, 7, 4]),
+    ],
     ids=["another last token", "another temperature", "a longer prompt"],
 )
 def test_different_beginnings_are_not_shared(other):
@@ -174,11 +191,23 @@ SHORT = make_sample([1, 2])
 @pytest.mark.parametrize(
     ("samples", "settings", "message"),
     [
-        ([SHORT, make_sample([1, 2, 3, 4, 5])], {}, r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3"),
-        ([SHORT, make_sample([1, 2, 3])], {"max_length": 2}, "has 3 tokens, more than max_sequence_length=2"),
+        (
+            [SHORT, make_sample([1, 2, 3, 4, 5])],
+            {},
+            r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3",
+        ),
+        (
+            [SHORT, make_sample([1, 2, 3])],
+            {"max_length": 2},
+            "has 3 tokens, more than max_sequence_length=2",
+        ),
         ([make_sample([1])], {}, "sample 0 has 1 tokens"),
         ([replace(SHORT, mask=np.array([True]))], {}, r"mask has shape \[1\]: must be \[2\]"),
-        ([replace(SHORT, ratio_mask=np.array([1, 1])), SHORT], {}, "sample 1: ratio_mask must be set in all"),
+        (
+            [replace(SHORT, ratio_mask=np.array([1, 1])), SHORT],
+            {},
+            "sample 1: ratio_mask must be set in all",
+        ),
     ],
 )
 def test_sample_that_cannot_be_packed_is_refused(samples, settings, message):

@@ -31,7 +31,9 @@ ONCE_MORE = Message(role="user", content="Once more?")
 TOOL = Message(role="tool", content='{"value": 129}')
 OTHER_TOOL = Message(role="tool", content="129.0")
 REPLY = "129 it is."
-THOUGHTS = '<think>\nFirst 7+2.\n\nThen 4+8.\n</think>\n\n<tool_call>\n{"name": "add"}\n</tool_call>'
+THOUGHTS = (
+    '<think>\nFirst 7+2.\n\nThen 4+8.\n</think>\n\n<tool_call>\n{"name": "add"}\n</tool_call>'
+)
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 
 
@@ -113,14 +115,27 @@ def test_openings_equal_the_published_template(tokenizer_of, kind, name, thinkin
     ):
         # The template of Qwen2.5 adds a system message, which ChatML takes from the config.
         adds_system = name == "qwen2_5" and opening[0].role != "system"
-        system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant." if adds_system else ""
+        system = (
+            "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            if adds_system
+            else ""
+        )
         ids = renderer_of(tokenizer, kind=kind, thinking=thinking, system=system).opening(opening)
         assert ids.tolist() == rendered(tokenizer, opening, add_generation_prompt=True, **options)
         assert ids.dtype == np.int32
 
 
-TURNS = [(REPLY, [ASKED_AGAIN]), ("<think>\nTwice.\n</think>\n\n258", [ASKED]), (" 2 \n", [ASKED_AGAIN])]
-TOLD = [(REPLY, [ASKED_AGAIN]), ("  258\n", [SYSTEM, ASKED]), ("", [TOOL, OTHER_TOOL]), ("3", [ASKED])]
+TURNS = [
+    (REPLY, [ASKED_AGAIN]),
+    ("<think>\nTwice.\n</think>\n\n258", [ASKED]),
+    (" 2 \n", [ASKED_AGAIN]),
+]
+TOLD = [
+    (REPLY, [ASKED_AGAIN]),
+    ("  258\n", [SYSTEM, ASKED]),
+    ("", [TOOL, OTHER_TOOL]),
+    ("3", [ASKED]),
+]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +153,18 @@ def test_conversation_equals_the_published_template(tokenizer_of, kind, name, tu
     renderer = renderer_of(tokenizer, kind=kind)
     renderer.check_multi_turn()
     ids = conversation(renderer, [SYSTEM, ASKED], *turns)
-    assert ids == rendered(tokenizer, messages_of([SYSTEM, ASKED], *turns), add_generation_prompt=True)
+    assert ids == rendered(
+        tokenizer, messages_of([SYSTEM, ASKED], *turns), add_generation_prompt=True
+    )
 
 
 # Published templates that are refused
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
-def test_template_that_rewrites_replies_needs_keep_replies_for_several_turns(tmp_path, name, reason):
+def test_template_that_rewrites_replies_needs_keep_replies_for_several_turns(
+    tmp_path, name, reason
+):
     tokenizer = byte_tokenizer(tmp_path, name)
     renderer = renderer_of(tokenizer)
     assert ASKED_AGAIN.content in tokenizer.decode(renderer.opening([ASKED_AGAIN]).tolist())
@@ -177,8 +196,16 @@ def test_end_of_turn_that_is_no_stop_token_is_refused(tmp_path):
     ("name", "fields", "message"),
     [
         *((name, {}, "does not render a user's turn: its text is left out") for name in NO_TEXT),
-        ("qwen2_5", {"thinking": False}, r"renderer.thinking=False: the chat template of .* does not read"),
-        ("gemma", {"system": "Be brief."}, r"does not render messages of roles system, user: System role"),
+        (
+            "qwen2_5",
+            {"thinking": False},
+            r"renderer.thinking=False: the chat template of .* does not read",
+        ),
+        (
+            "gemma",
+            {"system": "Be brief."},
+            r"does not render messages of roles system, user: System role",
+        ),
     ],
 )
 def test_template_that_cannot_open_a_conversation_is_refused(tmp_path, name, fields, message):
@@ -190,7 +217,13 @@ def test_template_that_cannot_open_a_conversation_is_refused(tmp_path, name, fie
 # Templates of this file
 
 
-SWALLOWS = {"content": "<end>", "lstrip": True, "rstrip": False, "special": True, "__type": "AddedToken"}
+SWALLOWS = {
+    "content": "<end>",
+    "lstrip": True,
+    "rstrip": False,
+    "special": True,
+    "__type": "AddedToken",
+}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +257,13 @@ SWALLOWS = {"content": "<end>", "lstrip": True, "rstrip": False, "special": True
             r"'reply <end>' is not tokenized as 'reply ' and '<end>' are",
         ),
     ],
-    ids=["numbers turns", "moves the system message", "no special token", "raises", "swallows a space"],
+    ids=[
+        "numbers turns",
+        "moves the system message",
+        "no special token",
+        "raises",
+        "swallows a space",
+    ],
 )
 def test_template_without_independent_turns_is_refused(tmp_path, turn, settings, message):
     renderer = renderer_of(written(tmp_path, turn, **settings), keep_replies=True)
@@ -273,7 +312,11 @@ def ids_of(text):
 
 def drifted(tokenizer, text):
     """Return one token for each byte of the text, which the tokenizer would merge."""
-    return [tokenizer.convert_tokens_to_ids(token) for byte in text for token in tokenizer.tokenize(byte)]
+    return [
+        tokenizer.convert_tokens_to_ids(token)
+        for byte in text
+        for token in tokenizer.tokenize(byte)
+    ]
 
 
 def no_utf8(tokenizer):
@@ -337,7 +380,9 @@ def test_system_message_is_added_to_an_opening_without_one(tokenizer, kind):
 @pytest.mark.parametrize(("fields", "separator"), [({}, "\n"), ({"separator": " | "}, " | ")])
 def test_raw_text_is_the_messages_with_their_separator(tokenizer, fields, separator):
     renderer = renderer_of(tokenizer, kind="raw", **fields)
-    assert renderer.opening([SYSTEM, ASKED]).tolist() == ids_of(f"Be brief.{separator}{ASKED.content}")
+    assert renderer.opening([SYSTEM, ASKED]).tolist() == ids_of(
+        f"Be brief.{separator}{ASKED.content}"
+    )
     ended = renderer.continuation([ASKED], after=completion_of([IM_END])).tolist()
     assert ended == ids_of(f"{separator}{ASKED.content}")
     cut_off = renderer.continuation([ASKED], after=completion_of([52], "length")).tolist()

@@ -108,7 +108,10 @@ def test_parts_are_the_whole_reply():
     text = f" a <think>b</think> c {made('d')} e {CALL_OPEN}f{CALL_CLOSE}"
     parts = split_reply(text)
     assert [part.kind for part in parts] == ["text", "thought", "text", "call", "text", "call"]
-    assert "".join(f"<think>{p.text}</think>" if p.kind == "thought" else p.text for p in parts) == text
+    assert (
+        "".join(f"<think>{p.text}</think>" if p.kind == "thought" else p.text for p in parts)
+        == text
+    )
     assert parts[3].value == {"name": "write", "arguments": {"text": "d"}}
     assert (parts[3].problem, parts[5].problem) == ("", "is not valid JSON: Expecting value")
     assert split_reply("") == ()

@@ -49,14 +49,18 @@ def test_scores_come_in_order_with_weights_and_unweighted_parts(driven):
 def test_slow_function_fails_alone(driven, text):
     (scores,) = driven.score([replied("1"), replied(text), replied("1")])
     assert failed(scores) == [False, True, False]
-    assert f"reward 'obey' took longer than time_limit_s={LIMIT_S} on problem" in failure_of(scores[1])
+    assert f"reward 'obey' took longer than time_limit_s={LIMIT_S} on problem" in failure_of(
+        scores[1]
+    )
     assert "sum-digits/47-82" in failure_of(scores[1])
 
 
 def test_time_of_a_call_begins_with_its_turn(driven, monkeypatch):
     monkeypatch.setattr(rewards, "GRACE_S", 0.1)
     process = driven.start()
-    (scores,) = driven.score([replied("wait_a_little")] * 6)  # 0.9 s together, beyond limit and grace
+    (scores,) = driven.score(
+        [replied("wait_a_little")] * 6
+    )  # 0.9 s together, beyond limit and grace
     assert not any(failed(scores))
     assert driven.start() is process
 
@@ -103,7 +107,9 @@ def are_gone(pids, *, within_s=10.0):
     ("text", "says"),
     [
         ("leave_children", None),
-        pytest.param("leave_children_and_hang", "took longer than time_limit_s", marks=pytest.mark.medium),
+        pytest.param(
+            "leave_children_and_hang", "took longer than time_limit_s", marks=pytest.mark.medium
+        ),
         ("leave_children_and_end", "ended the reward process (exit code -11)"),
     ],
 )
@@ -136,7 +142,9 @@ def test_killed_parent_leaves_nothing_running(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
     paths = os.pathsep.join(sys.path)
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "pids")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as parent:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    ) as parent:
         assert parent.stdout is not None
         guard = psutil.Process(int(parent.stdout.readline()))
         pids = written_pids(tmp_path / "pids")
@@ -179,19 +187,27 @@ def test_function_that_hangs_or_stops_the_whole_process_fails_alone(mixed, guilt
     bad = replied(settings.pop("text"), **settings)
     others = [replied(str(i), question="wait") for i in range(1, 5)]
     groups = mixed.score_each(others[:1], [bad, others[1]], others[2:])
-    assert [[s.reward for s in scores] for scores in groups] == [[111.0], [0.0, 212.0], [213.0, 214.0]]
+    assert [[s.reward for s in scores] for scores in groups] == [
+        [111.0],
+        [0.0, 212.0],
+        [213.0, 214.0],
+    ]
     assert says in failure_of(groups[1][0])
 
 
 def test_start_that_takes_too_long_names_its_option():
     driven = Driven(RUBRIC, start_timeout_s=0.01)
-    with pytest.raises(TimeoutError, match=r"did not start within 0\.01 s \(reward\.start_timeout_s\)"):
+    with pytest.raises(
+        TimeoutError, match=r"did not start within 0\.01 s \(reward\.start_timeout_s\)"
+    ):
         driven.start()
     driven.close()
 
 
 @pytest.mark.medium
-def test_process_that_is_killed_while_it_loads_the_rubric_is_named_with_its_signal(tmp_path, monkeypatch):
+def test_process_that_is_killed_while_it_loads_the_rubric_is_named_with_its_signal(
+    tmp_path, monkeypatch
+):
     source = f"import os\nif os.getpid() != {os.getpid()}: os.kill(os.getpid(), 9)\ndef half(rollout): return 0.5\n"
     (tmp_path / "dies_in_the_child.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -212,7 +228,9 @@ def test_rubric_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path
     before = set(multiprocessing.active_children())
     driven = Driven(Rubric(criteria=(Criterion(name="half", function=module.half),), correct=never))
     for start in (driven.start, lambda: driven.score([replied("1")])):
-        with pytest.raises(RunError, match=r"the reward process cannot load the rubric: AssertionError\(\)"):
+        with pytest.raises(
+            RunError, match=r"the reward process cannot load the rubric: AssertionError\(\)"
+        ):
             start()
     driven.close()
     assert set(multiprocessing.active_children()) == before
@@ -221,7 +239,9 @@ def test_rubric_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path
 
 def test_function_that_cannot_be_pickled_is_an_error():
     driven = Driven(Rubric(criteria=(Criterion(name="f", function=lambda r: 1.0),)))
-    with pytest.raises(RunError, match=r"the rubric cannot be sent to the reward process .*top of a module"):
+    with pytest.raises(
+        RunError, match=r"the rubric cannot be sent to the reward process .*top of a module"
+    ):
         driven.start()
     driven.close()
 

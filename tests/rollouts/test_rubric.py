@@ -63,7 +63,9 @@ def failure(function, **settings):
     return score.failure
 
 
-@pytest.mark.parametrize("function", [number, later(number), Numbers(), functools.partial(later(number))])
+@pytest.mark.parametrize(
+    "function", [number, later(number), Numbers(), functools.partial(later(number))]
+)
 def test_reward_is_the_weighted_sum_and_parts_are_unweighted(function):
     rubric = Rubric(
         criteria=(
@@ -103,8 +105,13 @@ def test_async_functions_overlap_up_to_max_concurrency_and_their_time_begins_wit
     rubric = rubric_of(Slow())
 
     async def results():
-        calls, slots = rubric.calls([replied(text) for text in ("0.4", "0.4", "0.6", "0.4")]), rubric.slots(9)
-        return await asyncio.gather(*(rubric.result(c, slots=slots, time_limit_s=0.5) for c in calls))
+        calls, slots = (
+            rubric.calls([replied(text) for text in ("0.4", "0.4", "0.6", "0.4")]),
+            rubric.slots(9),
+        )
+        return await asyncio.gather(
+            *(rubric.result(c, slots=slots, time_limit_s=0.5) for c in calls)
+        )
 
     found, took_s = run_in_virtual_time(results())
     late = "reward 'f' took longer than time_limit_s=0.5"
@@ -122,14 +129,19 @@ def test_rollout_whose_environment_failed_is_seen_by_no_function():
     rubric = Rubric(
         criteria=(
             Criterion(name="one", function=lambda r: see(r.text, 1.0)),
-            GroupCriterion(name="all", function=lambda rs: see([r.text for r in rs], [0.0] * len(rs))),
+            GroupCriterion(
+                name="all", function=lambda rs: see([r.text for r in rs], [0.0] * len(rs))
+            ),
         ),
         correct=lambda r: see(r.text, True),
     )
     group = [replied("a"), replied("b", failure="step raised KeyError('x')"), replied("c")]
     scores = score_group(rubric, group)
     assert [s.failure is None for s in scores] == [True, False, True]
-    assert "step raised KeyError('x') on problem 'sum-digits/47-82', completion 'b'" in scores[1].failure
+    assert (
+        "step raised KeyError('x') on problem 'sum-digits/47-82', completion 'b'"
+        in scores[1].failure
+    )
     assert seen == ["a", "a", "c", "c", ["a", "c"]]
     assert rubric.calls([group[1]]) == []
 
@@ -149,7 +161,10 @@ def test_correct_is_a_function_a_criterion_or_the_reward(correct, expected):
             Criterion(name="number", function=number, weight=0.5),
             # A reward that rounds to just below 1 is correct.
             GroupCriterion(
-                name="rank", function=lambda rs: [0.0, 1.0 - 1e-7, 0.999], weight=0.5, needs_group=False
+                name="rank",
+                function=lambda rs: [0.0, 1.0 - 1e-7, 0.999],
+                weight=0.5,
+                needs_group=False,
             ),
         ),
         correct=correct,
@@ -166,7 +181,10 @@ def digits(rollout):
 @pytest.mark.parametrize("function", [digits, later(digits)])
 def test_unparsed_answer_gets_the_functions_value(function):
     rubric = Rubric(
-        criteria=(Criterion(name="answer", function=function), Criterion(name="b", function=lambda r: 1.0)),
+        criteria=(
+            Criterion(name="answer", function=function),
+            Criterion(name="b", function=lambda r: 1.0),
+        ),
         correct=never,
     )
     good, bad = score_group(rubric, [replied("4"), replied("four")])
@@ -188,16 +206,25 @@ def raising(error):
         (raising(ValueError("bad reply")), "raised ValueError('bad reply')"),
         (raising(SystemExit(3)), "raised SystemExit(3)"),
         (lambda r: math.nan, "gave nan, but must give a finite number"),
-        (lambda r: None, "gave None (it returned nothing: does a path through it lack `return`?), but must"),
+        (
+            lambda r: None,
+            "gave None (it returned nothing: does a path through it lack `return`?), but must",
+        ),
         (
             lambda r: later(number)(r),
             "(a coroutine: define the function itself with `async def`), but must give a",
         ),
         (lambda r: "high", "gave 'high' (ValueError("),
         (lambda r: ValueError("given"), "gave ValueError('given') (TypeError("),
-        (lambda r: 10**400, "(OverflowError('int too large to convert to float')), but must give a finite"),
+        (
+            lambda r: 10**400,
+            "(OverflowError('int too large to convert to float')), but must give a finite",
+        ),
         (later(lambda r: 10**400), "(OverflowError('int too large to convert to float'))"),
-        (later(raising(TimeoutError("the service's own"))), 'raised TimeoutError("the service\'s own")'),
+        (
+            later(raising(TimeoutError("the service's own"))),
+            'raised TimeoutError("the service\'s own")',
+        ),
         (later(raising(asyncio.CancelledError())), "raised CancelledError()"),
     ],
 )
@@ -237,7 +264,8 @@ def test_reward_that_no_advantage_can_hold_is_refused_by_name(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), (np.bool_(1), True), (0.0, False), (re.match("1", "1"), True)]
+    ("value", "expected"),
+    [(None, False), (np.bool_(1), True), (0.0, False), (re.match("1", "1"), True)],
 )
 def test_correct_takes_truth_values(value, expected):
     assert rubric_of(number, correct=lambda r: value).score(replied("1")).correct is expected
@@ -304,11 +332,17 @@ def test_correct_without_a_truth_value_is_a_failed_score():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rs: (1 / 0 for _ in rs), "(ZeroDivisionError('division by zero')), but must give 2"),
+        (
+            lambda rs: (1 / 0 for _ in rs),
+            "(ZeroDivisionError('division by zero')), but must give 2",
+        ),
         (lambda rs: [1.0], "reward 'g' gave [1.0], but must give 2 finite numbers"),
         (lambda rs: [1.0, math.nan], "reward 'g' gave [1.0, nan], but must give 2 finite"),
         (lambda rs: 1.0, "reward 'g' gave 1.0 (TypeError("),
-        (lambda rs: {0: 0.5, 1: 0.25}, "(TypeError('a dict is not a sequence of numbers')), but must give 2"),
+        (
+            lambda rs: {0: 0.5, 1: 0.25},
+            "(TypeError('a dict is not a sequence of numbers')), but must give 2",
+        ),
         (lambda rs: {0: 0.5, 1: 0.25}.keys(), "a dict_keys is not a sequence of numbers"),
         (lambda rs: {0.5, 0.25}, "a set is not a sequence of numbers"),
         (lambda rs: "12", "gave '12' (TypeError('a str is not a sequence of numbers'))"),
@@ -323,7 +357,10 @@ def test_correct_without_a_truth_value_is_a_failed_score():
 )
 def test_failing_group_function_fails_all_scores_of_the_group(function, message):
     rubric = Rubric(
-        criteria=(Criterion(name="one", function=number), GroupCriterion(name="g", function=function))
+        criteria=(
+            Criterion(name="one", function=number),
+            GroupCriterion(name="g", function=function),
+        )
     )
     scores = score_group(rubric, [replied("1"), replied("2")])
     assert [s.reward for s in scores] == [0.0, 0.0]
@@ -365,16 +402,34 @@ RANKED = GroupCriterion(name="ranked", function=rank)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Criterion(name="a", function=number, weight=math.nan), "weight=nan is not a finite number"),
-        (lambda: Criterion(name="a", function=number, weight=1e39), r"weight=1e\+39 is not a finite number"),
-        (lambda: Criterion(name="a", function=number, weight="1"), "weight='1' is not a finite number"),  # type: ignore[arg-type]
+        (
+            lambda: Criterion(name="a", function=number, weight=math.nan),
+            "weight=nan is not a finite number",
+        ),
+        (
+            lambda: Criterion(name="a", function=number, weight=1e39),
+            r"weight=1e\+39 is not a finite number",
+        ),
+        (
+            lambda: Criterion(name="a", function=number, weight="1"),
+            "weight='1' is not a finite number",
+        ),  # type: ignore[arg-type]
         (lambda: Criterion(name="", function=number), "name='': must not be empty"),
         (lambda: Criterion(name="one", function=None), "function=None is not callable"),  # type: ignore[arg-type]
         (lambda: Criterion(name="j", function=NoPlaces()), "max_concurrency=0 is not a number"),
         (lambda: Rubric(criteria=(ONE, ONE)), "two criteria have the name 'one'"),
-        (lambda: Rubric(criteria=(replace(ONE, name="overlong"),)), "the name 'overlong', reserved for"),
-        (lambda: Rubric(criteria=(ONE,), correct="two"), "correct='two' is not a criterion of the rubric"),
-        (lambda: Rubric(criteria=(ONE, RANKED), correct="ranked"), r"correct='ranked' compares the rollouts"),
+        (
+            lambda: Rubric(criteria=(replace(ONE, name="overlong"),)),
+            "the name 'overlong', reserved for",
+        ),
+        (
+            lambda: Rubric(criteria=(ONE,), correct="two"),
+            "correct='two' is not a criterion of the rubric",
+        ),
+        (
+            lambda: Rubric(criteria=(ONE, RANKED), correct="ranked"),
+            r"correct='ranked' compares the rollouts",
+        ),
         (lambda: Rubric(criteria=(ONE,), correct=later(number)), "correct is an async function"),
     ],
 )

@@ -19,7 +19,9 @@ from rl.rollouts.samples import (
 from rl.types import Problem, TrainingSample
 from tests.support.conversations import Factory, TwinRenderer, conversation, drawn
 
-ROLLOUT = conversation((3, drawn(5, 6, version=2, logprob=-0.5)), (2, drawn(7, version=3, logprob=-2.0)))
+ROLLOUT = conversation(
+    (3, drawn(5, 6, version=2, logprob=-0.5)), (2, drawn(7, version=3, logprob=-2.0))
+)
 
 
 def sample(advantages=(1.0, 2.0, -3.0)):
@@ -32,7 +34,9 @@ def test_turns_are_joined_and_only_the_models_tokens_are_trained_on():
     assert made.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True]
     assert made.advantages.tolist() == [0, 0, 0, 1, 2, 0, 0, -3]
     assert made.policy_versions.tolist() == [-1, -1, -1, 2, 2, -1, -1, 3]
-    np.testing.assert_array_equal(made.generator_logprobs, [np.nan] * 3 + [-0.5] * 2 + [np.nan] * 2 + [-2.0])
+    np.testing.assert_array_equal(
+        made.generator_logprobs, [np.nan] * 3 + [-0.5] * 2 + [np.nan] * 2 + [-2.0]
+    )
     assert made.temperature == 0.7
     assert made.token_ids.dtype == made.policy_versions.dtype == np.int32
     assert made.advantages.dtype == made.generator_logprobs.dtype == np.float32
@@ -57,7 +61,9 @@ def test_values_that_are_not_one_for_each_token_are_refused():
         conversation((1, replace(drawn(5, 6, version=1), logprobs=np.zeros(num, dtype=np.float32))))
         for num in (3, 1)
     )
-    with pytest.raises(ValueError, match=r"has 2 tokens, 3 logprobs and 2 policy versions: must be equally"):
+    with pytest.raises(
+        ValueError, match=r"has 2 tokens, 3 logprobs and 2 policy versions: must be equally"
+    ):
         policy_samples([longer, shorter], [np.zeros(2)] * 2, temperature=1.0)
 
 
@@ -74,7 +80,9 @@ def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():
 
 
 RENDERER = TwinRenderer()
-PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("first", "second", "third"))
+PROBLEM = Problem(
+    id="ask/one", question="one", answer="", demonstration=("first", "second", "third")
+)
 
 
 def demonstrate(problem: Problem, factory: Factory) -> TrainingSample:
@@ -85,7 +93,9 @@ def test_demonstration_is_an_episode_whose_replies_are_trained_on():
     factory = Factory()
     sample = demonstrate(PROBLEM, factory)
     assert RENDERER.text(sample.token_ids[sample.mask]) == "firstsecondthird"
-    assert RENDERER.text(sample.token_ids[~sample.mask]) == "<u>one<a></a><u>more 1<a></a><u>more 2<a>"
+    assert (
+        RENDERER.text(sample.token_ids[~sample.mask]) == "<u>one<a></a><u>more 1<a></a><u>more 2<a>"
+    )
     assert (sample.advantages == sample.mask).all()
     assert np.isnan(sample.generator_logprobs).all()
     assert (sample.policy_versions == -1).all()

@@ -26,7 +26,10 @@ from rl.tools.sandbox import PythonSandbox
 from rl.types import Problem
 
 GYM, TASKSET = {"dataset": "gcd"}, {"taskset": "t"}
-SINGLE: dict[str, Any] = {"group_size": 1, "advantage": Advantage(baseline="batch_mean", scale="batch_std")}
+SINGLE: dict[str, Any] = {
+    "group_size": 1,
+    "advantage": Advantage(baseline="batch_mean", scale="batch_std"),
+}
 TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculator(),)}
 
 

@@ -119,5 +119,7 @@ def test_off_policy_steps_count_from_the_step_after_which_a_version_was_publishe
     assert steps(v4=2, v6=4).tolist() == [2, 2, 0, 0, 0]
     assert steps(v4=3, v5=0, v6=3).dtype == np.int64
     for published in ({"v4": 1, "v6": 4}, {"v6": 4}, {"v4": 5, "v6": 4}):
-        with pytest.raises(StalePolicyError, match=r"policy versions \[4, 6\].* only on versions \[6\]"):
+        with pytest.raises(
+            StalePolicyError, match=r"policy versions \[4, 6\].* only on versions \[6\]"
+        ):
             steps(**published)

@@ -16,7 +16,9 @@ def test_each_loss_is_recovered_with_the_same_numbers(tmp_path, capsys):
     assert status == 0, printed
     names = json.loads(printed.splitlines()[-1])["recovery_s"]
     assert len(names) == 2
-    steps = [r for r in read_metrics(tmp_path / "undisturbed" / "metrics.jsonl") if "reward/mean" in r]
+    steps = [
+        r for r in read_metrics(tmp_path / "undisturbed" / "metrics.jsonl") if "reward/mean" in r
+    ]
     for step in steps:  # trainer and generator agree in every bit although the weights change
         assert step["logprob_diff/identical"] == 1
         assert step["logprob_diff/max"] == step["logprob_diff/mean"] == 0.0

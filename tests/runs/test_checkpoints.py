@@ -10,7 +10,11 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(450)]
 
 
 def checkpoint(**fields):
-    return [text for name, value in fields.items() for text in (f"--trainer.checkpoint.{name}", str(value))]
+    return [
+        text
+        for name, value in fields.items()
+        for text in (f"--trainer.checkpoint.{name}", str(value))
+    ]
 
 
 @pytest.mark.slow

@@ -53,7 +53,11 @@ def test_no_component_passes_for_another():
             "trainer.converters=tuple: must be tuple[ModelConverter.Config",
         ),
         ("trainer.converters", Float8.Config(), "trainer.converters=Float8.Config: must be tuple["),
-        ("generator", PolicyTrainer.Config(), "generator=PolicyTrainer.Config: must be VLLMGenerator.Config"),
+        (
+            "generator",
+            PolicyTrainer.Config(),
+            "generator=PolicyTrainer.Config: must be VLLMGenerator.Config",
+        ),
         ("generator", None, "generator=None: must be VLLMGenerator.Config"),
         ("model", None, "hf_assets_path=None: must name a model"),
         ("model", "0.6B", "model='0.6B': must be ModelSpec | None"),
@@ -68,7 +72,9 @@ def test_no_component_passes_for_another():
         ("loop.num_steps", len, "loop.num_steps=<built-in function len>: must be int"),
     ],
 )
-def test_a_wrong_component_ends_the_command_in_one_line(monkeypatch, capsys, tmp_path, path, value, says):
+def test_a_wrong_component_ends_the_command_in_one_line(
+    monkeypatch, capsys, tmp_path, path, value, says
+):
     config = changed(path, value)
     config.dump_folder = str(tmp_path)
     made = functools.wraps(sum_digits.tiny)(lambda: config)

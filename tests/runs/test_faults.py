@@ -66,7 +66,9 @@ def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     # On a busy machine Monarch may take 30 s to report, and the call does not wait for the report.
     reason = r"(.*Killed\(sig=9\)|its process ended)"
     error = rf"step \d+: trainer\.forward_backward failed: rank 0 of 1 is dead: {reason}"
-    assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), run.output
+    assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), (
+        run.output
+    )
     assert "Traceback" not in run.output
     # Only the trainer could have saved the last whole step.
     assert not saved_steps(run.folder / "checkpoints")

@@ -49,7 +49,9 @@ def starting_point(run: FinishedRun) -> str:
 def test_run_matches_its_explanation(run_of_seed_0):
     run, explanation = run_of_seed_0, explained("--seed", "0", *STEPS)
     step = explanation["step"]
-    assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step["samples"]}
+    assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {
+        step["samples"]
+    }
     assert step["samples_of_run"] == len(run.steps) * step["samples"]
     assert max(r["age/max"] for r in run.steps) == explanation["staleness"]["steps_most"] == 0
 
@@ -77,7 +79,9 @@ def test_noise_reward_teaches_nothing(dump_folder):
         limit_s=LATER_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
-    gain = run.evaluations[max(run.evaluations)]["eval/correct"] - run.evaluations[0]["eval/correct"]
+    gain = (
+        run.evaluations[max(run.evaluations)]["eval/correct"] - run.evaluations[0]["eval/correct"]
+    )
     assert gain <= 0.05
 
 
@@ -121,12 +125,15 @@ def test_layouts_learn_like_one_device(run_of_layout, config):
     one, run = run_of_layout("tiny"), run_of_layout(config)
     assert len(run.steps) == 20
     norms, rewards = (
-        [[step[name] for step in r.steps] for r in (run, one)] for name in ("loss/grad_norm", "reward/mean")
+        [[step[name] for step in r.steps] for r in (run, one)]
+        for name in ("loss/grad_norm", "reward/mean")
     )
     assert norms[0][:5] == pytest.approx(norms[1][:5], rel=1e-5)
     # A token that rounding changes is a reply of 64.
     assert rewards[0] == pytest.approx(rewards[1], abs=0.05)
-    assert run.evaluations[20]["eval/correct"] == pytest.approx(one.evaluations[20]["eval/correct"], abs=0.05)
+    assert run.evaluations[20]["eval/correct"] == pytest.approx(
+        one.evaluations[20]["eval/correct"], abs=0.05
+    )
     assert max(step["logprob_diff/mean"] for step in run.steps) <= 1e-5
 
 

@@ -57,17 +57,32 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--module", "sum_digit"), "sum_digits"),
         (("--trainer.optimizer.learning_rate", "1"), "--trainer.optimizer.lr"),
         (("--generator.max_model_len", "40"), "the context leaves room for 8"),
-        (("--seed", "100000000000000000000"), "seed=100000000000000000000: must be at least 0 and below"),
-        (("--name", "starting_points"), "name='starting_points' is the folder of the starting points"),
+        (
+            ("--seed", "100000000000000000000"),
+            "seed=100000000000000000000: must be at least 0 and below",
+        ),
+        (
+            ("--name", "starting_points"),
+            "name='starting_points' is the folder of the starting points",
+        ),
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
-        (("--hf_assets_path", "org/model"), "org/model is no folder here, and it is not downloaded"),
-        (("--hf_assets_path", "package:none"), "package:none: there is no such package: install it first"),
+        (
+            ("--hf_assets_path", "org/model"),
+            "org/model is no folder here, and it is not downloaded",
+        ),
+        (
+            ("--hf_assets_path", "package:none"),
+            "package:none: there is no such package: install it first",
+        ),
         (
             ("--hf_assets_path", "/tmp", "--hf_revision", "v1"),
             "hf_revision='v1': must be None, as /tmp is not",
         ),
-        (("--trainer.checkpoint.initial_load_path", "/no/such"), "path=/no/such: there is no such folder"),
+        (
+            ("--trainer.checkpoint.initial_load_path", "/no/such"),
+            "path=/no/such: there is no such folder",
+        ),
         (
             ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
             "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 0 or 80, the optimizer steps of",
@@ -121,7 +136,9 @@ def test_tokenizer_with_more_tokens_than_the_model_is_refused(refused, tmp_path)
     small = replace(spec, model=replace(spec.model, vocab_size=256))
     folder = write_random_model(tmp_path / "small", spec=small, seed=0)
     says = refused("--hf_assets_path", str(folder), "--any_model_size", "True")
-    assert "ids must be from 0 to 255: give the tokenizer that the weights were trained with" in says
+    assert (
+        "ids must be from 0 to 255: give the tokenizer that the weights were trained with" in says
+    )
 
 
 def test_template_that_rewrites_replies_is_refused_for_several_turns(refused, assets):
@@ -132,13 +149,19 @@ def test_template_that_rewrites_replies_is_refused_for_several_turns(refused, as
         says = refused("--module", "alphabet_sort", "--hf_assets_path", str(assets))
     finally:
         template.write_text(text)
-    assert "does not round-trip, which a task of several turns needs: it trims spaces and line ends" in says
+    assert (
+        "does not round-trip, which a task of several turns needs: it trims spaces and line ends"
+        in says
+    )
 
 
 def test_unknown_revision_is_refused_with_the_valid_ones(refused, assets, tmp_path):
     with fake_hub({"org/model": assets}, cache=tmp_path / "cache"):
         says = refused("--hf_assets_path", "org/model", "--hf_revision", "v9")
-    assert says == "error: org/model: hf_revision='v9' does not exist: must be main, v1.0 or a commit\n"
+    assert (
+        says
+        == "error: org/model: hf_revision='v9' does not exist: must be main, v1.0 or a commit\n"
+    )
 
 
 def test_gguf_of_another_architecture_is_refused_with_the_known_ones(refused, tmp_path):
@@ -151,7 +174,10 @@ def test_gguf_of_another_architecture_is_refused_with_the_known_ones(refused, tm
 def checkpoints(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with steps 2 and 3 of the tiny model."""
     engine = TrainingEngine(
-        config=tiny().trainer, model_spec=model_registry("tiny"), hf_assets_path=str(assets), world=World()
+        config=tiny().trainer,
+        model_spec=model_registry("tiny"),
+        hf_assets_path=str(assets),
+        world=World(),
     )
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in (2, 3):
@@ -182,16 +208,21 @@ def test_run_does_not_clear_what_it_loads(checkpoints, tmp_path, capsys):
     load = ("--trainer.checkpoint.initial_load_path", str(folder.checkpoints))
     assert status_of("--dump_folder", str(tmp_path), "--name", "good", "--overwrite", *load) == 2
     assert (
-        f"initial_load_path='{folder.checkpoints}' lies in the folder of the run" in capsys.readouterr().err
+        f"initial_load_path='{folder.checkpoints}' lies in the folder of the run"
+        in capsys.readouterr().err
     )
-    assert {path: path.read_bytes() for path in folder.checkpoints.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in folder.checkpoints.rglob("*") if path.is_file()
+    } == before
     assert read_status(folder.path) == "finished"
 
 
 def resume(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
     """Resume a run, expect a refusal and an unchanged folder; return stderr."""
     before = {
-        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
     }
     assert status_of("--resume", str(folder), *options) == 2
     told = capsys.readouterr().err
@@ -214,7 +245,10 @@ def ended(checkpoints: Path, tmp_path: Path) -> RunFolder:
 
 def test_finished_run_is_resumed_only_for_more_steps_and_from_a_checkpoint(ended, capsys):
     says = resume(capsys, ended.path)
-    assert f"{ended.path} holds a finished run of 3 steps: raise loop.num_steps=3 to go on with it" in says
+    assert (
+        f"{ended.path} holds a finished run of 3 steps: raise loop.num_steps=3 to go on with it"
+        in says
+    )
     says = resume(capsys, ended.path, "--loop.num_steps", "2")
     assert "holds a finished run of 3 steps: raise loop.num_steps=2" in says
     shutil.rmtree(ended.checkpoints)
@@ -229,7 +263,9 @@ def test_run_that_is_active_in_another_process_is_not_resumed(ended, capsys):
     assert "only a run that has ended can be resumed" in says
 
 
-def test_checkpoint_folder_in_use_by_another_run_is_refused_before_anything_is_replaced(tmp_path, capsys):
+def test_checkpoint_folder_in_use_by_another_run_is_refused_before_anything_is_replaced(
+    tmp_path, capsys
+):
     shared = tmp_path / "shared"
     with RunFolder.create(tmp_path, "good") as folder:
         folder.metrics.write_text("{}")

@@ -53,4 +53,6 @@ def test_resumed_off_policy_run_goes_on_from_an_undamaged_checkpoint_and_trains_
 
     again = run_to_the_end(tmp_path, "run", limit_s=LIMIT_S, resumes=True)
     assert again.status == 2
-    assert f"holds a finished run of {last + 4} steps: raise loop.num_steps={last + 4}" in again.output
+    assert (
+        f"holds a finished run of {last + 4} steps: raise loop.num_steps={last + 4}" in again.output
+    )

@@ -77,7 +77,14 @@ def controller(*arguments, command=(), program=("-m", CONTROLLER)):
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         subprocess.Popen(
-            [*command, sys.executable, *program, "controller", *arguments, str(listener.getsockname()[1])],
+            [
+                *command,
+                sys.executable,
+                *program,
+                "controller",
+                *arguments,
+                str(listener.getsockname()[1]),
+            ],
             cwd=ROOT,
             env=os.environ | {"A_TEST_TOKEN": "abc", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -177,9 +184,13 @@ def test_processes_of_other_users_are_found():
 
 
 def test_a_required_network_namespace_that_is_not_permitted_stops_the_start(not_permitted):
-    with pytest.raises(ValueError, match=r"launch\.isolate_network=True: the system does not permit it"):
+    with pytest.raises(
+        ValueError, match=r"launch\.isolate_network=True: the system does not permit it"
+    ):
         isolate(LaunchConfig(isolate_network=True), needs_network=None)
-    with pytest.raises(ValueError, match="isolate_network=True with hosts='slurm': must be None or False"):
+    with pytest.raises(
+        ValueError, match="isolate_network=True with hosts='slurm': must be None or False"
+    ):
         LaunchConfig(isolate_network=True, hosts="slurm")
 
 
@@ -197,7 +208,9 @@ def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, m
 def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters, monkeypatch):
     entered = []
     monkeypatch.setattr(cli, "enter_user_namespace", lambda: entered.append(True))
-    monkeypatch.setattr(cli, "parse_cli", lambda *_, **__: pytest.exit("not reached") if entered else 1 / 0)
+    monkeypatch.setattr(
+        cli, "parse_cli", lambda *_, **__: pytest.exit("not reached") if entered else 1 / 0
+    )
     with pytest.raises(BaseException) as raised:  # noqa: PT011  (what the parser raises)
         cli.main(options, default_module="m", default_config="c", prog="p")
     assert raised.errisinstance(pytest.exit.Exception if enters else ZeroDivisionError)
@@ -221,7 +234,9 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
     for name, value in {**secrets, **others}.items():
         monkeypatch.setenv(name, value)
     env = members.process_env(Placement(role="reward", num_procs=1), keep={"HF_TOKEN"})
-    assert {name: env.get(name) for name in secrets} == dict.fromkeys(secrets, "") | {"HF_TOKEN": None}
+    assert {name: env.get(name) for name in secrets} == dict.fromkeys(secrets, "") | {
+        "HF_TOKEN": None
+    }
     assert not others.keys() & env.keys()
     monkeypatch.setenv("A_API_KEY", env["A_API_KEY"])  # as in the actor's process
     forget_empty_secrets()
@@ -230,7 +245,9 @@ def test_actors_do_not_inherit_secrets(monkeypatch):
 
 
 def addresses_of_a_rank():
-    connect(world=World.from_env(), device=torch.device("cpu"), comm=CommConfig(init_timeout_s=60.0))
+    connect(
+        world=World.from_env(), device=torch.device("cpu"), comm=CommConfig(init_timeout_s=60.0)
+    )
     dist.barrier()
     return listening_addresses(), World.from_env().master_port
 
@@ -248,7 +265,9 @@ def test_vllm_ranks_listen_on_the_master_address_only():
         ranks = rendezvous(url, rank=0, world_size=2, timeout=timedelta(seconds=20))
         store, *_ = next(ranks)
         store.set("a", "b")
-        found = {address for address, port in listening_addresses() if port == f"{world.master_port:04X}"}
+        found = {
+            address for address, port in listening_addresses() if port == f"{world.master_port:04X}"
+        }
     assert found == {"0100007F"}
 
 
@@ -270,7 +289,9 @@ def test_monarchs_log_is_readable_for_its_user_only():
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_what_has_the_name_of_monarchs_log_is_left_alone_and_hangs_nothing(tmp_path, monkeypatch, kind):
+def test_what_has_the_name_of_monarchs_log_is_left_alone_and_hangs_nothing(
+    tmp_path, monkeypatch, kind
+):
     log, mine = tmp_path / "monarch_log_s.log", tmp_path / "mine"
     mine.write_text("x")
     {"pipe": os.mkfifo, "link": lambda log: log.symlink_to(mine), "folder": os.mkdir}[kind](log)

@@ -70,8 +70,12 @@ def replace_file(folder, name, content):
 
 
 def describe(folder):
-    names = [file.name for file in folder.iterdir() if file.name not in ("manifest.json", "state.json")]
-    write_description(folder, read_state(folder), {name: sum_of_file(folder / name) for name in names})
+    names = [
+        file.name for file in folder.iterdir() if file.name not in ("manifest.json", "state.json")
+    ]
+    write_description(
+        folder, read_state(folder), {name: sum_of_file(folder / name) for name in names}
+    )
 
 
 def assert_refused(folder, message, *, kind=ValueError, **options):
@@ -93,9 +97,7 @@ def text(value):
 
 def test_pickle_in_place_of_the_metadata_does_not_run(received, tmp_path):
     replace_file(received, METADATA, pickle.dumps(Attack(tmp_path / "mark")))
-    message = (
-        rf"checkpoint file {received}/\.metadata names 'posix\.mkdir', which a checkpoint has no use for"
-    )
+    message = rf"checkpoint file {received}/\.metadata names 'posix\.mkdir', which a checkpoint has no use for"
     for model_only in (False, True):
         assert_refused(received, message, model_only=model_only)
     assert not (tmp_path / "mark").exists()
@@ -132,7 +134,9 @@ def test_metadata_cannot_change_the_classes_that_read_it(tmp_path, trained, fiel
     # BUILD on a class: sets attributes of the class itself.
     module = "torch.distributed.checkpoint.metadata"
     state = b"N}" + text(field) + text("x") + b"s\x86"
-    (tmp_path / METADATA).write_bytes(b"\x80\x04" + text(module) + text("Metadata") + b"\x93" + state + b"b.")
+    (tmp_path / METADATA).write_bytes(
+        b"\x80\x04" + text(module) + text("Metadata") + b"\x93" + state + b"b."
+    )
     with pytest.raises(DamagedCheckpointError, match=r"\.metadata is corrupted: "):
         read_saved_tensors(tmp_path)
     assert read_saved_tensors(trained[1]).shapes
@@ -162,7 +166,9 @@ def test_metadata_cannot_make_its_error_endless(tmp_path, trained):
         endless = (endless, endless)
     odd = replace(entry, properties=replace(entry.properties, dtype=endless))
     (tmp_path / METADATA).write_bytes(pickle.dumps(replace(good, state_dict_metadata={name: odd})))
-    with pytest.raises(DamagedCheckpointError, match="corrupted: TypeError: tuple in place of a dtype"):
+    with pytest.raises(
+        DamagedCheckpointError, match="corrupted: TypeError: tuple in place of a dtype"
+    ):
         read_saved_tensors(tmp_path)
 
 
@@ -258,7 +264,9 @@ def test_object_in_a_file_of_tensors_does_not_run(received, tmp_path):
     torch.save(Attack(tmp_path / "mark"), tmp_path / "object")
     content = bytearray((received / place.relative_path).read_bytes())
     object_ = (tmp_path / "object").read_bytes()
-    content[place.offset : place.offset + place.length] = object_.ljust(place.length, b"\0")[: place.length]
+    content[place.offset : place.offset + place.length] = object_.ljust(place.length, b"\0")[
+        : place.length
+    ]
     replace_file(received, place.relative_path, bytes(content))
     engine = make_engine(None)
     with pytest.raises(Exception, match=f"checkpoint {received} could not be read: ") as refused:
@@ -293,14 +301,20 @@ def test_random_states_are_restored_with_the_same_bits(tmp_path):
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
 def test_tensors_that_are_no_random_states_are_refused_and_nothing_is_loaded(received, name):
     file = received / "random.1.0.safetensors"
-    for odd in (torch.zeros(3), torch.zeros(625, dtype=torch.int64) - 1, torch.zeros(5, dtype=torch.uint8)):
+    for odd in (
+        torch.zeros(3),
+        torch.zeros(625, dtype=torch.int64) - 1,
+        torch.zeros(5, dtype=torch.uint8),
+    ):
         replace_file(received, file.name, save(load_file(file) | {name: odd}))
         assert_refused(received, rf"checkpoint file {file} has no random states: ")
 
 
 def test_checkpoint_with_pickled_random_states_continues_without_them(received, trained, tmp_path):
     engine, _ = trained
-    entries = dict(engine.checkpointer.tensors()) | {"random.1.0": pickle.dumps(Attack(tmp_path / "mark"))}
+    entries = dict(engine.checkpointer.tensors()) | {
+        "random.1.0": pickle.dumps(Attack(tmp_path / "mark"))
+    }
     for file in (*received.glob("__*"), *received.glob("random*")):
         file.unlink()
     state_dict_saver.save(entries, storage_writer=FileSystemWriter(received), no_dist=True)
@@ -312,10 +326,14 @@ def test_checkpoint_with_pickled_random_states_continues_without_them(received, 
     state = sum_of_file(received / "state.json")
     sums["files"]["state.json"] = {"num_bytes": state.num_bytes, "crc32": state.crc32}
     (received / "manifest.json").write_text(json.dumps(sums))
-    assert_refused(received, "of an older version, .* add random to checkpoint.exclude_from_loading")
+    assert_refused(
+        received, "of an older version, .* add random to checkpoint.exclude_from_loading"
+    )
     for options in ({"exclude": ("random",)}, {"model_only": True}):
         other = make_engine(None)
-        assert other.load_checkpoint(str(received), **options) == (0 if "model_only" in options else 1)
+        assert other.load_checkpoint(str(received), **options) == (
+            0 if "model_only" in options else 1
+        )
         assert all(torch.equal(weights(engine)[n], tensor) for n, tensor in weights(other).items())
     assert not (tmp_path / "mark").exists()
 
@@ -329,7 +347,8 @@ def test_manifest_names_files_of_its_folder_only(received, name):
     content["files"][name] = {"num_bytes": 0, "crc32": 0}
     (received / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(
-        DamagedCheckpointError, match=r"manifest.json lists '.*': must be the name of a file beside it"
+        DamagedCheckpointError,
+        match=r"manifest.json lists '.*': must be the name of a file beside it",
     ):
         check_files(received, tensors=False)
 
@@ -344,7 +363,13 @@ def test_link_that_leaves_a_checkpoint_is_refused(received, tmp_path, name):
 
 @pytest.mark.parametrize(
     "change",
-    [{"position": 1}, {"position": {"step": 1}}, {"tokenizer": []}, {"tokenizer": {"x": 1}}, {"more": 1}],
+    [
+        {"position": 1},
+        {"position": {"step": 1}},
+        {"tokenizer": []},
+        {"tokenizer": {"x": 1}},
+        {"more": 1},
+    ],
 )
 def test_state_of_another_shape_is_damage(received, change):
     file = received / "state.json"
@@ -354,7 +379,9 @@ def test_state_of_another_shape_is_damage(received, change):
 
 
 @pytest.mark.parametrize("in_hf", [True, False])
-def test_hugging_face_folder_stays_one_with_files_of_a_checkpoint_in_it(trained, received, tmp_path, in_hf):
+def test_hugging_face_folder_stays_one_with_files_of_a_checkpoint_in_it(
+    trained, received, tmp_path, in_hf
+):
     folder = write_random_model(tmp_path / "hf", spec=model_registry("tiny"), seed=0)
     for file in received.iterdir():
         shutil.copy(file, folder)

@@ -60,10 +60,17 @@ def open_model(folder):
 
 
 @pytest.mark.parametrize(
-    "text", [DEEP, HUGE, '{"a": ' + "[" * 150 + "]" * 150 + "}", f'{{"vocab_size": {HUGE}}}', "\xff"]
+    "text",
+    [DEEP, HUGE, '{"a": ' + "[" * 150 + "]" * 150 + "}", f'{{"vocab_size": {HUGE}}}', "\xff"],
 )
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json", "generation_config.json"]
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ],
 )
 def test_json_that_is_too_deep_or_large_is_refused_in_one_line(folder, name, text):
     (folder / name).write_text(text, encoding="latin-1")
@@ -76,7 +83,9 @@ def test_json_that_is_too_deep_or_large_is_refused_in_one_line(folder, name, tex
 def test_json_that_does_not_fit_into_memory_is_refused(folder):
     with (folder / "config.json").open("ab") as file:
         file.truncate(2**42)  # sparse
-    with pytest.raises(ValueError, match=f"{folder}/config.json has 4398046511104 bytes: must have at most"):
+    with pytest.raises(
+        ValueError, match=f"{folder}/config.json has 4398046511104 bytes: must have at most"
+    ):
         open_model(folder)
 
 
@@ -90,7 +99,9 @@ def test_config_of_a_run_that_is_too_deep_or_large_is_refused_with_status_2(tmp_
         with pytest.raises(SystemExit) as stopped:
             parse_cli([option, str(given)], default_module="sum_digits")
         assert stopped.value.code == 2
-        assert re.fullmatch(rf"error: {file} is not JSON: [^\n]{{1,200}}\n", capsys.readouterr().err)
+        assert re.fullmatch(
+            rf"error: {file} is not JSON: [^\n]{{1,200}}\n", capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("option", ["--from_json", "--resume"])
@@ -101,7 +112,10 @@ def test_module_of_a_file_is_named_before_it_runs(tmp_path, monkeypatch, option,
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     with pytest.raises(SystemExit):
-        parse_cli([option, str(file if option == "--from_json" else tmp_path)], default_module="sum_digits")
+        parse_cli(
+            [option, str(file if option == "--from_json" else tmp_path)],
+            default_module="sum_digits",
+        )
     sys.modules.pop("received_module")
     shown = capsys.readouterr()
     assert shown.out == "running\n"
@@ -118,7 +132,9 @@ def test_run_on_a_damaged_folder_ends_with_one_line_and_status_2(folder, tmp_pat
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: [^\n]*{folder}/config.json [^\n]*levels of lists[^\n]*\n", run.stderr)
+    assert re.fullmatch(
+        rf"error: [^\n]*{folder}/config.json [^\n]*levels of lists[^\n]*\n", run.stderr
+    )
 
 
 # Sizes and other settings
@@ -181,7 +197,12 @@ def test_odd_values_of_settings_are_refused_by_the_error_for_users(tmp_path, fam
 
 
 def test_scaling_of_positions_cannot_divide_by_zero(folder):
-    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "rope_theta": 1.0,
+        "original_max_position_embeddings": 64,
+    }
     edit(folder / "config.json", rope_parameters=rope, rope_scaling=None)
     with pytest.raises(ValueError, match=r"rope_theta=1\.0: must be above 1"):
         given_folder(folder, spec=None)
@@ -190,7 +211,9 @@ def test_scaling_of_positions_cannot_divide_by_zero(folder):
 # Weights
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", ".", ""])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", ".", ""]
+)
 def test_index_names_files_of_its_folder_only(tmp_path, folder, name):
     save_file({"w": torch.zeros(2)}, tmp_path / "secret.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
@@ -251,16 +274,23 @@ def test_scale_of_fp8_weights_that_is_not_finite_is_refused(tmp_path):
         read_all(path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2]
+)
 def test_weights_of_another_type_than_floating_point_are_refused_by_name(folder, dtype):
     change_tensor(folder, NAME, lambda tensor: tensor.to(dtype))
-    with pytest.raises(ValueError, match=rf"model.safetensors: tensor {NAME} is of \S+: must be of F64, F32"):
+    with pytest.raises(
+        ValueError, match=rf"model.safetensors: tensor {NAME} is of \S+: must be of F64, F32"
+    ):
         HFFolder(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(lambda t: t * float("nan"), "NaN or infinite"), (lambda t: t.to(torch.int32), "is of torch.int32")],
+    [
+        (lambda t: t * float("nan"), "NaN or infinite"),
+        (lambda t: t.to(torch.int32), "is of torch.int32"),
+    ],
 )
 def test_adapter_that_is_not_finite_or_of_integers_is_refused(tmp_path, change, message):
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -113,7 +113,10 @@ def test_file_in_place_of_a_folder_is_refused_by_what_it_is(folder, tmp_path):
         ("model.tar", "is a tar archive: unpack it"),
         ("model.tgz", "is a compressed archive: unpack it"),
         ("model.bin", r"is a GGUF file: its name must end in \.gguf"),
-        ("hf/config.json", f"is a file: must be the Hugging Face folder that it is in, here {folder}"),
+        (
+            "hf/config.json",
+            f"is a file: must be the Hugging Face folder that it is in, here {folder}",
+        ),
         ("pipe", "is a pipe or a device"),
         ("lost", "is a link to /nowhere/model, which does not exist"),
         ("no", "does not exist"),
@@ -122,11 +125,14 @@ def test_file_in_place_of_a_folder_is_refused_by_what_it_is(folder, tmp_path):
             check_model_folder(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_pointer_of_git_lfs_is_named(folder, name):
     (folder / name).write_text(POINTER)
-    assert f"{folder / name} is a pointer of git-LFS and not the file itself: run `git lfs pull`" in refusal(
-        folder
+    assert (
+        f"{folder / name} is a pointer of git-LFS and not the file itself: run `git lfs pull`"
+        in refusal(folder)
     )
 
 
@@ -143,7 +149,9 @@ def test_quantized_tensors_are_recognized_without_a_setting(folder):
     tensors = load_file(folder / WEIGHTS)
     tensors["model.layers.0.mlp.up_proj.qweight"] = torch.zeros(2, 2, dtype=torch.int32)
     save_file(tensors, folder / WEIGHTS)
-    assert "is of I32: must be of F64, F32, F16, BF16, F8_E4M3 (the model is quantized" in refusal(folder)
+    assert "is of I32: must be of F64, F32, F16, BF16, F8_E4M3 (the model is quantized" in refusal(
+        folder
+    )
 
 
 def test_models_that_write_no_text_are_refused(folder):
@@ -181,7 +189,10 @@ def test_other_files_beside_a_model_do_no_harm(folder, names):
             lambda name: name.removeprefix("model."),
             "but there is embed_tokens.weight: save the language model",
         ),
-        (lambda name: f"{name}\n\x1b[31m", r"has a tensor 'model.*\\n\\x1b.31m': no model has such a name"),
+        (
+            lambda name: f"{name}\n\x1b[31m",
+            r"has a tensor 'model.*\\n\\x1b.31m': no model has such a name",
+        ),
     ],
 )
 def test_names_of_a_wrapped_model_are_explained(folder, renamed, message):
@@ -209,7 +220,9 @@ def shards(folder, total, *, index):
 def test_whole_file_beside_the_index_of_others_is_refused_naming_both(folder):
     shards(folder, 2, index=True)
     message = refusal(folder)
-    assert f"has both {WEIGHTS} and {INDEX}, which lists model-00001-of-00002.safetensors" in message
+    assert (
+        f"has both {WEIGHTS} and {INDEX}, which lists model-00001-of-00002.safetensors" in message
+    )
     for file in folder.glob("model-*"):  # the stale index of shards that are gone
         file.unlink()
     assert f"has both {WEIGHTS} and {INDEX}" in refusal(folder)
@@ -225,7 +238,8 @@ def test_tensor_in_two_shards_is_refused_naming_both(folder):
     second = folder / "model-00002-of-00002.safetensors"
     first = load_file(folder / "model-00001-of-00002.safetensors")
     save_file(
-        load_file(second) | {"model.norm.weight": torch.zeros(32)} | dict(list(first.items())[:1]), second
+        load_file(second) | {"model.norm.weight": torch.zeros(32)} | dict(list(first.items())[:1]),
+        second,
     )
     assert "is in both" in refusal(folder)
 
@@ -233,7 +247,9 @@ def test_tensor_in_two_shards_is_refused_naming_both(folder):
 def test_index_chooses_between_two_sets_of_shards(folder):
     shards(folder, 3, index=False)
     shards(folder, 2, index=True)
-    save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")  # as Mistral's folders have
+    save_file(
+        {"other": torch.zeros(1)}, folder / "consolidated.safetensors"
+    )  # as Mistral's folders have
     (folder / "params.json").write_text("{}")
     whole = set(load_file(folder / WEIGHTS))
     (folder / WEIGHTS).unlink()
@@ -243,17 +259,25 @@ def test_index_chooses_between_two_sets_of_shards(folder):
     }
     assert set(opened.shapes) == whole
     (folder / INDEX).unlink()
-    assert f"{INDEX}: there is consolidated.safetensors" in refusal(folder) or "maker" in refusal(folder)
+    assert f"{INDEX}: there is consolidated.safetensors" in refusal(folder) or "maker" in refusal(
+        folder
+    )
 
 
 def test_model_and_adapter_in_one_folder_are_refused_naming_both(folder):
     name = "model.layers.0.self_attn.q_proj.weight"
     write_peft_folder(
-        folder / "a", [(name, torch.ones(2, 8), torch.ones(4, 2))], rank=2, alpha=4.0, base_model=None
+        folder / "a",
+        [(name, torch.ones(2, 8), torch.ones(4, 2))],
+        rank=2,
+        alpha=4.0,
+        base_model=None,
     )
     for file in (folder / "a").iterdir():
         shutil.copy(file, folder)
-    assert "holds the weights of a model and of an adapter (adapter_model.safetensors)" in refusal(folder)
+    assert "holds the weights of a model and of an adapter (adapter_model.safetensors)" in refusal(
+        folder
+    )
 
 
 # Links
@@ -282,7 +306,11 @@ def test_link_that_leaves_the_folder_is_refused(folder, tmp_path, name):
             read(folder)
     with pytest.raises(ValueError, match="is a link that leaves its folder"):
         write_hf_folder(
-            tmp_path / "out", [], spec.adapter(spec.model), dtype=torch.float32, tokenizer_from=folder
+            tmp_path / "out",
+            [],
+            spec.adapter(spec.model),
+            dtype=torch.float32,
+            tokenizer_from=folder,
         )
     assert not (tmp_path / "out").exists()
 
@@ -332,13 +360,18 @@ def test_link_within_the_folder_is_followed_and_a_broken_one_named(folder):
     (folder / WEIGHTS).symlink_to("data/w")
     assert given_folder(folder, spec=None)
     (folder / "data" / "w").unlink()
-    assert f"{folder / WEIGHTS} is a link to {folder / 'data' / 'w'}, which does not exist" in refusal(folder)
+    assert (
+        f"{folder / WEIGHTS} is a link to {folder / 'data' / 'w'}, which does not exist"
+        in refusal(folder)
+    )
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(WEIGHTS)
     assert "which does not exist" in refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "config.json", WEIGHTS, "a.json"])
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer.json", "config.json", WEIGHTS, "a.json"]
+)
 def test_pipe_in_place_of_a_file_is_refused(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -348,7 +381,11 @@ def test_pipe_in_place_of_a_file_is_refused(folder, name):
 def test_links_of_an_adapter_and_of_gguf_files_are_refused(tmp_path):
     adapter = tmp_path / "a"
     write_peft_folder(
-        adapter, [("w.weight", torch.ones(2, 8), torch.ones(4, 2))], rank=2, alpha=4.0, base_model=None
+        adapter,
+        [("w.weight", torch.ones(2, 8), torch.ones(4, 2))],
+        rank=2,
+        alpha=4.0,
+        base_model=None,
     )
     shutil.move(adapter / "adapter_config.json", tmp_path / "c")
     (adapter / "adapter_config.json").symlink_to("../c")
@@ -367,7 +404,9 @@ def test_links_of_an_adapter_and_of_gguf_files_are_refused(tmp_path):
 def test_folder_that_is_no_adapter_is_named(folder):
     with pytest.raises(ValueError, match="is the folder of a model: must be a PEFT adapter's"):
         read_peft_folder(folder, rank=2, alpha=4.0, widths={})
-    with pytest.raises(ValueError, match=r"config.json is a file: must be the folder of a PEFT adapter"):
+    with pytest.raises(
+        ValueError, match=r"config.json is a file: must be the folder of a PEFT adapter"
+    ):
         read_peft_folder(folder / "config.json", rank=2, alpha=4.0, widths={})
 
 
@@ -386,8 +425,9 @@ def test_adapter_of_pickles_is_named(tmp_path):
 def test_tokenizer_in_another_format_is_named(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tekken.json").write_text("{}")
-    assert f"{folder / 'tokenizer.json'} is missing: tekken.json is in a format that is not read" in refusal(
-        folder
+    assert (
+        f"{folder / 'tokenizer.json'} is missing: tekken.json is in a format that is not read"
+        in refusal(folder)
     )
 
 
@@ -435,7 +475,8 @@ def test_tokenizer_of_sentencepiece_alone_is_converted(folder, sentencepiece_mod
 def test_conversion_that_splits_texts_otherwise_is_refused(folder, sentencepiece_model):
     sentencepiece_folder(folder, sentencepiece_model, "PreTrainedTokenizerFast")
     with pytest.raises(
-        ValueError, match=r"tokenizer.model: transformers splits 'Hello world' into .*tokenizer_class"
+        ValueError,
+        match=r"tokenizer.model: transformers splits 'Hello world' into .*tokenizer_class",
     ):
         load_tokenizer(folder)
     (folder / "tokenizer.model").write_bytes(b"no model")
@@ -459,7 +500,9 @@ def test_every_file_of_the_tokenizer_is_exported_and_counts(folder, tmp_path):
         (folder / name).write_text(text)
     out = tmp_path / "out"
     params = random_model(spec, seed=0).named_parameters()
-    write_hf_folder(out, params, spec.adapter(spec.model), dtype=torch.bfloat16, tokenizer_from=folder)
+    write_hf_folder(
+        out, params, spec.adapter(spec.model), dtype=torch.bfloat16, tokenizer_from=folder
+    )
     for name in (*more, "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
     after = tokenizer_fingerprint(out)
@@ -474,13 +517,19 @@ def test_every_file_of_the_tokenizer_is_exported_and_counts(folder, tmp_path):
 def test_buffers_keep_their_dtype_in_an_export(tmp_path):
     spec = small_spec(experts=True, family="qwen3_moe", vocab_size=320)
     model = random_model(spec, seed=0)
-    buffers = {name: torch.full_like(buffer, 1.001) for name, buffer in persistent_buffers(model).items()}
+    buffers = {
+        name: torch.full_like(buffer, 1.001) for name, buffer in persistent_buffers(model).items()
+    }
     assert buffers
     params = [*model.named_parameters(), *buffers.items()]
-    write_hf_folder(tmp_path / "out", params, spec.adapter(spec.model), dtype=torch.bfloat16, buffers=buffers)
+    write_hf_folder(
+        tmp_path / "out", params, spec.adapter(spec.model), dtype=torch.bfloat16, buffers=buffers
+    )
     tensors = load_file(tmp_path / "out" / WEIGHTS)
     kept = {name: tensor for name, tensor in tensors.items() if "correction_bias" in name}
     assert len(kept) == len(buffers)
     assert all(torch.equal(tensor, torch.full_like(tensor, 1.001)) for tensor in kept.values())
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
-    assert {tensor.dtype for name, tensor in tensors.items() if name not in kept} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in tensors.items() if name not in kept} == {
+        torch.bfloat16
+    }

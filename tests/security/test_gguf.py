@@ -82,7 +82,9 @@ def test_header_that_does_not_fit_its_file_is_refused_at_once(tmp_path, content,
 
 def test_arrays_are_bounded_together(tmp_path):
     values = bytes(2**20)
-    (tmp_path / "a.gguf").write_bytes(header(*(array(f"x{i}", UINT8, 2**20, values) for i in range(5))))
+    (tmp_path / "a.gguf").write_bytes(
+        header(*(array(f"x{i}", UINT8, 2**20, values) for i in range(5)))
+    )
     with pytest.raises(
         ValueError, match="'x4' has 1048576 values: all arrays must have at most 4194304 together"
     ):

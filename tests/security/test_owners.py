@@ -23,7 +23,14 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.models.generate import Interrupted, PromptLogprobs
 from rl.tinker.datums import find_loss
-from rl.tinker.futures import INLINE_BYTES, REQUEST_BYTES, SMALL_BYTES, Futures, PendingRequest, encoded
+from rl.tinker.futures import (
+    INLINE_BYTES,
+    REQUEST_BYTES,
+    SMALL_BYTES,
+    Futures,
+    PendingRequest,
+    encoded,
+)
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.service import Ttl
 from rl.tinker.sessions import KEPT
@@ -82,7 +89,9 @@ class Engine:
         self.interrupted.set()
         self.interrupted = asyncio.Event()
 
-    async def sample(self, owner: str, num_tokens: int, *, version: int = 1, num_sequences: int = 1) -> float:
+    async def sample(
+        self, owner: str, num_tokens: int, *, version: int = 1, num_sequences: int = 1
+    ) -> float:
         """Return the time that a request took."""
         started_s = now_s()
         work = partial(self._draw, num_tokens)
@@ -135,7 +144,9 @@ def test_three_long_requests_keep_another_keys_token_waiting_for_one_turn_at_mos
 def test_owners_who_are_equally_busy_share_the_time_and_change_places_rarely():
     async def main() -> tuple[list[float], Engine]:
         engine = Engine(slots=1)
-        keys = [asyncio.create_task(engine.sample(key, 600, version=n)) for n, key in enumerate("ab")]
+        keys = [
+            asyncio.create_task(engine.sample(key, 600, version=n)) for n, key in enumerate("ab")
+        ]
         return await asyncio.gather(*keys), engine
 
     (took, engine), total_s = run_in_virtual_time(main())
@@ -169,7 +180,9 @@ def test_owners_of_one_snapshot_run_at_once_while_the_engine_has_room():
 
 def test_request_that_joins_a_turn_and_gets_no_slot_is_first_in_the_next_turn():
     async def main() -> float:
-        engine = Engine(slots=1, capacity=100)  # the engine has less room than it says: its cache is full
+        engine = Engine(
+            slots=1, capacity=100
+        )  # the engine has less room than it says: its cache is full
         long = asyncio.create_task(engine.sample("me", LONG, num_sequences=50))
         await asyncio.sleep(1)
         took = await engine.sample("you", 1)
@@ -306,7 +319,9 @@ def test_owners_take_turns_at_the_trainer():
                 order.append(name)
                 await asyncio.sleep(1)
 
-        calls = [asyncio.create_task(call(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")]
+        calls = [
+            asyncio.create_task(call(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")
+        ]
         await asyncio.sleep(0.5)
         calls[2].cancel()
         await asyncio.wait(calls)
@@ -383,7 +398,9 @@ async def test_errors_repeat_little_of_a_request_and_what_is_kept_is_counted(cli
     await client.result(f"{model}:0")
     for seq_id in range(1, 20):
         huge = message(model, seq_id, 1)
-        huge.data[0].loss_fn_inputs["x" * 1_000_000].CopyFrom(huge.data[0].loss_fn_inputs["target_tokens"])
+        huge.data[0].loss_fn_inputs["x" * 1_000_000].CopyFrom(
+            huge.data[0].loss_fn_inputs["target_tokens"]
+        )
         with pytest.raises(InvalidRequestError) as error:
             client.now(
                 client.service.training.forward_backward,
@@ -394,7 +411,10 @@ async def test_errors_repeat_little_of_a_request_and_what_is_kept_is_counted(cli
             assert len((await client.failure(f"{model}:{seq_id}")).error) < 2100
     held = client.service._parts.futures._held[client.owner]
     assert held.result_bytes <= 10 * (SMALL_BYTES + 4000)
-    assert sum(len(one.result.body) for one in client.service._parts.futures._requests.values()) < 50_000
+    assert (
+        sum(len(one.result.body) for one in client.service._parts.futures._requests.values())
+        < 50_000
+    )
 
 
 @service_test(virtual=False)
@@ -453,7 +473,8 @@ async def test_data_count_with_their_size_once_they_are_dense(client):
     )
     sparse.data[0].loss_fn_inputs["target_tokens"].CopyFrom(wide)
     client.now(
-        client.service.training.forward_backward, client.service.training.decode(sparse.SerializeToString())
+        client.service.training.forward_backward,
+        client.service.training.decode(sparse.SerializeToString()),
     )
     with pytest.raises(BusyError, match="limit waiting_bytes"):
         client.add(model, 3, 3)
@@ -595,7 +616,9 @@ async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkey
 
         monkeypatch.setattr(storage, "checkpoints", slow)
         began = time.monotonic()
-        lists = [asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")]
+        lists = [
+            asyncio.create_task(client.runs(name)) for name in ("training_runs", "checkpoints")
+        ]
         await settled()
         assert time.monotonic() - began < 0.3
         runs, found = await asyncio.gather(*lists)
@@ -606,7 +629,9 @@ async def test_lists_of_many_checkpoints_do_not_stop_the_server(tmp_path, monkey
 
 
 @pytest.mark.parametrize("how", ["deleted", "expired"])
-async def test_a_deleted_or_expired_checkpoint_is_not_sampled_by_a_session_that_has_it_open(tmp_path, how):
+async def test_a_deleted_or_expired_checkpoint_is_not_sampled_by_a_session_that_has_it_open(
+    tmp_path, how
+):
     clock = [1000.0]
     async with running_service(tmp_path, wall_time_s=lambda: clock[0]) as client:
         path = await client.saved_sampler(await client.trained(), 3, "s")
@@ -692,5 +717,7 @@ async def test_a_run_that_names_another_run_shows_none_of_its_checkpoints(tmp_pa
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
 def test_clip_threshold_that_float32_cannot_hold_is_the_callers_mistake(loss):
     find_loss(loss).build({"clip_high_threshold": 1e30})
-    with pytest.raises(InvalidRequestError, match=r"clip_high_threshold=1e\+308: must be 1\.0 to 1e\+30"):
+    with pytest.raises(
+        InvalidRequestError, match=r"clip_high_threshold=1e\+308: must be 1\.0 to 1e\+30"
+    ):
         find_loss(loss).build({"clip_high_threshold": 1e308})

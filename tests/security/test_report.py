@@ -31,13 +31,16 @@ def folder(tmp_path):
 
 def shown(folder):
     (text,) = re.findall(
-        r'<script type="application/json" id="report">(.*?)</script>', (folder / "report.html").read_text()
+        r'<script type="application/json" id="report">(.*?)</script>',
+        (folder / "report.html").read_text(),
     )
     return json.loads(text)["runs"][0]
 
 
 def test_report_does_not_import_the_module_of_the_folder(folder, tmp_path, monkeypatch):
-    (tmp_path / "received_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef tiny(): pass\n")
+    (tmp_path / "received_code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef tiny(): pass\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {"module": "received_code"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -73,8 +76,12 @@ def test_folder_of_an_older_version_gets_a_report_without_that_part(folder):
     assert "the folder has no defaults.json" in run["config_note"]
 
 
-@pytest.mark.parametrize("text", [DEEP, HUGE, "[" * 200 + "]" * 200, f'{{"a": {HUGE}}}', "[]", "\xff", ""])
-@pytest.mark.parametrize("name", ["config.json", "defaults.json", "environment.json", "status.json", "state"])
+@pytest.mark.parametrize(
+    "text", [DEEP, HUGE, "[" * 200 + "]" * 200, f'{{"a": {HUGE}}}', "[]", "\xff", ""]
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "defaults.json", "environment.json", "status.json", "state"]
+)
 def test_damaged_file_leaves_the_rest_of_the_report(folder, name, text):
     file = folder / name if name != "state" else next((folder / "logs").glob("*/controller-0.json"))
     file.write_text(text, encoding="latin-1")
@@ -104,7 +111,9 @@ ODD = (
 )
 def test_odd_values_are_skipped_or_shown(folder, name, field):
     file = folder / name
-    first, *others = file.read_text().split("\n", 1) if name.endswith(".jsonl") else [file.read_text()]
+    first, *others = (
+        file.read_text().split("\n", 1) if name.endswith(".jsonl") else [file.read_text()]
+    )
     line = json.loads(first)
     outer, _, inner = field.rpartition(".")
     for target in [line[outer][0] if outer == "turns" else line[outer] if outer else line]:
@@ -118,7 +127,9 @@ def test_odd_values_are_skipped_or_shown(folder, name, field):
     "name", ["config.json", "metrics.jsonl", "rollouts.jsonl", "logs/spans/trainer-0.jsonl"]
 )
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
-def test_pipe_or_device_in_place_of_a_file_ends_with_one_line_and_status_2(folder, name, target, capsys):
+def test_pipe_or_device_in_place_of_a_file_ends_with_one_line_and_status_2(
+    folder, name, target, capsys
+):
     file = folder / name
     file.unlink()
     os.mkfifo(file) if target == "pipe" else file.symlink_to(target)

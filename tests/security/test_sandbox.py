@@ -123,7 +123,10 @@ ctypes.CDLL(None).syscall(exit_thread, 0)
     ("code", "reason"),
     [
         ("import time; time.sleep(15)", "time limit"),
-        ("import time\n    for n in range(99): open(str(n), 'w')\n    time.sleep(15)", "file limit"),
+        (
+            "import time\n    for n in range(99): open(str(n), 'w')\n    time.sleep(15)",
+            "file limit",
+        ),
     ],
 )
 def test_limits_hold_after_the_main_thread_has_ended(code, reason):
@@ -135,7 +138,10 @@ def test_limits_hold_after_the_main_thread_has_ended(code, reason):
 def test_threads_are_limited_after_the_main_thread_has_ended():
     body = START_THREADS.replace("\n", "\n    ") + "os._exit(0)"
     result = run(MAIN_THREAD_ENDS.replace("CODE", body))
-    assert (result.reason, result.output) == ("ok", f"{NUM_THREADS - 1}\n")  # one is the main thread
+    assert (result.reason, result.output) == (
+        "ok",
+        f"{NUM_THREADS - 1}\n",
+    )  # one is the main thread
 
 
 # Disk and memory
@@ -158,7 +164,11 @@ print("held", n + 1)
 
 @pytest.mark.parametrize(
     ("name", "remove"),
-    [("str(n)", "os.remove(name)"), ("'same'", "os.remove(name)"), ("'same'", "os.rename(name, 'other')")],
+    [
+        ("str(n)", "os.remove(name)"),
+        ("'same'", "os.remove(name)"),
+        ("'same'", "os.rename(name, 'other')"),
+    ],
     ids=["removed", "removed under one name", "replaced"],
 )
 def test_removed_files_that_are_still_mapped_count(name, remove):
@@ -190,8 +200,12 @@ def test_renames_cannot_hide_created_files(tmp_path):
     ids=["file without a name", "shared file", "shared file to write", "shared memory"],
 )
 def test_memory_that_is_not_counted_is_denied(attempt):
-    result = run(f"import mmap, os\nwith open('a', 'wb') as file: file.write(bytes(4096))\n{attempt}")
-    assert result.output.splitlines()[-1].startswith("PermissionError: [Errno 1] Operation not permitted")
+    result = run(
+        f"import mmap, os\nwith open('a', 'wb') as file: file.write(bytes(4096))\n{attempt}"
+    )
+    assert result.output.splitlines()[-1].startswith(
+        "PermissionError: [Errno 1] Operation not permitted"
+    )
 
 
 LEAVE_SHARED_MEMORY = """

@@ -58,10 +58,13 @@ def server(tmp_path_factory):
 def memory_mb(server):
     """Return the server's memory now and its peak, which this call resets."""
     status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        line.split(":", 1)
+        for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     )
     Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-    return SimpleNamespace(**{name: int(status[name].split()[0]) / 1000 for name in ("VmRSS", "VmHWM")})
+    return SimpleNamespace(
+        **{name: int(status[name].split()[0]) / 1000 for name in ("VmRSS", "VmHWM")}
+    )
 
 
 def connect(server):
@@ -143,8 +146,18 @@ def test_half_sent_requests_neither_stop_the_server_nor_fill_its_log(server):
     ("path", "body", "kind", "status"),
     [
         ("asample", SAMPLE % b",".join([b'"x"'] * 2_000_000), "application/json", 422),
-        ("asample", b"{%s}" % b",".join(b'"%d":0' % i for i in range(700_000)), "application/json", 400),
-        ("create_session", b'{"tags": [%s]}' % b",".join([b"1"] * 4_000_000), "application/json", 413),
+        (
+            "asample",
+            b"{%s}" % b",".join(b'"%d":0' % i for i in range(700_000)),
+            "application/json",
+            400,
+        ),
+        (
+            "create_session",
+            b'{"tags": [%s]}' % b",".join([b"1"] * 4_000_000),
+            "application/json",
+            413,
+        ),
         ("forward_backward", b"\x1a\x00" * 4_000_000, PROTOBUF, 400),
     ],
     ids=["wrong tokens", "many keys", "large list", "many data"],
@@ -194,7 +207,9 @@ async def served(service):
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     with listening("127.0.0.1", 0) as listener:
         running = asyncio.create_task(
-            serve(service, listener, keys=Keys([KEY]), hosts=None, stop=stop, ready=ready.set_result)
+            serve(
+                service, listener, keys=Keys([KEY]), hosts=None, stop=stop, ready=ready.set_result
+            )
         )
         await ready
         async with asyncio.timeout(20):
@@ -290,7 +305,9 @@ def test_new_connection_replaces_the_one_that_waited_longest_for_its_request(tmp
             new = [await connect() for _ in range(3)]
             assert [await ask(*one) for one in new] == [b"HTTP/1.1 200 OK\r\n"] * 3
             assert [await is_closed(*one) for one in waiting[:3]] == [True] * 3
-            assert [await ask(*one) for one in (first, *waiting[3:])] == [b"HTTP/1.1 200 OK\r\n"] * 5
+            assert [await ask(*one) for one in (first, *waiting[3:])] == [
+                b"HTTP/1.1 200 OK\r\n"
+            ] * 5
 
     asyncio.run(scenario())
 
@@ -352,10 +369,13 @@ def test_paths_without_a_key_take_no_body():
 
         guard = AccessGuard(app, keys=Keys([KEY]), hosts=None, limits=HttpLimits())
         transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=5) as http:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=5
+        ) as http:
             async with asyncio.timeout(5):
                 answers = [
-                    await http.post("/openapi.json", content=content) for content in (b"", b"x", forever())
+                    await http.post("/openapi.json", content=content)
+                    for content in (b"", b"x", forever())
                 ]
         return [answer.status_code for answer in answers]
 
@@ -363,7 +383,9 @@ def test_paths_without_a_key_take_no_body():
 
 
 def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another():
-    limits = HttpLimits(body_bytes=100, json_bytes=100, small_bytes=100, held_bytes=300, connections=10)
+    limits = HttpLimits(
+        body_bytes=100, json_bytes=100, small_bytes=100, held_bytes=300, connections=10
+    )
 
     async def endless():
         yield b"x" * 60
@@ -375,7 +397,9 @@ def test_bodies_and_requests_of_one_key_leave_room_for_those_of_another():
 
         guard = AccessGuard(app, keys=Keys([KEY, OTHER]), hosts=None, limits=limits)
         transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1/") as http:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/api/v1/"
+        ) as http:
             flood = [
                 asyncio.create_task(http.post("x", content=endless(), headers={"x-api-key": KEY}))
                 for _ in range(20)

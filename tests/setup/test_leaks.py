@@ -53,7 +53,18 @@ def test_session_with_a_leak_fails_although_its_tests_pass(tmp_path):
     """A worker of pytest-xdist runs the test, so that the leaked process has no parent."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "-n", "1"]
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        "-n",
+        "1",
+    ]
     leaked = subprocess.run(
         [*argv, "test_leaky.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=70, check=False,

@@ -70,7 +70,9 @@ def test_pip_settings_are_passed_to_uv(environment, monkeypatch):
 
 def test_cpu_torch_is_installed_from_pytorch_if_the_index_lacks_it(environment):
     log = environment.venv / "calls"
-    script = f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch-backend*) exit 0;; *) exit 1;; esac\n'
+    script = (
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch-backend*) exit 0;; *) exit 1;; esac\n'
+    )
     make_executable(environment.venv / "bin" / "uv", script)
     environment.install_torch("torch==2.13.0+cpu")
     assert log.read_text().splitlines()[1].endswith("--torch-backend cpu torch==2.13.0+cpu")
@@ -81,10 +83,16 @@ def test_cpu_torch_is_installed_from_pytorch_if_the_index_lacks_it(environment):
     [
         (["tset"], {}, "there is no group 'tset'; valid groups: float8, gguf, hooks"),
         ([], {"RELAY_DEVICE": "tpu"}, "RELAY_DEVICE='tpu' is not valid"),
-        (["tasks"], {"CC": "no-such-cc -O2"}, "'tasks' compiles a package and needs no-such-cc and "),
+        (
+            ["tasks"],
+            {"CC": "no-such-cc -O2"},
+            "'tasks' compiles a package and needs no-such-cc and ",
+        ),
     ],
 )
-def test_bad_argument_is_refused_before_anything_is_created(tmp_path, arguments, variables, message):
+def test_bad_argument_is_refused_before_anything_is_created(
+    tmp_path, arguments, variables, message
+):
     (tmp_path / "tools").mkdir()
     for name in ("tools/setup_env.py", "tools/constraints-cpu.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -101,14 +109,18 @@ def test_compiler_is_needed_only_for_what_is_not_installed(monkeypatch):
     check_compiler(["tasks"], device="cpu", installed=["pycosat-0.6.6.dist-info"])
     with pytest.raises(Refusal, match="'tasks' compiles a package and needs no-such-cc"):
         check_compiler(["tasks"], device="cpu", installed=["reasoning_gym-0.1.0.dist-info"])
-    with pytest.raises(Refusal, match=r"Triton compiles kernels .* needs no-such-cc and .*Python\.h"):
+    with pytest.raises(
+        Refusal, match=r"Triton compiles kernels .* needs no-such-cc and .*Python\.h"
+    ):
         check_compiler([], device="gpu", installed=["pycosat-0.6.6.dist-info"])
 
 
 def test_driver_that_is_older_than_cuda_13_is_refused():
     check_driver("580.65.06")
     check_driver(None)  # an image of a container that is made on a machine without a GPU
-    with pytest.raises(Refusal, match=r"driver is 570\.133\.20, .* need 580 or newer\. .*RELAY_DEVICE=cpu"):
+    with pytest.raises(
+        Refusal, match=r"driver is 570\.133\.20, .* need 580 or newer\. .*RELAY_DEVICE=cpu"
+    ):
         check_driver("570.133.20")
 
 
@@ -121,7 +133,9 @@ def test_gpu_builds_may_be_installed_where_no_gpu_answers(monkeypatch, capsys):
     assert "sees no GPU: compare the driver's CUDA version" in str(find_problem("gpu"))
 
 
-@pytest.mark.parametrize(("device", "python"), [("cpu", ".venv/bin/python"), ("gpu", ".venv-gpu/bin/python")])
+@pytest.mark.parametrize(
+    ("device", "python"), [("cpu", ".venv/bin/python"), ("gpu", ".venv-gpu/bin/python")]
+)
 def test_each_device_has_an_environment_of_its_own(device, python):
     """Tests keep their CPU builds on a machine whose runs use GPUs: `make -n` shows which Python runs what."""
     env = {**os.environ, "RELAY_DEVICE": device}
@@ -134,7 +148,9 @@ def test_each_device_has_an_environment_of_its_own(device, python):
         check=True,
         timeout=30,
     ).stdout.splitlines()
-    assert f"{python} -m rl.simple_grpo_sum_digits" in next(line for line in shown if "sum_digits" in line)
+    assert f"{python} -m rl.simple_grpo_sum_digits" in next(
+        line for line in shown if "sum_digits" in line
+    )
     assert next(line for line in shown if "pytest" in line).startswith(".venv/bin/python")
     assert any(line.startswith("RELAY_DEVICE=cpu") for line in shown)
 
@@ -151,7 +167,9 @@ def test_constraints_pin_the_versions_of_pyproject():
 
 
 def test_named_browser_is_preferred_and_errors_say_what_to_do(tmp_path):
-    found = find_browser(variables={"RELAY_BROWSER": sys.executable}, which=lambda name: f"/usr/bin/{name}")
+    found = find_browser(
+        variables={"RELAY_BROWSER": sys.executable}, which=lambda name: f"/usr/bin/{name}"
+    )
     assert found == Path(sys.executable)
     with pytest.raises(NoBrowserError, match=rf"RELAY_BROWSER={tmp_path}/x: is no program"):
         find_browser(variables={"RELAY_BROWSER": str(tmp_path / "x")})

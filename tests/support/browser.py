@@ -43,7 +43,10 @@ class Opened:
 
     def numbers(self, selector: str, attribute: str) -> list[int]:
         """Return a numeric attribute of all matching elements."""
-        return [int(element.get_attribute(attribute) or "") for element in self.page.locator(selector).all()]
+        return [
+            int(element.get_attribute(attribute) or "")
+            for element in self.page.locator(selector).all()
+        ]
 
     def until(self, expression: str) -> None:
         """Wait until the expression is true; `Page.wait_for_function` is forbidden by the page's policy.
@@ -99,7 +102,9 @@ def opened(
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         page.on(
             "console",
-            lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None,
+            lambda said: (
+                seen.errors.append(said.text) if said.type in ("error", "warning") else None
+            ),
         )
         page.on("dialog", seen.dismiss)
         page.goto(file.as_uri())

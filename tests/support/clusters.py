@@ -49,7 +49,9 @@ CONFIG = ClusterConfig(
         optimizer=Optimizer.Config(lr=1e-2),
         training=TrainingConfig(max_tokens_per_microbatch=512),
     ),
-    generator=VLLMGenerator.Config(num_replicas=2, dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05),
+    generator=VLLMGenerator.Config(
+        num_replicas=2, dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05
+    ),
     reward=RewardActor.Config(num_procs=2, time_limit_s=60),
     timeouts=Timeouts(close_s=10),
     recovery=RecoveryConfig(max_restarts=20, pause_s=0.0),

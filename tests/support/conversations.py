@@ -10,7 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rl.rollouts.renderer import Renderer
-from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
+from rl.types import (
+    Completion,
+    Message,
+    Observation,
+    Problem,
+    Prompt,
+    Reply,
+    Rollout,
+    SamplingParams,
+    Turn,
+)
 from tests.support.fakes import completion_of
 
 END = 200
@@ -45,7 +55,9 @@ class TwinRenderer(Renderer):
 
     def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         closed = "" if after.token_ids[-1] == END else "!"
-        return self._ids(closed + "</a>" + "".join(f"<{m.role[0]}>{m.content}" for m in messages) + "<a>")
+        return self._ids(
+            closed + "</a>" + "".join(f"<{m.role[0]}>{m.content}" for m in messages) + "<a>"
+        )
 
     def reply(self, text: str, *, prompt_ids: np.ndarray | None = None) -> np.ndarray:
         return np.append(self._ids(text), np.int32(END))
@@ -83,7 +95,8 @@ class ScriptedGenerator:
         await asyncio.sleep(max(map(self.seconds, texts)))
         samples = range(sampling.num_samples)
         groups = [
-            [_drawn(self.reply(t, sampling, i), version, sampling.max_tokens) for i in samples] for t in texts
+            [_drawn(self.reply(t, sampling, i), version, sampling.max_tokens) for i in samples]
+            for t in texts
         ]
         self.made += [c for group in groups for c in group]
         return groups
@@ -144,7 +157,9 @@ class Factory:
         return [environment.num_closed for environment in self.made]
 
 
-def conversation(*parts: tuple[int, Completion], rewards: Sequence[float] = (), sample: int = 0) -> Rollout:
+def conversation(
+    *parts: tuple[int, Completion], rewards: Sequence[float] = (), sample: int = 0
+) -> Rollout:
     """Return a rollout of turns, each with a prompt length (ids 1, 1, ...) and a completion."""
     given = [*rewards, *[0.0] * (len(parts) - len(rewards))]
     turns = tuple(

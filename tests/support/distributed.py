@@ -31,7 +31,9 @@ STACKS_S = 5.0
 _PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float
+) -> list[Any]:
     """Run the function on all ranks and return the results by rank.
 
     Raises:
@@ -41,7 +43,11 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
@@ -74,7 +80,9 @@ def _collect(
         pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"{name}: ranks {sorted(pending.values())} did not answer in {timeout_s:g} s")
+            raise TimeoutError(
+                f"{name}: ranks {sorted(pending.values())} did not answer in {timeout_s:g} s"
+            )
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pending[pipe]

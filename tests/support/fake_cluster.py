@@ -57,7 +57,9 @@ class FakeTrainer(Mortal):
     async def _save_checkpoint(
         self, folder: str, *, position: Any, model_only: bool = False, wait: bool = True
     ) -> None:
-        save_fake(Path(folder), version=self.policy.version, model_only=model_only, position=position)
+        save_fake(
+            Path(folder), version=self.policy.version, model_only=model_only, position=position
+        )
 
     async def _load_checkpoint(self, folder: str, **options: Any) -> int:
         self.loaded.append(Path(folder).name)
@@ -93,11 +95,14 @@ class FakeReward(Mortal):
 class FakeCluster:
     """Cluster of fakes that replaces a lost trainer by the next one of a list."""
 
-    def __init__(self, trainers: Sequence[FakeTrainer], *, rubric: Rubric, config: RecoveryConfig) -> None:
+    def __init__(
+        self, trainers: Sequence[FakeTrainer], *, rubric: Rubric, config: RecoveryConfig
+    ) -> None:
         days = itertools.count(1)
         self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
         self.trainer, generator, self.reward = (
-            Role(cast(Any, group)) for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
+            Role(cast(Any, group))
+            for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
         )
         self.store = WeightStore.Config().build()
         self.pool = GeneratorPool([generator], trainer=self.trainer, store=self.store)
@@ -115,7 +120,11 @@ class FakeCluster:
 
 
 def fake_run(
-    config: RunConfig, folder: RunFolder, trainers: Sequence[FakeTrainer], *, make_cluster: Any = FakeCluster
+    config: RunConfig,
+    folder: RunFolder,
+    trainers: Sequence[FakeTrainer],
+    *,
+    make_cluster: Any = FakeCluster,
 ) -> Run:
     """Return a new run on fake actors."""
     task = config.task.build()

@@ -41,7 +41,9 @@ class FakeHub(ThreadingHTTPServer):
         if name not in self.models:
             return 401, {"X-Error-Code": "RepoNotFound"}, {"error": "Repository not found"}
         if rest == ["refs"]:
-            refs = [{"name": ref, "ref": ref, "targetCommit": commit} for ref, commit in COMMITS.items()]
+            refs = [
+                {"name": ref, "ref": ref, "targetCommit": commit} for ref, commit in COMMITS.items()
+            ]
             return 200, {}, {"branches": refs[:1], "converts": [], "tags": refs[1:]}
         kind, revision, *file = rest or ["revision", "main"]
         commit = COMMITS.get(revision, revision)
@@ -49,15 +51,25 @@ class FakeHub(ThreadingHTTPServer):
             return 404, {"X-Error-Code": "RevisionNotFound"}, {"error": "Invalid rev id"}
         folder = self.models[name]
         if api and kind == "tree":
-            return 200, {}, [_entry(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+            return (
+                200,
+                {},
+                [_entry(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()],
+            )
         if api:
-            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            files = [
+                path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+            ]
             siblings = [{"rfilename": file} for file in files]
             return 200, {}, {"id": name, "sha": commit, "siblings": siblings}
         if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, {"error": "Access is restricted"}
         content = (folder / "/".join(file)).read_bytes()
-        return 200, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}, content
+        return (
+            200,
+            {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit},
+            content,
+        )
 
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
@@ -103,7 +115,9 @@ def fake_hub(models: dict[str, Path], *, cache: Path) -> Iterator[FakeHub]:
         url = f"http://127.0.0.1:{hub.server_port}"
         patch.setattr(constants, "ENDPOINT", url)
         patch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
         )
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -63,9 +63,15 @@ def srun(folder: Path, command: list[str]) -> None:
 
 
 def squeue(folder: Path, arguments: list[str]) -> None:
-    assert arguments == ["--job", JOB_ID, "--states=all", "--noheader", "--format=%T|%N|%r"], arguments
+    assert arguments == ["--job", JOB_ID, "--states=all", "--noheader", "--format=%T|%N|%r"], (
+        arguments
+    )
     (folder / "asked").touch()
-    state = "CANCELLED" if (folder / "cancelled").exists() else os.environ.get("FAKE_SLURM_STATE", "RUNNING")
+    state = (
+        "CANCELLED"
+        if (folder / "cancelled").exists()
+        else os.environ.get("FAKE_SLURM_STATE", "RUNNING")
+    )
     print(f"{state}|{','.join(nodes(folder)) if state != 'PENDING' else ''}|None")
 
 
@@ -86,7 +92,13 @@ def scancel(folder: Path, arguments: list[str]) -> None:
             continue
 
 
-COMMANDS = {"sbatch": sbatch, "srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
+COMMANDS = {
+    "sbatch": sbatch,
+    "srun": srun,
+    "squeue": squeue,
+    "scontrol": scontrol,
+    "scancel": scancel,
+}
 
 if __name__ == "__main__":
     name, path, *arguments = sys.argv[1:]

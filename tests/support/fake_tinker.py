@@ -52,7 +52,11 @@ ME, YOU = KEYS
 HTTP_LIMITS = tuple(field.name for field in fields(HttpLimits))
 DEADLINE_S = 30
 BASE = BaseModel(
-    name="tiny", architecture="number", max_context_length=100, vocab_size=1000, tokenizer_folder="/tokenizer"
+    name="tiny",
+    architecture="number",
+    max_context_length=100,
+    vocab_size=1000,
+    tokenizer_folder="/tokenizer",
 )
 LORA = ModelSettings(base_model="tiny", lora=wire.LoraConfig(rank=4, seed=1))
 
@@ -101,12 +105,16 @@ class FakeBackend:
             assert model_id not in self.weights
             self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
 
-    async def forward_backward(self, samples: Sequence[TrainingSample], *, model_id: str, **_: Any) -> Any:
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, model_id: str, **_: Any
+    ) -> Any:
         tokens = [int(token) for sample in samples for token in sample.token_ids[:-1]]
         async with self._call("forward_backward", model_id, str(tokens)):
             self.gradients[model_id] += sum(tokens)
             weight = self.weights[model_id]
-            logprobs = tuple(np.full(len(one.token_ids), weight, dtype=np.float32) for one in samples)
+            logprobs = tuple(
+                np.full(len(one.token_ids), weight, dtype=np.float32) for one in samples
+            )
             return SimpleNamespace(
                 loss_sum=sum(tokens), num_valid_tokens=0, entropy_mean=0.0, logprobs=logprobs
             )
@@ -164,7 +172,9 @@ class FakeBackend:
             self.calls.append(f"sample {version}")
             await self._wait_or_fail("sample")
             token_ids = np.array([round(self.published[version])])
-            one: Any = SimpleNamespace(token_ids=token_ids, logprobs=np.zeros(1), finish_reason="stop")
+            one: Any = SimpleNamespace(
+                token_ids=token_ids, logprobs=np.zeros(1), finish_reason="stop"
+            )
             return SampleOutput(completions=(one,) * request.sampling.num_samples, of_prompt=None)
         finally:
             self.num_sampling[version] -= 1
@@ -209,7 +219,9 @@ BODIES: dict[str, Any] = {
 class Client:
     """A service and its backend, with shorthand calls for one owner."""
 
-    def __init__(self, service: Service, backend: FakeBackend, folder: Path, *, owner: str = ME) -> None:
+    def __init__(
+        self, service: Service, backend: FakeBackend, folder: Path, *, owner: str = ME
+    ) -> None:
         self.service, self.backend, self.folder, self.owner = service, backend, folder, owner
 
     def of(self, owner: str) -> Client:
@@ -219,13 +231,17 @@ class Client:
     def app(self) -> FastAPI:
         return make_app(self.service, keys=Keys(), hosts=None)
 
-    async def post(self, path: str, body: Any, media_type: str = "application/json") -> httpx.Response:
+    async def post(
+        self, path: str, body: Any, media_type: str = "application/json"
+    ) -> httpx.Response:
         """Send bytes, or another value as JSON, to the HTTP application."""
         content = body if isinstance(body, bytes) else json.dumps(body)
         headers = {"x-api-key": KEYS[self.owner], "content-type": media_type}
         # Errors that the application raises after its answer do not reach the client, as with a real server.
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1/") as http:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1/api/v1/"
+        ) as http:
             return await http.post(path, content=content, headers=headers)
 
     async def retrieved(self, request_id: str) -> httpx.Response:
@@ -251,12 +267,20 @@ class Client:
         return self.now(getattr(self.service.training, call), BODIES[call](**fields)).request_id
 
     def model(
-        self, *, session: str | None = None, number: int = 0, rank: int = 4, seed: int = 1, **fields: Any
+        self,
+        *,
+        session: str | None = None,
+        number: int = 0,
+        rank: int = 4,
+        seed: int = 1,
+        **fields: Any,
     ) -> str:
         """Submit the creation of a model, in a new session unless one is given."""
         lora = wire.LoraConfig(rank=rank, seed=seed)
         how = {"session_id": session or self.session(), "model_seq_id": number, "lora_config": lora}
-        return self.submit("create_model", **how, **{"base_model": "tiny"} | fields).rpartition(":")[0]
+        return self.submit("create_model", **how, **{"base_model": "tiny"} | fields).rpartition(
+            ":"
+        )[0]
 
     def add(self, model: str, seq_id: int, *tokens: int) -> str:
         """Submit a forward_backward of one datum."""
@@ -272,7 +296,9 @@ class Client:
         return self.submit("save_weights", model_id=model, seq_id=seq_id, path=name, **options)
 
     def save_sampler(self, model: str, seq_id: int, name: str | None = None, **options: Any) -> str:
-        return self.submit("save_weights_for_sampler", model_id=model, seq_id=seq_id, path=name, **options)
+        return self.submit(
+            "save_weights_for_sampler", model_id=model, seq_id=seq_id, path=name, **options
+        )
 
     def snapshot(self, model: str, seq_id: int, number: int) -> str:
         return self.save_sampler(model, seq_id, sampling_session_seq_id=number)
@@ -285,14 +311,18 @@ class Client:
         return self.submit("load_weights", path=path, optimizer=optimizer, **where)
 
     def create_sampler(self, session: str, number: int, **source: Any) -> str:
-        body = wire.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=number, **source)
+        body = wire.CreateSamplingSessionRequest(
+            session_id=session, sampling_session_seq_id=number, **source
+        )
         return self.now(self.service.sampling.create_sampling_session, body).sampling_session_id
 
     def base_sampler(self, number: int = 0, session: str | None = None) -> str:
         return self.create_sampler(session or self.session(), number, base_model="tiny")
 
     def sample(self, sampler: str, seq_id: int = 0, body: wire.SampleRequest | None = None) -> str:
-        body = (body or prompt(1)).model_copy(update={"sampling_session_id": sampler, "seq_id": seq_id})
+        body = (body or prompt(1)).model_copy(
+            update={"sampling_session_id": sampler, "seq_id": seq_id}
+        )
         return self.now(self.service.sampling.asample, body).request_id
 
     async def runs(self, call: str, *args: Any, **kwargs: Any) -> Any:
@@ -344,7 +374,9 @@ def decoded(result: Result, request_id: str) -> Any:
         kind = pb.SampleResponse if ":sample:" in request_id else pb.ForwardBackwardOutput
         return kind.FromString(result.body)
     fields = json.loads(result.body)
-    return SimpleNamespace(**fields) if result.error is None else wire.RequestFailedResponse(**fields)
+    return (
+        SimpleNamespace(**fields) if result.error is None else wire.RequestFailedResponse(**fields)
+    )
 
 
 def message(model: str, seq_id: int, *tokens: int) -> pb.ForwardBackwardRequest:
@@ -352,7 +384,9 @@ def message(model: str, seq_id: int, *tokens: int) -> pb.ForwardBackwardRequest:
     made = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
-    targets = pb.Tensor(dense=np.array(tokens, "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[len(tokens)])
+    targets = pb.Tensor(
+        dense=np.array(tokens, "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[len(tokens)]
+    )
     datum.loss_fn_inputs["target_tokens"].CopyFrom(targets)
     return made
 
@@ -401,7 +435,9 @@ def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Cal
             async with asyncio.timeout(None if virtual else DEADLINE_S):
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name) / "storage"
-                    async with running_service(folder, limits=Limits(**limits), http=http) as client:
+                    async with running_service(
+                        folder, limits=Limits(**limits), http=http
+                    ) as client:
                         await test(client)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -50,7 +50,8 @@ class ByteTokenizer:
     ) -> str:
         """Return messages to the model in angle brackets, and replies of the model unchanged."""
         return "".join(
-            f"{m['content']}\0" if m["role"] == "assistant" else f"<{m['content']}>" for m in messages
+            f"{m['content']}\0" if m["role"] == "assistant" else f"<{m['content']}>"
+            for m in messages
         )
 
     def get_added_vocab(self) -> dict[str, int]:
@@ -137,7 +138,9 @@ class FakePolicy:
         self.sessions.append(session)
         made = [
             [
-                completion(self.reply(text, i), self.served_version, finish_reason=self.finish_reason)
+                completion(
+                    self.reply(text, i), self.served_version, finish_reason=self.finish_reason
+                )
                 for i in range(sampling.num_samples)
             ]
             for text in texts
@@ -214,7 +217,9 @@ class FakePolicy:
         self.calls.append("compute_logprobs")
         return [s.token_ids.astype(np.float32) + 1 for s in samples]
 
-    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    async def compute_reference_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[np.ndarray]:
         self.calls.append("compute_reference_logprobs")
         return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in samples]
 
@@ -266,11 +271,15 @@ class RubricRewarder:
 
     rubric: Rubric
 
-    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+    async def score(
+        self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
+    ) -> list[list[Score]]:
         return [await self.rubric.score_group(group, alone=alone) for group in groups]
 
 
-def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None) -> Rollout:
+def rollout_of(
+    prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None
+) -> Rollout:
     """Return a rollout of one turn; the text defaults to the completion's bytes."""
     if text is None:
         text = bytes(t for t in made.token_ids.tolist() if t).decode()

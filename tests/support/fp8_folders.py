@@ -16,7 +16,9 @@ def quantize_folder(folder: Path, *, block: tuple[int, int]) -> dict[str, Tensor
     for name, weight in list(tensors.items()):
         meant[name] = weight.float()
         if "_proj." in name:
-            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantized(weight.float(), block=block)
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantized(
+                weight.float(), block=block
+            )
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
@@ -29,7 +31,9 @@ def quantize_folder(folder: Path, *, block: tuple[int, int]) -> dict[str, Tensor
 def quantized(weight: Tensor, *, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the FP8 weight, the bfloat16 scales, and the product, block by block."""
     stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty([-(-size // length) for size, length in zip(weight.shape, block, strict=True)])
+    scales = torch.empty(
+        [-(-size // length) for size, length in zip(weight.shape, block, strict=True)]
+    )
     scales, meant = scales.bfloat16(), torch.empty_like(weight)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):

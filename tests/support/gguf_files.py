@@ -32,7 +32,11 @@ def random_tensors(architecture: str = "llama") -> dict[str, Tensor]:
     """Return the tensors of a tied model by their Hugging Face names."""
     generator = torch.Generator().manual_seed(0)
     dim, hidden = 64, 96
-    shapes = {"self_attn.k_proj": (32, dim), "self_attn.v_proj": (32, dim), "mlp.gate_proj": (hidden, dim)}
+    shapes = {
+        "self_attn.k_proj": (32, dim),
+        "self_attn.v_proj": (32, dim),
+        "mlp.gate_proj": (hidden, dim),
+    }
     shapes |= {"mlp.up_proj": (hidden, dim), "mlp.down_proj": (dim, hidden)}
     found = {"model.embed_tokens.weight": (260, dim), "model.norm.weight": (dim,)}
     for layer in range(2):
@@ -50,10 +54,13 @@ def gguf_name(hf_name: str) -> str:
     if hf_name.startswith("model.layers."):
         module, _, leaf = hf_name.rpartition(".")
         _, _, layer, module = module.split(".", 3)
-        return f"blk.{layer}.{next(k for k, v in (BLOCK | HEAD_NORMS).items() if v == module)}.{leaf}"
-    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[
-        hf_name
-    ]
+        return (
+            f"blk.{layer}.{next(k for k, v in (BLOCK | HEAD_NORMS).items() if v == module)}.{leaf}"
+        )
+    return {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+    }[hf_name]
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -32,7 +32,9 @@ def refuse_users() -> None:
     """Refuse user namespaces and other user ids, as many containers do."""
     machine = os.uname().machine
     calls = (_UNSHARE[machine], _SETRESUID[machine])
-    refused = [instruction for call in calls for instruction in ((0x15, 0, 1, call), (0x06, 0, 0, EPERM))]
+    refused = [
+        instruction for call in calls for instruction in ((0x15, 0, 1, call), (0x06, 0, 0, EPERM))
+    ]
     install_filter([(0x20, 0, 0, 0), *refused, (0x06, 0, 0, ALLOW)])
 
 
@@ -55,6 +57,9 @@ def _mount_python(python: Path, *, seen: Path) -> None:
     assert LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None) == 0
     seen.mkdir()
     assert (
-        LIBC.mount(os.fsencode(sys.base_prefix), os.fsencode(seen), None, ctypes.c_ulong(_MS_BIND), None) == 0
+        LIBC.mount(
+            os.fsencode(sys.base_prefix), os.fsencode(seen), None, ctypes.c_ulong(_MS_BIND), None
+        )
+        == 0
     )
     sys.executable = str(seen / python.relative_to(os.path.realpath(sys.base_prefix)))

@@ -85,7 +85,9 @@ async def here(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
             await asyncio.sleep(0.01)
         # The memory mappings of a dead process are unknown.
         Path(held[0][1]).unlink()
-        third = launcher.spawn_role(Placement(role="third", num_procs=1), env={"PYTHONHOME": "/nowhere"})
+        third = launcher.spawn_role(
+            Placement(role="third", num_procs=1), env={"PYTHONHOME": "/nowhere"}
+        )
         failures = await asyncio.gather(third, return_exceptions=True)
         assert "starting role 'third'" in str(failures[0])
         raise RuntimeError("as asked")
@@ -124,7 +126,10 @@ async def on_hosts(how: str, hosts: str, launcher: launch.Launcher) -> None:
     placement = placed(config, trainer=4, trainer_threads=3, generator_threads=2)
     await launcher.start_hosts(config, placement)
     roles = await asyncio.gather(
-        *(launcher.spawn_role(at, env={"A": "b"}) for at in (placement.trainer, placement.generators[0]))
+        *(
+            launcher.spawn_role(at, env={"A": "b"})
+            for at in (placement.trainer, placement.generators[0])
+        )
     )
     await launch.setup_process_group_env(roles[0])
     holders = [role.mesh.spawn("holder", Holder) for role in roles]
@@ -141,7 +146,9 @@ async def on_hosts(how: str, hosts: str, launcher: launch.Launcher) -> None:
     run["actors"] = [pid for pids, _ in held for pid in pids]
     print(json.dumps(run), flush=True)
     if how == "die":
-        on_second = ActorGroup(name="trainer", mesh=holders[0].slice(hosts=1, procs=0), timeouts=Timeouts())
+        on_second = ActorGroup(
+            name="trainer", mesh=holders[0].slice(hosts=1, procs=0), timeouts=Timeouts()
+        )
         started = time.monotonic()
         try:
             await on_second.call("exit_now")

@@ -25,7 +25,12 @@ import pytest
 from filelock import FileLock, Timeout
 
 from actors.guard import GUARD_NAME
-from actors.processes import SHARED_MEMORY, carrying_environment, mapped_shared_memory, with_descendants
+from actors.processes import (
+    SHARED_MEMORY,
+    carrying_environment,
+    mapped_shared_memory,
+    with_descendants,
+)
 from rl.utils.processes import ProcessId, identify, kill
 
 SESSION_MARK = "RELAY_TEST_SESSION"
@@ -75,7 +80,9 @@ def drop_files_of_others(names: Iterable[str], *, own: Iterable[int]) -> set[str
     """Return the names without files that a process outside of `own` has mapped."""
     left = set(names)
     return (
-        left - {path.name for path in mapped_shared_memory(set(psutil.pids()) - set(own))} if left else left
+        left - {path.name for path in mapped_shared_memory(set(psutil.pids()) - set(own))}
+        if left
+        else left
     )
 
 
@@ -105,7 +112,9 @@ _before = pytest.StashKey[tuple[str, set[str]]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist leaves the check to its parent
+    if not hasattr(
+        session.config, "workerinput"
+    ):  # a worker of pytest-xdist leaves the check to its parent
         os.environ[SESSION_MARK] = uuid.uuid4().hex
         session.config.stash[_before] = os.environ[SESSION_MARK], list_shared_memory()
 
@@ -137,7 +146,9 @@ class Watch:
 
     def environment(self) -> dict[str, str]:
         """Return the environment to start the process with."""
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests")
+        cache = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests"
+        )
         return {
             **os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, WATCH_MARK: self.mark, "TMPDIR": str(self.folder),
         }  # fmt: skip

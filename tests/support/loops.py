@@ -79,7 +79,9 @@ def make_loop(
         publisher=policy,
         rollouts=RolloutSetup(
             generator=policy,
-            rewarder=RubricRewarder(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
+            rewarder=RubricRewarder(
+                rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)
+            ),
             renderer=renderer,
             task=task
             or ListedTask(

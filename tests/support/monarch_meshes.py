@@ -72,7 +72,9 @@ class Meshes:
         logs: LogSettings | None = None,
         **settings: Any,
     ) -> RoleProcesses:
-        return self.run(self.launcher.spawn_role(Placement(role=name, **settings), env=env, logs=logs))
+        return self.run(
+            self.launcher.spawn_role(Placement(role=name, **settings), env=env, logs=logs)
+        )
 
     def pids(self, mesh: ProcMesh) -> list[int]:
         """Return the pids by rank."""

@@ -63,7 +63,9 @@ class Mortal:
         return self.dead()
 
     async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = 0.0) -> T:
-        lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
+        lost = ActorLostError(
+            f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0]
+        )
         waiting = asyncio.ensure_future(answer)
         if self.died.is_set():
             waiting.cancel()

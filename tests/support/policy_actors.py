@@ -31,13 +31,17 @@ class PolicyPusher(Actor):
         model = random_model(self._spec, seed=seed)
         buffers = persistent_buffers(model)
         weights = dict(model.named_parameters()) | buffers
-        return await self._store.push(version=version, state_dict=weights, buffer_names=buffers.keys())
+        return await self._store.push(
+            version=version, state_dict=weights, buffer_names=buffers.keys()
+        )
 
     @endpoint
     async def push_adapted(self, version: int, samples: list[TrainingSample]) -> Shard:
         """Push a random model after a few large steps of its adapters."""
         spec = replace(self._spec, model=replace(self._spec.model, init_std=0.2))
-        config = TrainingEngine.Config(optimizer=Optimizer.Config(lr=3e-2), converters=(LoRA.Config(rank=4),))
+        config = TrainingEngine.Config(
+            optimizer=Optimizer.Config(lr=3e-2), converters=(LoRA.Config(rank=4),)
+        )
         self._engine: TrainingEngine = config.build(
             model_spec=spec, hf_assets_path=None, device="cpu", world=World()
         )

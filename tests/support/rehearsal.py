@@ -45,7 +45,12 @@ class Rehearsed:
     @property
     def violations(self) -> list[str]:
         """Calls that a capture does not allow, of all processes."""
-        return [call for one in self.counters for call in one.calls if call.startswith("capture violation")]
+        return [
+            call
+            for one in self.counters
+            for call in one.calls
+            if call.startswith("capture violation")
+        ]
 
     def of_role(self, role: str) -> list[Counters]:
         """Return the counters of a role's processes, by rank."""
@@ -122,7 +127,9 @@ class Rehearsal:
             status = process.returncode
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate(timeout=60)  # actors that lose their controller end as well
+            output, errors = process.communicate(
+                timeout=60
+            )  # actors that lose their controller end as well
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -62,7 +62,14 @@ def make_run(folder: Path, made: MadeRun) -> Path:
     (folder / "config.json").write_text(json.dumps(_config(folder.name, made)))
     if made.is_new:
         (folder / "environment.json").write_text(
-            json.dumps({"host": "node-1", "python": "3.11.9", "num_cpus": 2, "packages": {"torch": "2.13.0"}})
+            json.dumps(
+                {
+                    "host": "node-1",
+                    "python": "3.11.9",
+                    "num_cpus": 2,
+                    "packages": {"torch": "2.13.0"},
+                }
+            )
         )
         _write_spans(folder / "logs" / "spans", made)
     return folder
@@ -159,13 +166,20 @@ def _rollout(step: int, sample: int, made: MadeRun, rng: np.random.Generator) ->
 
 
 _ACTIVITIES = {
-    "trainer-0": (("forward_backward", 0.56, 0.85), ("optim_step", 0.86, 0.9), ("push", 0.91, 0.95)),
+    "trainer-0": (
+        ("forward_backward", 0.56, 0.85),
+        ("optim_step", 0.86, 0.9),
+        ("push", 0.91, 0.95),
+    ),
     "generator-0": (
         ("pull", 0.95, 0.99),
         *(("generate", 0.02 + 0.01 * i, 0.5 + 0.005 * i) for i in range(6)),
     ),
     "reward-0": (("score", 0.51, 0.54),),
-    "controller-0": (("waits for a batch", 0.01, 0.54), ("waits for trainer.forward_backward", 0.55, 0.86)),
+    "controller-0": (
+        ("waits for a batch", 0.01, 0.54),
+        ("waits for trainer.forward_backward", 0.55, 0.86),
+    ),
 }
 """Start and end of each activity, as fractions of a step."""
 
@@ -229,7 +243,12 @@ def run_data(
     metric or None."""
     steps = []
     for step in range(1, num_steps + 1):
-        record: dict[str, float] = {"step": step, "policy_version": step, "sync/version": step, **SOUND}
+        record: dict[str, float] = {
+            "step": step,
+            "policy_version": step,
+            "sync/version": step,
+            **SOUND,
+        }
         for name, value_of in by_step.items():
             value = value_of(step)
             record.pop(name.replace("__", "/"), None)

@@ -34,7 +34,11 @@ class FinishedRun:
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Evaluation records by step."""
-        return {int(r["step"]): r for r in read_metrics(self.folder / "metrics.jsonl") if "eval/correct" in r}
+        return {
+            int(r["step"]): r
+            for r in read_metrics(self.folder / "metrics.jsonl")
+            if "eval/correct" in r
+        }
 
 
 def restore_ctrl_c() -> None:
@@ -98,7 +102,9 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     controller = identify(controller_pid)
     assert controller is not None
     descendants = set(with_descendants([controller]))
-    return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
+    return [
+        process for process in carrying_environment("RELAY_ROLE", role) if process in descendants
+    ]
 
 
 def run_to_the_end(
@@ -140,4 +146,6 @@ def run_to_the_end(
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-    return FinishedRun(status=run.returncode, output="".join(printed) + rest, folder=dump_folder / name)
+    return FinishedRun(
+        status=run.returncode, output="".join(printed) + rest, folder=dump_folder / name
+    )

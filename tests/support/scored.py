@@ -35,7 +35,11 @@ def replied(
 
 
 def reply(
-    problem: Problem, text: str, *, finish_reason: str = "stop", observation: Observation | None = None
+    problem: Problem,
+    text: str,
+    *,
+    finish_reason: str = "stop",
+    observation: Observation | None = None,
 ) -> Rollout:
     """Return the rollout of one reply to a problem."""
     turn = Turn(

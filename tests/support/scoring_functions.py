@@ -85,7 +85,9 @@ def leave_children(rollout):
     """Start a process in a session of its own and an orphan, write their pids to the file in the question."""
     apart = subprocess.Popen(["sleep", "60"], start_new_session=True)
     orphan = subprocess.run(
-        ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
+        ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"],
+        stdout=subprocess.PIPE,
+        check=True,
     )
     Path(rollout.prompt.problem.question).write_text(f"{apart.pid} {int(orphan.stdout)}")
     return 1.0

@@ -75,12 +75,16 @@ def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def served_engine(folder: Path, spec: ModelSpec, *, ahead: bool = False, **settings: Any) -> Iterator[Served]:
+def served_engine(
+    folder: Path, spec: ModelSpec, *, ahead: bool = False, **settings: Any
+) -> Iterator[Served]:
     """Yield an engine with little room, so that prompts are read in parts and requests wait for each other.
 
     `ahead`: begin steps ahead, as on a GPU.
     """
-    engine = make_engine(folder, spec, **{"max_num_seqs": 12, "max_num_batched_tokens": 64} | settings)
+    engine = make_engine(
+        folder, spec, **{"max_num_seqs": 12, "max_num_batched_tokens": 64} | settings
+    )
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         if ahead:
             begin_steps_ahead(patch)

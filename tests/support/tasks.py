@@ -15,7 +15,9 @@ from rl.types import FinishReason, Problem, Prompt, Reply, Rollout, Score, Turn
 from tests.support.fakes import completion
 
 
-def played(task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop") -> Rollout:
+def played(
+    task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop"
+) -> Rollout:
     """Return the complete episode of these replies, one for each turn of the environment."""
     return asyncio.run(_play(task, problem, replies, finish_reason))
 
@@ -32,7 +34,9 @@ async def _play(
         observation = await environment.step(Reply(text=text, completion=made))
         asked = _ids("".join(m.content for m in told))
         turns.append(
-            Turn(messages=told, prompt_ids=asked, completion=made, text=text, observation=observation)
+            Turn(
+                messages=told, prompt_ids=asked, completion=made, text=text, observation=observation
+            )
         )
         told = tuple(observation.messages)
     assert not told, f"the environment of {problem.id} asks for more than {replies}"
@@ -41,7 +45,9 @@ async def _play(
     return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
 
 
-def scored(task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop") -> Score:
+def scored(
+    task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop"
+) -> Score:
     """Return the score of an episode by the pickled rubric, as in a reward actor."""
     rubric: Rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     return rubric.score(played(task, problem, *replies, finish_reason=finish_reason))

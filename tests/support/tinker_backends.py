@@ -20,7 +20,9 @@ def actor_config(
         trainer=TinkerTrainer.Config(
             num_procs=num_procs, parallelism=parallelism or ParallelismConfig(), training=TRAINING
         ),
-        generator=VLLMGenerator.Config(dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.05),
+        generator=VLLMGenerator.Config(
+            dtype="float32", max_model_len=CONTEXT, cpu_kv_cache_gib=0.05
+        ),
         weights=WeightStore.Config(keep_versions=6),
         timeouts=Timeouts(close_s=10),
     )

@@ -31,7 +31,10 @@ def text_datum(text: str) -> types.Datum:
     tokens = list(text.encode())
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": ints(tokens[1:]), "weights": floats([1.0] * (len(tokens) - 1))},
+        loss_fn_inputs={
+            "target_tokens": ints(tokens[1:]),
+            "weights": floats([1.0] * (len(tokens) - 1)),
+        },
     )
 
 
@@ -56,7 +59,9 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
 
 
 def lora(client: tinker.ServiceClient, *, seed: int = 1, rank: int = 8) -> tinker.TrainingClient:
-    model: tinker.TrainingClient = done(client.create_lora_training_client("tiny", rank=rank, seed=seed))
+    model: tinker.TrainingClient = done(
+        client.create_lora_training_client("tiny", rank=rank, seed=seed)
+    )
     return model
 
 

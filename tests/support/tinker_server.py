@@ -48,7 +48,9 @@ class ServerProcess:
         """Close the clients, which would otherwise go on sending heartbeats and log errors."""
         for client in self._clients:
             if self.process.poll() is None:
-                with contextlib.suppress(tinker.TinkerError, TimeoutError):  # its session may be gone
+                with contextlib.suppress(
+                    tinker.TinkerError, TimeoutError
+                ):  # its session may be gone
                     client.close("success").result(END_TIMEOUT_S)
             elif client._session_holder is not None:
                 client._session_holder.close()  # `close` would retry for minutes

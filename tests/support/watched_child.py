@@ -25,7 +25,15 @@ def watched_child(
     logs: Path, what: str, *, role: str = "trainer", rank: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that is ready; kill it at the end of the block."""
-    command = [sys.executable, "-m", "tests.support.watched_child", str(logs), what, role, str(rank)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.watched_child",
+        str(logs),
+        what,
+        role,
+        str(rank),
+    ]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -71,7 +71,9 @@ def build(kind: Model, layout: Layout, *, seed: int, dtype: torch.dtype) -> dict
     return model.state_dict()
 
 
-def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool) -> dict[str, Tensor]:
+def _build_qwen3(
+    layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool
+) -> dict[str, Tensor]:
     """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp, pp_fsdp), the generator's (tp) or none.
 
     In a mixture's trainer, experts are split over two ranks, and the shards of each over two more.
@@ -87,7 +89,9 @@ def _build_qwen3(layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool
     if layout == "fsdp_tp":
         degrees = Degrees(dp_replicate=1, dp_shard=4 if experts else 2, tp=1 if experts else 2)
         mesh = build_mesh(degrees, device_type="cpu")
-        options = ShardingOptions(expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None)
+        options = ShardingOptions(
+            expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None
+        )
         parallelize_decoder(model, mesh=mesh, config=options)
     elif layout == "pp_fsdp":
         config = ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=2)

@@ -76,7 +76,14 @@ def test_a_tenth_of_the_reward_is_for_the_form(text, answer, form):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "3+5*2", "[ANSWER]  ", "[ANSWER] thirteen", "[ANSWER] 3+5*2 = 13", "<think>perhaps [ANSWER] 3+5*2"],
+    [
+        "",
+        "3+5*2",
+        "[ANSWER]  ",
+        "[ANSWER] thirteen",
+        "[ANSWER] 3+5*2 = 13",
+        "<think>perhaps [ANSWER] 3+5*2",
+    ],
 )
 def test_reply_without_expression_is_unparsed(text):
     score = scored(task(), THIRTEEN, text)
@@ -90,5 +97,7 @@ def test_expression_of_a_cut_off_reply_is_unparsed():
 
 
 def test_settings_without_any_target_are_refused():
-    with pytest.raises(ValueError, match=r"no target up to max_target=\d+ was found for operations='\+'"):
+    with pytest.raises(
+        ValueError, match=r"no target up to max_target=\d+ was found for operations='\+'"
+    ):
         next(task(num_numbers=8, max_target=5, operations="+").train_problems(seed=0))

@@ -114,11 +114,14 @@ def test_continued_run_asks_only_for_the_problems_it_needs():
     # An outstanding problem stays outstanding until it is given again.
     once_more = NumberedProblems(shuffled(num_problems=1000), position)
     assert next(once_more)[0] == 12
-    assert once_more.position(4, outstanding=()) == LoopPosition(step=4, num_problems=800, outstanding=(790,))
+    assert once_more.position(4, outstanding=()) == LoopPosition(
+        step=4, num_problems=800, outstanding=(790,)
+    )
 
 
 @pytest.mark.parametrize(
-    ("rate", "kept"), [(0.0, False), (0.1, True), (0.5, True), (0.9, True), (1, False), (None, True)]
+    ("rate", "kept"),
+    [(0.0, False), (0.1, True), (0.5, True), (0.9, True), (1, False), (None, True)],
 )
 def test_rates_within_the_bounds_are_kept(rate, kept):
     assert DifficultyFilter(column="rate", min=0.1, max=0.9).keeps(rate) is kept
@@ -142,7 +145,10 @@ def test_rates_that_are_written_are_read_again(tmp_path):
         ('{"id": "b"}', "line 2: not an 'id' with a 'pass_rate': 'pass_rate'"),
         ("3", "line 2: not an 'id' with a 'pass_rate': "),
         ('{"id": "a", "pass_rate": 1}', "line 2: problem 'a' is rated twice"),
-        ('{"id": "b", "pass_rate": 2}', "line 2: not an 'id' with a 'pass_rate': the pass rate 2 is not"),
+        (
+            '{"id": "b", "pass_rate": 2}',
+            "line 2: not an 'id' with a 'pass_rate': the pass rate 2 is not",
+        ),
         ("{", "line 2: not an 'id'"),
     ],
 )
@@ -155,5 +161,7 @@ def test_malformed_line_of_rates_is_named(tmp_path, line, message):
 
 
 def test_missing_package_says_what_installs_it():
-    with pytest.raises(ValueError, match=r"^this needs the package 'no_such_package', .*setup_env.py tasks"):
+    with pytest.raises(
+        ValueError, match=r"^this needs the package 'no_such_package', .*setup_env.py tasks"
+    ):
         import_for_tasks("no_such_package.part", needed_by="this")

@@ -23,7 +23,9 @@ def build(tmp_path):
         if "eval_files" not in options:
             options.setdefault("held_out", 0.2)
         options["train_files"] = tuple(str(tmp_path / name) for name in options["train_files"])
-        options["eval_files"] = {k: str(tmp_path / v) for k, v in options.get("eval_files", {}).items()}
+        options["eval_files"] = {
+            k: str(tmp_path / v) for k, v in options.get("eval_files", {}).items()
+        }
         return kind.Config(**options, cache_folder=str(tmp_path / "cache")).build()
 
     return _build
@@ -66,23 +68,43 @@ def test_rows_of_an_evaluation_file_are_not_trained_on(build):
     task = build(files={"test.jsonl": ROWS[:30]}, eval_files={"test": "test.jsonl"})
     assert questions(one_epoch(task)) == {row["question"] for row in ROWS[30:]}
     files = {"hard.jsonl": ROWS[:30], "easy.jsonl": ROWS[30:90]}
-    several = build(files=files, eval_files={"hard": "hard.jsonl", "easy": "easy.jsonl"}, num_eval=40)
-    assert [(n, len(problems)) for n, problems in several.eval_sets().items()] == [("hard", 30), ("easy", 40)]
+    several = build(
+        files=files, eval_files={"hard": "hard.jsonl", "easy": "easy.jsonl"}, num_eval=40
+    )
+    assert [(n, len(problems)) for n, problems in several.eval_sets().items()] == [
+        ("hard", 30),
+        ("easy", 40),
+    ]
     assert [p.id for p in task.eval_sets()["test"][:2]] == ["test.jsonl:1", "test.jsonl:2"]
 
 
 def test_columns_template_and_system_message_make_the_problem(build):
     rows = [{"q": "1 + 1?", "a": 2, "key": "sum-1", "role": "", "level": 3, "steps": ["1+1=", "2"]}]
-    rows += [{**rows[0], "q": f"{i} + 1?", "key": f"sum-{i}", "role": "You add."} for i in range(2, 30)]
-    named = {"question": "q", "answer": "a", "id": "key", "system": "role", "demonstration": "steps"}
+    rows += [
+        {**rows[0], "q": f"{i} + 1?", "key": f"sum-{i}", "role": "You add."} for i in range(2, 30)
+    ]
+    named = {
+        "question": "q",
+        "answer": "a",
+        "id": "key",
+        "system": "role",
+        "demonstration": "steps",
+    }
     columns = Columns(**named, info=("level",))
     task = build(rows, columns=columns, template="{question}\nBe brief.", system="You count.")
     problems = {p.id: p for p in [*one_epoch(task), *task.eval_sets()["held_out"]]}
     first, second = problems["sum-1"], problems["sum-2"]
-    assert (first.question, first.answer, first.demonstration) == ("1 + 1?\nBe brief.", "2", ("1+1=", "2"))
+    assert (first.question, first.answer, first.demonstration) == (
+        "1 + 1?\nBe brief.",
+        "2",
+        ("1+1=", "2"),
+    )
     assert (first.info, second.info["system"]) == ({"level": 3, "system": "You count."}, "You add.")
     opening = task.environment(second).opening()
-    assert [(m.role, m.content) for m in opening] == [("system", "You add."), ("user", "2 + 1?\nBe brief.")]
+    assert [(m.role, m.content) for m in opening] == [
+        ("system", "You add."),
+        ("user", "2 + 1?\nBe brief."),
+    ]
     assert asyncio.run(task.environment(second).step(None)).messages == ()
 
 
@@ -99,8 +121,15 @@ def test_rubric_compares_the_answer_after_the_thoughts(build):
     task = build()
     problem = next(task.train_problems(seed=0))
     right = problem.answer
-    texts = (f" {right}\n", f"<think>\n{right}?\n</think>\n\n{right}", f"<think>{right}</think>x", "x")
-    scores = [task.rubric(seed=0).score(reply(problem, text)) for text in (*texts, f"<think>{right}")]
+    texts = (
+        f" {right}\n",
+        f"<think>\n{right}?\n</think>\n\n{right}",
+        f"<think>{right}</think>x",
+        "x",
+    )
+    scores = [
+        task.rubric(seed=0).score(reply(problem, text)) for text in (*texts, f"<think>{right}")
+    ]
     assert [score.reward for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert [score.correct for score in scores] == [True, True, False, False, False]
 
@@ -148,7 +177,11 @@ TEST_HAS_ALL = {"files": {"test.jsonl": ROWS}, "eval_files": {"test": "test.json
         ({"question": " \n"}, {}, "train.jsonl, row 3: column 'question' is ' \\n', not text"),
         ({"answer": None}, {}, "train.jsonl, row 3: column 'answer' is None, not text"),
         ({"answer": ""}, {}, "train.jsonl, row 3: column 'answer' is '', not text"),
-        ({"rate": 2.0}, {"difficulty": RATE}, "train.jsonl, row 3: the pass rate 2.0 is not a number from 0"),
+        (
+            {"rate": 2.0},
+            {"difficulty": RATE},
+            "train.jsonl, row 3: the pass rate 2.0 is not a number from 0",
+        ),
         ({"id": "0"}, {"columns": Columns(id="id")}, "train.jsonl, row 3: id '0' also occurs in "),
     ],
 )
@@ -166,7 +199,10 @@ def test_invalid_row_is_named(build, change, options, message):
         ({"held_out": 1e-9}, "held_out=1e-09 holds out none of 200 rows"),
         ({"eval_files": {"test": "train.jsonl"}}, "train.jsonl' is one of train_files"),
         ({"difficulty": RATE}, "no column 'rate' (difficulty.column)"),
-        ({"columns": Columns(answer="a")}, "no column 'a' (columns.answer); its columns are 'question'"),
+        (
+            {"columns": Columns(answer="a")},
+            "no column 'a' (columns.answer); its columns are 'question'",
+        ),
         (TEST_HAS_ALL, "no training row is left of 200: 200 are in an evaluation set"),
     ],
 )

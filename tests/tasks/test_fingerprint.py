@@ -42,7 +42,10 @@ def changed(rows, place, **values):
         (ROWS[:90], ["100 training problems, now 90", "the first difference is problem 91"]),
         (
             [*ROWS, {**ROWS[0], "question": "new"}],
-            ["100 training problems, now 101", "the first difference is problem 101 (rows.jsonl:101)"],
+            [
+                "100 training problems, now 101",
+                "the first difference is problem 101 (rows.jsonl:101)",
+            ],
         ),
         ([ROWS[1], ROWS[0], *ROWS[2:]], ["the first difference is problem 1 (rows.jsonl:1)"]),
     ],
@@ -55,10 +58,14 @@ def test_change_of_rows_is_named_by_number_and_place(build, rows, changes):
 def test_change_of_order_is_a_change(build):
     saved = fingerprint_problems(build(ROWS), seed=0)
     changes, _ = describe_changes(saved, build(ROWS), seed=1)
-    assert changes == ["they were shuffled by seed 'train 0', and are shuffled by seed 'train 1' now"]
+    assert changes == [
+        "they were shuffled by seed 'train 0', and are shuffled by seed 'train 1' now"
+    ]
     changes, _ = describe_changes(saved, build(ROWS, shuffle=False), seed=0)
     assert changes == ["they were shuffled by seed 'train 0', and are in the order of the rows now"]
-    assert describe_changes(fingerprint_problems(build(ROWS, shuffle=False), seed=0), build(ROWS), seed=0)[0]
+    assert describe_changes(
+        fingerprint_problems(build(ROWS, shuffle=False), seed=0), build(ROWS), seed=0
+    )[0]
 
 
 def test_change_of_the_system_message_is_a_change(build):

@@ -33,7 +33,9 @@ class Doubled(GeneratedTask):
         return problem(generator.randint(0, self.config.largest))
 
     def reward(self, rollout: Rollout) -> float:
-        return 1.0 if rollout.text == rollout.prompt.problem.answer else 0.25 * rollout.text.isdigit()
+        return (
+            1.0 if rollout.text == rollout.prompt.problem.answer else 0.25 * rollout.text.isdigit()
+        )
 
 
 def problem(number):
@@ -104,7 +106,10 @@ def test_training_and_warm_up_see_all_other_problems():
 @pytest.mark.parametrize(
     ("config", "num_different"),
     [
-        (AlphabetSort.Config(num_words=(2, 1), letters="abcdefghij", num_eval=64), 120),  # 10 choose 3
+        (
+            AlphabetSort.Config(num_words=(2, 1), letters="abcdefghij", num_eval=64),
+            120,
+        ),  # 10 choose 3
         (SumDigits.Config(num_integers=2, num_eval=256), 4095),
     ],
 )
@@ -141,7 +146,9 @@ def test_task_without_training_problems_is_refused(kind):
             return key
 
     task = Doubled.Config().build()
-    key = next(k for k in map(str, range(100)) if task.is_held_out(replace(problem(0), id=k, question=k)))
+    key = next(
+        k for k in map(str, range(100)) if task.is_held_out(replace(problem(0), id=k, question=k))
+    )
     with pytest.raises(ValueError, match="problems in a row are held out"):
         next(getattr(OneKey.Config().build(), kind)(seed=0))
 
@@ -205,7 +212,12 @@ DAC_B_E = Problem(
         (REVERSE, ABCD, ["DCBA"], 0.0),
         (REVERSE, ABCD, [""], 0.0),
         (SORT, DAC_B_E, SORTED, 1.0),
-        (SORT, DAC_B_E, ["<think>a</think>a c d", "<think>\n</think>\n\na b c d", "<think>a b c d e"], 2 / 3),
+        (
+            SORT,
+            DAC_B_E,
+            ["<think>a</think>a c d", "<think>\n</think>\n\na b c d", "<think>a b c d e"],
+            2 / 3,
+        ),
         (SORT, DAC_B_E, [" a  c d\n", "a b c d", "a b c d e"], 1.0),
         (SORT, DAC_B_E, ["a c d", "a c d b", "a c d b e"], 1 / 3),
         (SORT, DAC_B_E, ["acd", "a,b,c,d", "A B C D E"], 0.0),
@@ -257,7 +269,11 @@ def test_alphabet_sort_has_new_words_in_each_turn_and_all_words_so_far_in_answer
 @pytest.mark.parametrize(
     ("config", "is_early", "ends"),
     [
-        (SUM_DIGITS, lambda p: p.question[-1] >= "4", lambda p: str(int(p.answer) - int(p.question[-1]))),
+        (
+            SUM_DIGITS,
+            lambda p: p.question[-1] >= "4",
+            lambda p: str(int(p.answer) - int(p.question[-1])),
+        ),
         (REVERSE, lambda p: p.question < "n", lambda p: p.answer[:-1]),
     ],
 )
@@ -266,7 +282,10 @@ def test_hasty_demonstrations_leave_out_the_end(config, is_early, ends):
     wrong = [problem for problem, score in scores if not score.correct]
     num_early = sum(is_early(problem) for problem, _ in scores)
     assert len(wrong) / num_early == pytest.approx(0.75, abs=0.04)
-    assert all(is_early(problem) and problem.demonstrations[-1].endswith(ends(problem)) for problem in wrong)
+    assert all(
+        is_early(problem) and problem.demonstrations[-1].endswith(ends(problem))
+        for problem in wrong
+    )
 
 
 def test_hasty_demonstrations_of_alphabet_sort_put_new_words_of_the_first_half_at_the_end():

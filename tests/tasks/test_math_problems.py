@@ -14,10 +14,15 @@ from rl.types import Problem
 from tests.support.scored import reply
 
 GSM8K = [
-    {"question": f"Ann has {n} eggs and gets 1,000 more. How many?", "answer": f"{n}+1000\n#### {n + 1000:,}"}
+    {
+        "question": f"Ann has {n} eggs and gets 1,000 more. How many?",
+        "answer": f"{n}+1000\n#### {n + 1000:,}",
+    }
     for n in range(60)
 ]
-MATH = [{"question": f"Halve {n}.", "answer": f"So \\boxed{{\\frac{{{n}}}{{2}}}}."} for n in range(60)]
+MATH = [
+    {"question": f"Halve {n}.", "answer": f"So \\boxed{{\\frac{{{n}}}{{2}}}}."} for n in range(60)
+]
 
 
 @pytest.fixture
@@ -173,7 +178,10 @@ def test_grading_works_outside_the_main_thread():
     ("answer", "message"),
     [
         ("It is 72.", "row 4: column 'answer' has no answer (gold='hashes')"),
-        ("#### \\frac{1}{", r"row 4: column 'answer' has '\\frac{1}{', which math-verify cannot read"),
+        (
+            "#### \\frac{1}{",
+            r"row 4: column 'answer' has '\\frac{1}{', which math-verify cannot read",
+        ),
     ],
 )
 def test_unreadable_gold_is_refused_or_skipped(build, caplog, answer, message):
@@ -183,7 +191,10 @@ def test_unreadable_gold_is_refused_or_skipped(build, caplog, answer, message):
     assert message in str(caught.value)
     task = build(rows, unparsed_gold="skip")
     assert "1 of 61 rows cannot be used" in caplog.text
-    everything = [*islice(task.train_problems(seed=0), len(task._train)), *task.eval_sets()["held_out"]]
+    everything = [
+        *islice(task.train_problems(seed=0), len(task._train)),
+        *task.eval_sets()["held_out"],
+    ]
     assert len(everything) == 60
 
 

@@ -19,7 +19,9 @@ def test_problem_is_available_by_its_number():
     problems = build().train_problems(seed=0)
     in_order = list(islice(problems, 12))
     assert [problems.problem(n) for n in reversed(range(12))] == in_order[::-1]
-    again = NumberedProblems(build().train_problems(seed=0), LoopPosition(step=1, num_problems=5_000_000))
+    again = NumberedProblems(
+        build().train_problems(seed=0), LoopPosition(step=1, num_problems=5_000_000)
+    )
     assert next(again)[1] == problems.problem(5_000_000)
 
 
@@ -28,7 +30,9 @@ def test_held_out_problems_are_different_and_never_trained_on():
     held_out = task.eval_sets()["held_out"]
     questions = {p.question for p in held_out}
     assert len(questions) == 40
-    assert [p.id for p in build("coin_flip", num_eval=40).eval_sets()["held_out"]] == [p.id for p in held_out]
+    assert [p.id for p in build("coin_flip", num_eval=40).eval_sets()["held_out"]] == [
+        p.id for p in held_out
+    ]
     # A small dataset, of which these draws would meet many held-out ones.
     assert not questions & {p.question for p in islice(task.train_problems(seed=0), 400)}
 
@@ -69,17 +73,25 @@ def test_settings_reach_the_dataset_and_composite_has_parts():
     task = build("composite", settings={"datasets": parts})
     names = {p.info["entry"]["metadata"]["source_dataset"] for p in task.eval_sets()["held_out"]}
     assert names == {"gcd", "lcm"}
-    problem = next(build("chain_sum", settings={"min_terms": 5, "max_terms": 5}).train_problems(seed=0))
+    problem = next(
+        build("chain_sum", settings={"min_terms": 5, "max_terms": 5}).train_problems(seed=0)
+    )
     assert sum(problem.question.count(sign) for sign in (" + ", " - ")) == 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "basic_arithmetik"}, "no dataset of this name; did you mean basic_arithmetic or "),
+        (
+            {"dataset": "basic_arithmetik"},
+            "no dataset of this name; did you mean basic_arithmetic or ",
+        ),
         ({"settings": {"terms": 2}}, "'basic_arithmetic' has no terms; it has allow_negation, "),
         ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses: max_terms must be >= min_terms"),
-        ({"settings": {"operators": '["+"'}}, "settings.operators='[\"+\"': starts like JSON, but is not"),
+        (
+            {"settings": {"operators": '["+"'}},
+            "settings.operators='[\"+\"': starts like JSON, but is not",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(options, message):

@@ -24,7 +24,10 @@ def problems(tmp_path):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         columns = Columns(**options.pop("columns", {}))
         config = DatasetTask.Config(
-            train_files=(str(path),), columns=columns, cache_folder=str(tmp_path / "cache"), **options
+            train_files=(str(path),),
+            columns=columns,
+            cache_folder=str(tmp_path / "cache"),
+            **options,
         )
         task = config.build()
         return {p.question: p for p in islice(task.train_problems(seed=0), len(task._train))}
@@ -50,7 +53,9 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("form", ["lines", "array", "one line", "object", "pretty object", "utf-8 bom, crlf"])
+@pytest.mark.parametrize(
+    "form", ["lines", "array", "one line", "object", "pretty object", "utf-8 bom, crlf"]
+)
 def test_numbers_and_texts_of_json_are_answers_as_they_are_written(problems, form):
     rows = [f'{{"question": "q{i}", "answer": {written}}}' for i, (written, _) in enumerate(MIXED)]
     content, name = {
@@ -58,7 +63,10 @@ def test_numbers_and_texts_of_json_are_answers_as_they_are_written(problems, for
         "array": ("[\n" + ",\n".join(rows) + "\n]\n", "rows.json"),
         "one line": ("[" + ", ".join(rows) + "]", "rows.jsonl"),
         "object": ('{"version": 1, "data": [' + ",".join(rows) + "]}", "rows.json"),
-        "pretty object": ('{\n "version": [1],\n "data": [\n' + ",\n".join(rows) + "\n]\n}", "rows.json"),
+        "pretty object": (
+            '{\n "version": [1],\n "data": [\n' + ",\n".join(rows) + "\n]\n}",
+            "rows.json",
+        ),
         "utf-8 bom, crlf": (b"\xef\xbb\xbf" + "\r\n".join(rows).encode(), "rows.json"),
     }[form]
     found = problems(content, name=name)
@@ -81,10 +89,20 @@ CSV = 'question,answer,level\nq1,00501,1\n"q2, ""or\nso""",None,\n\nq3,NA,NA\nq4
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_cells_of_csv_are_texts(problems, mark, end):
     content = CSV.replace(",", mark).replace(f"q2{mark}", "q2,").replace("\n", end)
-    found = problems(b"\xef\xbb\xbf" + content.encode(), name="rows.csv", columns={"info": ("level",)})
+    found = problems(
+        b"\xef\xbb\xbf" + content.encode(), name="rows.csv", columns={"info": ("level",)}
+    )
     asked = f'q2, "or{end}so"'
-    assert answers(found) == {"q1": "00501", asked: "None", "q3": "NA", "q4": "2024-05-01", "q5": " 72 "}
-    assert [p.info["level"] for p in found.values() if p.question in ("q1", asked, "q4")].count("") == 1
+    assert answers(found) == {
+        "q1": "00501",
+        asked: "None",
+        "q3": "NA",
+        "q4": "2024-05-01",
+        "q5": " 72 ",
+    }
+    assert [p.info["level"] for p in found.values() if p.question in ("q1", asked, "q4")].count(
+        ""
+    ) == 1
     assert found["q4"].info == {"level": "3.0"}
 
 
@@ -105,7 +123,9 @@ def test_csv_of_spreadsheets_and_databases_is_read(problems, content, expected):
 
 def test_cells_that_a_row_lacks_are_empty(problems):
     columns = {"system": "role", "info": ("level",)}
-    found = problems("question,answer,role,level\nq1,1\nq2,2,be brief\n", name="rows.csv", columns=columns)
+    found = problems(
+        "question,answer,role,level\nq1,1\nq2,2,be brief\n", name="rows.csv", columns=columns
+    )
     assert dict(found["q1"].info) == {"level": ""}
     assert dict(found["q2"].info) == {"level": "", "system": "be brief"}
 
@@ -118,7 +138,9 @@ def test_nan_of_an_optional_column_is_none(problems):
 
 
 def test_a_cell_may_be_as_long_as_a_solution(problems):
-    assert answers(problems(f"question,answer\nq,{'x' * 200_000}\n", name="rows.csv")) == {"q": "x" * 200_000}
+    assert answers(problems(f"question,answer\nq,{'x' * 200_000}\n", name="rows.csv")) == {
+        "q": "x" * 200_000
+    }
 
 
 def test_reads_that_overlap_leave_the_limit_on_cells_as_it_was(tmp_path):
@@ -133,7 +155,10 @@ def test_reads_that_overlap_leave_the_limit_on_cells_as_it_was(tmp_path):
 
 def test_info_keeps_the_values_of_json_and_missing_ones_are_none(problems):
     info = {"tests": [{"in": [1, 2.5], "out": None}], "big": 2**70, "ok": True}
-    rows = [{"question": "q1", "answer": 1}, {"question": "q2", "answer": 1, "info": info, "steps": ["a"]}]
+    rows = [
+        {"question": "q1", "answer": 1},
+        {"question": "q2", "answer": 1, "info": info, "steps": ["a"]},
+    ]
     content = "".join(json.dumps(row) + "\n" for row in rows)
     columns = {"info": ("info", "answer"), "demonstration": "steps"}
     found = problems(content, columns=columns)
@@ -160,17 +185,37 @@ def line(**row):
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"question": ["q"]}, {}, "rows.jsonl, row 2 (line 3): column 'question' is ['q'], not text"),
+        (
+            {"question": ["q"]},
+            {},
+            "rows.jsonl, row 2 (line 3): column 'question' is ['q'], not text",
+        ),
         ({"answer": True}, {}, "row 2 (line 3): column 'answer' is True, not text"),
         ({"answer": {"a": 1}}, {}, "row 2 (line 3): column 'answer' is {'a': 1}, not text"),
         ({"answer": None}, {}, "row 2 (line 3): column 'answer' is None, not text"),
         ({"role": 5}, {"system": "role"}, "column 'role', the system message, is 5, not text"),
-        ({"role": ["a"]}, {"system": "role"}, "column 'role', the system message, is ['a'], not text"),
+        (
+            {"role": ["a"]},
+            {"system": "role"},
+            "column 'role', the system message, is ['a'], not text",
+        ),
         ({"key": 1.5}, {"id": "key"}, "column 'key', the id, is 1.5, not a text or a whole number"),
-        ({"key": {"a": 1}}, {"id": "key"}, "column 'key', the id, is {'a': 1}, not a text or a whole number"),
-        ({"key": False}, {"id": "key"}, "column 'key', the id, is False, not a text or a whole number"),
+        (
+            {"key": {"a": 1}},
+            {"id": "key"},
+            "column 'key', the id, is {'a': 1}, not a text or a whole number",
+        ),
+        (
+            {"key": False},
+            {"id": "key"},
+            "column 'key', the id, is False, not a text or a whole number",
+        ),
         ({"key": None}, {"id": "key"}, "column 'key', the id, is empty"),
-        ({"steps": [1, 2]}, {"demonstration": "steps"}, "column 'steps' is [1, 2], not a text or a list of"),
+        (
+            {"steps": [1, 2]},
+            {"demonstration": "steps"},
+            "column 'steps' is [1, 2], not a text or a list of",
+        ),
         ({"steps": {"a": 1}}, {"demonstration": "steps"}, "column 'steps' is {'a': 1}, not text"),
     ],
 )
@@ -217,9 +262,13 @@ def test_malformed_file_is_one_line_that_names_the_place(problems, content, name
 
 def test_narrow_numbers_of_parquet_have_the_digits_of_their_type(tmp_path):
     types = datasets.Features(question=datasets.Value("string"), answer=datasets.Value("float32"))
-    rows = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [0.1, 1e22]}, features=types)
+    rows = datasets.Dataset.from_dict(
+        {"question": ["a", "b"], "answer": [0.1, 1e22]}, features=types
+    )
     rows.to_parquet(str(tmp_path / "rows.parquet"))
-    config = DatasetTask.Config(train_files=(str(tmp_path / "rows.parquet"),), cache_folder=str(tmp_path))
+    config = DatasetTask.Config(
+        train_files=(str(tmp_path / "rows.parquet"),), cache_folder=str(tmp_path)
+    )
     problems = config.build().train_problems(seed=0)
     assert {next(problems).answer for _ in range(2)} == {"0.1", "1e+22"}
 
@@ -227,14 +276,20 @@ def test_narrow_numbers_of_parquet_have_the_digits_of_their_type(tmp_path):
 def test_types_of_parquet_are_those_of_its_writer(tmp_path):
     rows = [{"question": "q1", "answer": 72.0}, {"question": "q2", "answer": None}]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
-    config = DatasetTask.Config(train_files=(str(tmp_path / "rows.parquet"),), cache_folder=str(tmp_path))
-    with pytest.raises(ValueError, match=r"rows\.parquet, row 2: column 'answer' is None, not text"):
+    config = DatasetTask.Config(
+        train_files=(str(tmp_path / "rows.parquet"),), cache_folder=str(tmp_path)
+    )
+    with pytest.raises(
+        ValueError, match=r"rows\.parquet, row 2: column 'answer' is None, not text"
+    ):
         config.build()
 
 
 def test_copy_that_cannot_be_written_names_the_setting(problems, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(ValueError, match=r"rows\.jsonl cannot be read: its copy .* \(task\.cache_folder\)"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl cannot be read: its copy .* \(task\.cache_folder\)"
+    ):
         problems(line())
 
 
@@ -244,7 +299,9 @@ def test_edited_file_of_the_same_size_and_time_is_read_again(tmp_path):
     for answer in ("1", "2"):
         file.write_text(line(question="q", answer=answer))
         os.utime(file, ns=(0, 0))
-        rows = read_rows(str(file), columns={"columns.answer": "answer"}, cache_folder=str(tmp_path))
+        rows = read_rows(
+            str(file), columns={"columns.answer": "answer"}, cache_folder=str(tmp_path)
+        )
         read.append(rows[0]["answer"])
     assert read == ["1", "2"]
 
@@ -252,7 +309,9 @@ def test_edited_file_of_the_same_size_and_time_is_read_again(tmp_path):
 def test_pickled_rows_are_a_path(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(line(question=f"q{i}", answer="x" * 100) + "\n" for i in range(1000)))
-    rows = read_rows(str(file), columns={"columns.question": "question"}, cache_folder=str(tmp_path))
+    rows = read_rows(
+        str(file), columns={"columns.question": "question"}, cache_folder=str(tmp_path)
+    )
     pickled = pickle.dumps(rows)
     assert len(pickled) < 1000
     assert pickle.loads(pickled)[999] == rows[999] == {"question": "q999"}

@@ -89,12 +89,17 @@ def failure(task, *texts):
 def test_rows_are_problems_with_their_opening(sums):
     problem = first(sums)
     assert problem.question == f"{int(problem.answer) - 1} + 1 = ?"
-    assert contents(sums.environment(problem).opening()) == [("system", "Add."), ("user", problem.question)]
+    assert contents(sums.environment(problem).opening()) == [
+        ("system", "Add."),
+        ("user", problem.question),
+    ]
     train = {p.id for p in islice(sums.train_problems(seed=0), len(sums._train))}
     held = {p.id for p in sums.eval_sets()["held_out"]}
     assert train | held == {f"relay_sums/{n}" for n in range(40)}
     assert not train & held
-    assert sums.train_problems(seed=0).problem(70) == list(islice(sums.train_problems(seed=0), 71))[70]
+    assert (
+        sums.train_problems(seed=0).problem(70) == list(islice(sums.train_problems(seed=0), 71))[70]
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,9 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     reward = 0.8 * right + 0.2 * short
     assert observation.messages == ()
     parts = {"length": len(text.rpartition("</think>\n\n")[2]), "right": right, "short": short}
-    assert observation.metrics == {f"verifiers/{n}": v for n, v in {**parts, "reward": reward}.items()}
+    assert observation.metrics == {
+        f"verifiers/{n}": v for n, v in {**parts, "reward": reward}.items()
+    }
     rubric = pickle.loads(pickle.dumps(sums.rubric(seed=0)))
     score = rubric.score(reply(problem, text, observation=observation))
     assert (score.reward, score.correct) == (reward, correct)
@@ -142,7 +149,9 @@ def test_response_tells_thoughts_from_text_and_calls(text, content, thoughts, ca
 
 
 def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
-    assert failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
+    assert (
+        failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
+    )
     assert failure(guess, "a dozen").startswith(
         "EnvError: Guess.run(): ValueError: invalid literal for int()"
     )
@@ -150,7 +159,9 @@ def test_reward_or_environment_that_raises_fails_the_rollout(sums, guess):
 
 def test_episodes_of_a_task_each_get_its_data(sums):
     problem = first(sums)
-    rewards = [played(sums, problem, problem.answer)[0].metrics["verifiers/reward"] for _ in range(3)]
+    rewards = [
+        played(sums, problem, problem.answer)[0].metrics["verifiers/reward"] for _ in range(3)
+    ]
     assert rewards == [1.0] * 3
 
 
@@ -159,9 +170,13 @@ def test_episodes_that_run_at_once_get_their_own_replies(sums):
 
     async def all_of_them():
         texts = [p.answer if i % 2 else "x" for i, p in enumerate(problems)]
-        return await asyncio.gather(*(play(sums, p, t) for p, t in zip(problems, texts, strict=True)))
+        return await asyncio.gather(
+            *(play(sums, p, t) for p, t in zip(problems, texts, strict=True))
+        )
 
-    rights = [observation.metrics["verifiers/right"] for (observation,) in asyncio.run(all_of_them())]
+    rights = [
+        observation.metrics["verifiers/right"] for (observation,) in asyncio.run(all_of_them())
+    ]
     assert rights == [float(i % 2) for i in range(12)]
 
 
@@ -177,7 +192,11 @@ def test_environment_answers_turn_by_turn(guess):
     low, high, right = played(guess, problem, str(number - 1), str(number + 1), str(number))
     told = [contents(observation.messages) for observation in (low, high, right)]
     assert told == [[("user", "higher")], [("user", "lower")], []]
-    assert right.metrics == {"verifiers/found": 1.0, "verifiers/reward": 1.0, "verifiers/guesses": 3.0}
+    assert right.metrics == {
+        "verifiers/found": 1.0,
+        "verifiers/reward": 1.0,
+        "verifiers/guesses": 3.0,
+    }
     assert low.metrics == {}
 
 
@@ -185,7 +204,9 @@ def test_tools_are_announced_called_and_answered(adder):
     problem = first(adder)
     system, user = adder.environment(problem).opening()
     assert system.content.startswith("Add.\n\n# Tools\n")
-    (schema,) = [json.loads(line) for line in system.content.splitlines() if line.startswith('{"type"')]
+    (schema,) = [
+        json.loads(line) for line in system.content.splitlines() if line.startswith('{"type"')
+    ]
     assert schema["function"]["name"] == "adder_add"
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
     assert contents([user]) == [("user", problem.question)]
@@ -253,7 +274,11 @@ def rows(**data):
     ("names", "options", "message"),
     [
         ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
-        ([lambda: rows(prompt=[PARTS])], {}, "cannot be trained on: its prompt has parts that are not text"),
+        (
+            [lambda: rows(prompt=[PARTS])],
+            {},
+            "cannot be trained on: its prompt has parts that are not text",
+        ),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
         (["Endless"], {}, "is endless: set max_problems"),
@@ -262,7 +287,11 @@ def rows(**data):
         (["Scored", "Duo"], {"seat": "player"}, "partner of Duo have no model"),
         (["Scored"], {"settings": {"nonsense": 1}}, "nonsense"),
         ([], {"taskset": "nowhere_v1"}, "taskset 'nowhere_v1' not found"),
-        ([], {"taskset": "relay_earlier"}, "for verifiers before 0.4 have load_environment and no Taskset"),
+        (
+            [],
+            {"taskset": "relay_earlier"},
+            "for verifiers before 0.4 have load_environment and no Taskset",
+        ),
         (["Scored"], {"held_out": 0.0}, "30 rows leave 30 to train on and 0 to evaluate on"),
     ],
 )
@@ -276,10 +305,25 @@ def test_unsuitable_environment_is_refused_with_the_reason(names, options, messa
     ("names", "options", "texts", "message"),
     [
         (["Scored", "Twice"], {}, ["a", "b"], "seat 'agent' plays several runs in one episode"),
-        (["Scored", "Ventriloquist"], {}, ["a", "b"], "it contains a reply that the model has not given"),
-        (["Scored", "Preface"], {}, ["a"], "it does not continue the conversation, but begins another or"),
+        (
+            ["Scored", "Ventriloquist"],
+            {},
+            ["a", "b"],
+            "it contains a reply that the model has not given",
+        ),
+        (
+            ["Scored", "Preface"],
+            {},
+            ["a"],
+            "it does not continue the conversation, but begins another or",
+        ),
         ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
-        (["Stuck"], {"settings": {"scoring_s": 0.05}}, ["a"], "ended before its rewards were computed"),
+        (
+            ["Stuck"],
+            {"settings": {"scoring_s": 0.05}},
+            ["a"],
+            "ended before its rewards were computed",
+        ),
     ],
 )
 def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):
@@ -305,7 +349,9 @@ def test_endless_episode_ends_when_it_is_closed():
 
 def test_other_seat_is_played_by_its_own_client():
     with ChatServer() as server:
-        server.answers = [lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"]
+        server.answers = [
+            lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"
+        ]
         partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
         settings = {"partner": partner}
         with closing(odd("Scored", "Duo", seat="player", environment_settings=settings)) as task:
@@ -319,4 +365,6 @@ def test_evaluation_may_have_other_settings():
         taskset="relay_sums", settings={"num": 10}, eval_settings={"first": 100, "num": 5}
     ).build()
     assert {p.answer for p in task.eval_sets()["held_out"]} == {str(n + 1) for n in range(100, 105)}
-    assert {p.answer for p in islice(task.train_problems(seed=0), 10)} == {str(n + 1) for n in range(10)}
+    assert {p.answer for p in islice(task.train_problems(seed=0), 10)} == {
+        str(n + 1) for n in range(10)
+    }

@@ -45,7 +45,9 @@ def base_config(
 
 
 def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
-    config = LocalTinkerBackend.Config(base=base_config(folder, **options), training=TRAINING, device="cpu")
+    config = LocalTinkerBackend.Config(
+        base=base_config(folder, **options), training=TRAINING, device="cpu"
+    )
     return LocalTinkerBackend(config=config)
 
 
@@ -132,17 +134,23 @@ async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
         return (await trainer.optim_step(params, allow_empty=True, model_id=model_id)).grad_norm
 
 
-async def train(backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2) -> list[Output]:
+async def train(
+    backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2
+) -> list[Output]:
     """Make steps of cross entropy and ppo in turns; return their outputs."""
     outputs = []
     for number in range(steps):
         data = random_data(5, seed=seed + number, policy=number % 2 == 1)
-        outputs.append(await add_gradient(backend, model_id, data, PPO if number % 2 else CROSS_ENTROPY))
+        outputs.append(
+            await add_gradient(backend, model_id, data, PPO if number % 2 else CROSS_ENTROPY)
+        )
         await step(backend, model_id)
     return outputs
 
 
-async def created(backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2) -> list[Output]:
+async def created(
+    backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2
+) -> list[Output]:
     """Create a model and train it a few steps."""
     await create(backend, model_id, settings(rank))
     return await train(backend, model_id, steps=steps)
@@ -167,6 +175,8 @@ def assert_same_outputs(found: list[Output], expected: list[Output], *, atol: fl
     """Compare logprobs and losses of `forward_backward`; an `atol` of 0 asks for equal bits."""
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.metrics.keys() == theirs.metrics.keys()
-        np.testing.assert_allclose(mine.metrics["loss:sum"], theirs.metrics["loss:sum"], rtol=atol, atol=atol)
+        np.testing.assert_allclose(
+            mine.metrics["loss:sum"], theirs.metrics["loss:sum"], rtol=atol, atol=atol
+        )
         for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
             np.testing.assert_allclose(one, other, atol=atol, rtol=0)

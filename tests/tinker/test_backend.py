@@ -105,11 +105,17 @@ async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend):
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)
-    for model_id, made in (("a", settings(seed=7)), ("b", settings(seed=7)), ("c", settings(seed=None))):
+    for model_id, made in (
+        ("a", settings(seed=7)),
+        ("b", settings(seed=7)),
+        ("c", settings(seed=None)),
+    ):
         await create(backend, model_id, made)
     assert torch.rand(1).item() == expected  # the process's own generator
     await create(backend, "full", settings(0))
-    lora, full = [await add_gradient(backend, model_id, DATA, backward=False) for model_id in ("a", "full")]
+    lora, full = [
+        await add_gradient(backend, model_id, DATA, backward=False) for model_id in ("a", "full")
+    ]
     assert_same_outputs([lora], [full])
     assert equal(weights(backend, "a"), weights(backend, "b"))
     assert not equal(weights(backend, "a"), weights(backend, "c"))
@@ -217,7 +223,9 @@ async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend,
     versions.append(await open_saved(backend, settings(), tmp_path))
     pending = [asyncio.create_task(sampled(backend, version)) for version in versions * 2]
     await train(backend, "m")
-    base, fresh, trained, saved, *again = [tokens_of(output) for output in await asyncio.gather(*pending)]
+    base, fresh, trained, saved, *again = [
+        tokens_of(output) for output in await asyncio.gather(*pending)
+    ]
     assert again == [base, fresh, trained, saved]
     assert base == fresh
     assert trained == saved != base
@@ -295,7 +303,9 @@ async def test_stop_texts_and_tokens_end_a_completion(backend):
     base = backend.base_model
 
     async def drawn(stop: object, reason: str = "stop") -> list[int]:
-        (one,) = (await backend.sample(version, request(base, PROMPT, stop=stop, max_tokens=60))).completions
+        (one,) = (
+            await backend.sample(version, request(base, PROMPT, stop=stop, max_tokens=60))
+        ).completions
         assert one.finish_reason == reason
         return one.token_ids.tolist()
 
@@ -334,7 +344,10 @@ async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
 @pytest.mark.parametrize(
     ("training", "says"),
     [
-        (TrainingConfig(max_tokens_per_microbatch=62), "max_tokens_per_microbatch=62: must be at least 63"),
+        (
+            TrainingConfig(max_tokens_per_microbatch=62),
+            "max_tokens_per_microbatch=62: must be at least 63",
+        ),
         (TrainingConfig(cpu_offload=True), r"training\.cpu_offload=True: must be False"),
     ],
 )

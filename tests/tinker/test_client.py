@@ -49,7 +49,9 @@ def test_client_trains_samples_and_ends_with_its_server_inside_a_running_loop(tm
 @pytest.mark.medium
 def test_interpreter_that_forgets_to_close_still_ends_cleanly_behind_a_dead_proxy(tmp_path):
     dead = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9"}
-    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"} | dead
+    environment = {
+        name: value for name, value in os.environ.items() if name.lower() != "no_proxy"
+    } | dead
     script = (
         "from rl.tinker import ServiceClient\n"
         f"service = ServiceClient(backend='tiny', storage_folder={str(tmp_path)!r})\n"
@@ -64,7 +66,9 @@ def test_interpreter_that_forgets_to_close_still_ends_cleanly_behind_a_dead_prox
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match="must be a TinkerBackend, its config, or the name of a config"):
+    with pytest.raises(
+        ValueError, match="must be a TinkerBackend, its config, or the name of a config"
+    ):
         make_backend(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no_such"):
         make_backend("no_such")

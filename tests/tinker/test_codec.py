@@ -107,7 +107,9 @@ def test_inconsistent_parts_are_refused_by_name(message, said):
 
 
 def asked(**how):
-    return SampleRequest(prompt=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=2), **how)
+    return SampleRequest(
+        prompt=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=2), **how
+    )
 
 
 def test_client_reads_samples_with_prompt_logprobs():

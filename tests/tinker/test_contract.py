@@ -51,7 +51,9 @@ def actor_server(tmp_path_factory):
 @pytest.fixture(params=["local", "actors"])
 def either(request):
     """Official client of a server over each backend."""
-    service = request.getfixturevalue("server" if request.param == "local" else "actor_server").client()
+    service = request.getfixturevalue(
+        "server" if request.param == "local" else "actor_server"
+    ).client()
     yield service
     done(service.close("success"))
 
@@ -63,13 +65,16 @@ def test_loss_is_the_weighted_sum_of_the_logprobs_and_falls(either):
     weights = [[0.0] * 10 + [2.0] * (datum.model_input.length - 10) for datum in DATA]
     data = [
         types.Datum(
-            model_input=datum.model_input, loss_fn_inputs=datum.loss_fn_inputs | {"weights": floats(row)}
+            model_input=datum.model_input,
+            loss_fn_inputs=datum.loss_fn_inputs | {"weights": floats(row)},
         )
         for datum, row in zip(DATA, weights, strict=True)
     ]
     model = lora(either)
     output = done(model.forward(data, "cross_entropy"))
-    by_hand = -sum(np.dot(p.astype(float), w) for p, w in zip(logprobs_of(output), weights, strict=True))
+    by_hand = -sum(
+        np.dot(p.astype(float), w) for p, w in zip(logprobs_of(output), weights, strict=True)
+    )
     assert output.metrics["loss:sum"] == pytest.approx(by_hand, rel=1e-5)
 
     losses = learn(model, DATA, steps=8)
@@ -200,7 +205,8 @@ def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
     whole = PROMPT + list(sequence.tokens)
     of_prompt = done(sampler.compute_logprobs(types.ModelInput.from_ints(whole)))
     learned = types.Datum(
-        model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": ints(whole[1:])}
+        model_input=types.ModelInput.from_ints(whole[:-1]),
+        loss_fn_inputs={"target_tokens": ints(whole[1:])},
     )
     (by_trainer,) = forward(model, [learned])
 

@@ -14,7 +14,15 @@ import pytest
 
 from tools.tinker_cookbook import recipes
 from tools.tinker_cookbook.main import TIMED_OUT, Runner
-from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, Row, all_recipes, chosen, smollm2_recipes
+from tools.tinker_cookbook.recipes import (
+    Evidence,
+    Finding,
+    Recipe,
+    Row,
+    all_recipes,
+    chosen,
+    smollm2_recipes,
+)
 
 SETTINGS: dict[str, Any] = {"python": Path(sys.executable), "model": "/m", "server": {}}
 SCRIPT = """
@@ -37,9 +45,16 @@ def test_chosen_recipes_run_by_their_own_modules(tmp_path):
     runner = Runner(folder=tmp_path, deadline_s=30.0, **SETTINGS)
     argv = runner.command(recipe)
     assert argv[1:3] == ["-m", "tinker_cookbook.recipes.math_rl.train"]
-    assert {"model_name=/m", "env=arithmetic", "max_steps_off_policy=1", "groups_per_batch=64"} <= set(argv)
+    assert {
+        "model_name=/m",
+        "env=arithmetic",
+        "max_steps_off_policy=1",
+        "groups_per_batch=64",
+    } <= set(argv)
     (pretrained,) = smollm2_recipes()
-    assert {"renderer_name=role_colon", "env=arithmetic", "lora_rank=16"} <= set(runner.command(pretrained))
+    assert {"renderer_name=role_colon", "env=arithmetic", "lora_rank=16"} <= set(
+        runner.command(pretrained)
+    )
 
 
 class Script(Runner):
@@ -47,7 +62,9 @@ class Script(Runner):
         return [str(self.python), "-c", SCRIPT]
 
 
-def test_run_is_killed_after_its_checkpoint_and_started_again_or_ends_at_its_deadline(tmp_path, capsys):
+def test_run_is_killed_after_its_checkpoint_and_started_again_or_ends_at_its_deadline(
+    tmp_path, capsys
+):
     seen: list[Evidence] = []
 
     def check(evidence: Evidence) -> Finding:
@@ -76,14 +93,19 @@ def evidence(*found: Row, **changes: Any) -> Evidence:
 
 
 def kl_rows(*pairs: tuple[float, float]) -> tuple[Row, ...]:
-    return tuple({recipes.REWARD: 0.5, **dict(zip(recipes.KL_NAMES, pair, strict=True))} for pair in pairs)
+    return tuple(
+        {recipes.REWARD: 0.5, **dict(zip(recipes.KL_NAMES, pair, strict=True))} for pair in pairs
+    )
 
 
 STEPS = (*rows(recipes.NLL, 1, 2, 3), {"step": 3, "tokens/cumulative/trained": 9})
 LOW_KL = (*kl_rows((1e-7, 1e-12), (-9e-4, 9e-4)), {"tokens/cumulative/trained": 9})
 RESUMED = evidence(
     statuses=(-signal.SIGKILL, 0),
-    checkpoints=(*({"name": n, "batch": 8, "state_path": f"{RUN}/{n}"} for n in ("000004", "000008")), END),
+    checkpoints=(
+        *({"name": n, "batch": 8, "state_path": f"{RUN}/{n}"} for n in ("000004", "000008")),
+        END,
+    ),
     log=f"Resumed training from {RUN}/000008\n",
 )
 
@@ -136,9 +158,14 @@ def test_ends_of_a_run_are_means_of_three_steps():
     risen = evidence(*rows(recipes.REWARD, 0.1, 0.3, 0.2, 9.0, 0.3, 0.4, 0.2))
     assert recipes.reward_rises(by=0.1)(risen).seen == "0.200 -> 0.300"
     assert [recipes.reward_rises(by=by)(risen).holds for by in (0.1, 0.11)] == [True, False]
-    assert not recipes.reward_rises(by=0.0)(evidence(*rows(recipes.REWARD, 0.1, 0.2, 0.3, 0.4, 0.5))).holds
+    assert not recipes.reward_rises(by=0.0)(
+        evidence(*rows(recipes.REWARD, 0.1, 0.2, 0.3, 0.4, 0.5))
+    ).holds
     fallen = evidence(*rows(recipes.NLL, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0))
-    assert [recipes.loss_falls(to_share=share)(fallen).holds for share in (0.5, 0.49)] == [True, False]
+    assert [recipes.loss_falls(to_share=share)(fallen).holds for share in (0.5, 0.49)] == [
+        True,
+        False,
+    ]
 
 
 def test_rows_are_whole_lines(tmp_path):

@@ -34,16 +34,26 @@ def around_one(low: float, high: float) -> dict[str, Any]:
     ],
 )
 def test_losses_of_the_api_are_those_of_the_library_without_division(name, thresholds, loss):
-    settings = dict(zip(("clip_low_threshold", "clip_high_threshold"), thresholds or (), strict=False))
+    settings = dict(
+        zip(("clip_low_threshold", "clip_high_threshold"), thresholds or (), strict=False)
+    )
     assert find_loss(name).build(settings) == loss
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("ppo", {"beta": 0.1}, "'beta', unknown to ppo: its settings are clip_low_threshold, clip_"),
+        (
+            "ppo",
+            {"beta": 0.1},
+            "'beta', unknown to ppo: its settings are clip_low_threshold, clip_",
+        ),
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold=1.5: must be 0.0 to 1.0"),
-        ("cispo", {"clip_high_threshold": math.inf}, "clip_high_threshold=inf: must be 1.0 to 1e+30"),
+        (
+            "cispo",
+            {"clip_high_threshold": math.inf},
+            "clip_high_threshold=inf: must be 1.0 to 1e+30",
+        ),
         ("dro", {"beta": math.nan}, "beta=nan: must be 0.0 to 1e+30"),
     ],
 )
@@ -51,20 +61,27 @@ def test_invalid_setting_of_a_loss_is_named(name, settings, says):
     with pytest.raises(InvalidRequestError) as error:
         find_loss(name).build(settings)
     assert says in str(error.value)
-    with pytest.raises(InvalidRequestError, match=r"loss_fn='custom': must be one of cross_entropy, .*gspo"):
+    with pytest.raises(
+        InvalidRequestError, match=r"loss_fn='custom': must be one of cross_entropy, .*gspo"
+    ):
         find_loss("custom")
 
 
 # Data
 
-RULES = BaseModel(name="tiny", architecture="none", max_context_length=9, vocab_size=100, tokenizer_folder="")
+RULES = BaseModel(
+    name="tiny", architecture="none", max_context_length=9, vocab_size=100, tokenizer_folder=""
+)
 CROSS_ENTROPY = find_loss("cross_entropy")
 
 
 def test_next_token_targets_make_a_plain_sample():
     data = [datum([3, 4, 5], weights=[0, 0.5, -1]), datum([3, 4])]
     sample, unweighted = wire_samples(data, CROSS_ENTROPY, RULES).samples
-    assert (unweighted.advantages.tolist(), unweighted.mask.tolist()) == ([0, 1, 1], [False, True, True])
+    assert (unweighted.advantages.tolist(), unweighted.mask.tolist()) == (
+        [0, 1, 1],
+        [False, True, True],
+    )
     assert sample.token_ids.tolist() == [3, 4, 5, 7]
     assert sample.targets is None
     assert sample.mask.tolist() == [False, False, True, True]
@@ -99,7 +116,12 @@ def test_one_wide_datum_does_not_enlarge_all_others(monkeypatch):
         ("ppo", {"advantages": [0, 0.5, 0]}, [0, 0, 1, 0], None),
         ("dro", {"advantages": [0, 0, 0]}, [0, 1, 1, 1], None),
         ("gspo", {"advantages": [0, 1, 0]}, [0, 0, 1, 0], [0, 0, 1, 0]),
-        ("gspo", {"advantages": [0, 1, 0], "sequence_ratio_mask": [0, 1, 1]}, [0, 0, 1, 0], [0, 0, 1, 1]),
+        (
+            "gspo",
+            {"advantages": [0, 1, 0], "sequence_ratio_mask": [0, 1, 1]},
+            [0, 0, 1, 0],
+            [0, 0, 1, 1],
+        ),
     ],
 )
 def test_policy_losses_train_tokens_with_an_advantage_and_dro_all(name, given, mask, ratio_mask):

@@ -30,7 +30,14 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
     # Training runs that were saved earlier carry this hash.
     assert alice.startswith("8601cb65ef48")
     assert bob not in ("", alice)
-    unknown = (b"", b"tml-", b"# for the notebook", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00")
+    unknown = (
+        b"",
+        b"tml-",
+        b"# for the notebook",
+        ALICE.encode()[:-1],
+        ALICE.encode() + b" ",
+        b"\xff\x00",
+    )
     assert [keys.owner(key) for key in unknown] == [None] * 6
     assert Keys().owner(b"tml-x") != Keys().owner(b"tml-y")
     assert Keys().owner(b"") is None
@@ -40,7 +47,11 @@ def test_each_key_has_an_owner_that_hides_it(tmp_path):
     ("text", "mode", "said"),
     [
         ("", 0o600, "there are none"),
-        ("sk-aaaaaaaaaaaaaaaaaaaaaaaa", 0o600, "API key 1: must be 'tml-' and 16 or more printable ASCII"),
+        (
+            "sk-aaaaaaaaaaaaaaaaaaaaaaaa",
+            0o600,
+            "API key 1: must be 'tml-' and 16 or more printable ASCII",
+        ),
         (f"{ALICE}\ntml-short", 0o600, "API key 2: must be"),
         ("tml-aaaaaaaaaaaaaaaaa aaaaaa", 0o600, "API key 1"),
         (ALICE, 0o640, "others may read or write it; chmod 600"),
@@ -57,7 +68,9 @@ def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, mode, said):
 
 # Guard
 
-LIMITS = HttpLimits(body_bytes=100, json_bytes=60, small_bytes=40, held_bytes=1000, body_timeout_s=10.0)
+LIMITS = HttpLimits(
+    body_bytes=100, json_bytes=60, small_bytes=40, held_bytes=1000, body_timeout_s=10.0
+)
 TENSORS, SAMPLE = "/api/v1/forward_backward", "/api/v1/asample"
 
 
@@ -76,7 +89,9 @@ class Guarded:
         self.num_calls += 1
         body = (await receive())["body"]
         await self.go_on.wait()
-        await Response(f"{scope.get('state', {}).get('owner')} {body.decode()}")(scope, receive, send)
+        await Response(f"{scope.get('state', {}).get('owner')} {body.decode()}")(
+            scope, receive, send
+        )
 
     async def post(self, body=b"", path="/api/v1/x", **headers):
         transport = httpx.ASGITransport(self._guard)
@@ -120,7 +135,9 @@ def test_paths_of_other_clients_take_the_key_as_these_clients_send_it():
     statuses = [ask(ALICE).status_code, ask(BOB).status_code, ask(ALICE, kind="Basic").status_code]
     assert statuses == [200, 401, 401]
     assert ask(ALICE, path="/v1/models").status_code == 200
-    assert ask(BOB).json() == {"detail": "Authorization: Bearer: must be an API key that this server knows"}
+    assert ask(BOB).json() == {
+        "detail": "Authorization: Bearer: must be an API key that this server knows"
+    }
     assert ask(ALICE, path="/api/v1/checkpoints").status_code == 401
 
 
@@ -155,7 +172,10 @@ def test_body_that_does_not_arrive_times_out():
 
 def test_share_of_an_owner_is_what_remains_free():
     shares = Shares(300)
-    taken = [shares.take(*one) for one in (("a", 151), ("a", 150), ("b", 76), ("b", 75), ("a", 1), ("a", 0))]
+    taken = [
+        shares.take(*one)
+        for one in (("a", 151), ("a", 150), ("b", 76), ("b", 75), ("a", 1), ("a", 0))
+    ]
     assert taken == [False, True, False, True, False, True]
     shares.give_back("a", 150)
     assert shares.take("b", 75)
@@ -213,7 +233,12 @@ async def test_error_of_the_server_is_a_500_without_its_text(client):
 async def test_malformed_fields_and_unsupported_calls_are_named(client):
     for path, body, status, said in (
         ("save_weights", {"seq_id": "one"}, 422, "body.seq_id: Input should be a valid integer"),
-        ("save_weights", {"seq_id": 1, "momentum": 1}, 422, "body.momentum: Extra inputs are not permitted"),
+        (
+            "save_weights",
+            {"seq_id": 1, "momentum": 1},
+            422,
+            "body.momentum: Extra inputs are not permitted",
+        ),
         ("optim_step", {"seq_id": 1}, 422, "Field required"),
         ("get_info", {"type": 3}, 422, "body.type: "),
         ("training_runs/r/publish", {}, 400, "/publish: this server does not support this call"),
@@ -233,14 +258,22 @@ async def test_apis_of_other_clients_are_named_as_not_supported(client):
 
 @service_test(virtual=False, poll_s=5.0)
 async def test_unsupported_variants_are_refused_by_name_and_use_up_their_seq_ids(client):
-    model_id, load, sampler = client.model(), {"path": "p", "optimizer": True}, "save_weights_for_sampler"
+    model_id, load, sampler = (
+        client.model(),
+        {"path": "p", "optimizer": True},
+        "save_weights_for_sampler",
+    )
     for path, body, said in (
         ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
         (sampler, {"seq_id": 2, "path": "p", "kind": "inflight"}, "'inflight'"),
         (sampler, {"seq_id": 3}, "give one of them"),
         (sampler, {"seq_id": 4, "path": "a", "sampling_session_seq_id": 0}, "give one of them"),
         ("load_weights", load | {"model_id": None}, "must have either session_id and"),
-        ("load_weights", load | {"model_seq_id": 1, "seq_id": 5}, "must have either session_id and"),
+        (
+            "load_weights",
+            load | {"model_seq_id": 1, "seq_id": 5},
+            "must have either session_id and",
+        ),
         ("load_weights", load | {"seq_id": 6, "weights_access_token": "t"}, "weights_access_token"),
         ("save_weights", {"seq_id": 7, "ttl_seconds": 0}, "ttl_seconds=0"),
         ("save_weights", {"seq_id": 8, "ttl_seconds": 10**12}, "ttl_seconds=1000000000000"),

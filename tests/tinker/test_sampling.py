@@ -43,7 +43,9 @@ async def test_repeated_sample_is_done_once_and_weights_that_failed_to_open_are_
     assert client.sample(sampler, 7, prompt(2, num_samples=3)) == first
     assert len((await client.result(first)).sequences) == 3
     assert client.backend.names() == ["open", "open", "sample"]
-    with pytest.raises(InvalidRequestError, match="num_samples=4: must be 1 to 3"):  # also when repeated
+    with pytest.raises(
+        InvalidRequestError, match="num_samples=4: must be 1 to 3"
+    ):  # also when repeated
         client.sample(sampler, 7, prompt(1, num_samples=4))
 
 
@@ -167,12 +169,21 @@ def test_call_is_translated_with_its_defaults():
     request = checked_request(prompt(1, 2, 3), base, Limits())
     assert (request.sampling.max_tokens, request.sampling.stop_token_ids) == (97, (7,))
     assert request.sampling.seed is not None
-    request = checked_request(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base, Limits())
+    request = checked_request(
+        prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base, Limits()
+    )
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (5, 3, 0)
     assert (request.sampling.stop_token_ids, request.sampling.stop_texts) == ((), ("a", "b"))
-    request = checked_request(prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base, Limits())
+    request = checked_request(
+        prompt(1, temperature=0.5, top_p=0.9, top_k=40, num_samples=3), base, Limits()
+    )
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_samples) == (0.5, 0.9, 40, 3)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_samples) == (
+        0.5,
+        0.9,
+        40,
+        3,
+    )
     assert checked_request(prompt(1, top_k=-1), base, Limits()).sampling.top_k == 0
     assert checked_request(prompt(1, stop=[]), base, Limits()).sampling.stop_token_ids == ()
     full = checked_request(prompt(*range(100), prompt_logprobs=True), base, Limits())
@@ -190,8 +201,16 @@ def test_call_is_translated_with_its_defaults():
         ([-1], {}, "prompt: has token id -1: must be 0 to 999"),
         ([1], {"num_samples": 0}, "num_samples=0: must be 1 to 1024"),
         ([1], {"topk_prompt_logprobs": 1001}, "topk_prompt_logprobs=1001: must be 0 to 1000"),
-        ([1], {"max_tokens": 0}, "sampling_params.max_tokens=0: must be a finite number of at least 1"),
-        ([1], {"temperature": -0.1}, "sampling_params.temperature, unless it is 0=-0.1: must be 1e-30 to"),
+        (
+            [1],
+            {"max_tokens": 0},
+            "sampling_params.max_tokens=0: must be a finite number of at least 1",
+        ),
+        (
+            [1],
+            {"temperature": -0.1},
+            "sampling_params.temperature, unless it is 0=-0.1: must be 1e-30 to",
+        ),
         ([1], {"top_p": 0.0}, "sampling_params.top_p=0.0: must be 1e-30 to 1"),
         ([1], {"seed": 2**63}, "sampling_params.seed=9223372036854775808: must be 0 to"),
         ([1], {"stop": ["a", ""]}, "sampling_params.stop: has an empty text"),

@@ -49,7 +49,11 @@ def http(server):
 def ids(http, client):
     """Ids of existing objects: requests with these pass the first checks."""
     model_id = lora(client, rank=2).model_id
-    sampler = {"session_id": model_id.partition(":")[0], "sampling_session_seq_id": 99, "base_model": "tiny"}
+    sampler = {
+        "session_id": model_id.partition(":")[0],
+        "sampling_session_seq_id": 99,
+        "base_model": "tiny",
+    }
     sampler_id = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
     return {
         "model_id": model_id,
@@ -146,7 +150,9 @@ def test_mutated_protobuf_never_fails_the_server(server, http, ids):
     assert set(counts) <= {200, 400, 404, 410}, counts
     assert counts[200] >= NUM_BODIES // 20
     assert counts[400] > NUM_BODIES // 4
-    for _ in range(3):  # a fresh server on a busy machine compiles its kernels for longer than one poll
+    for _ in range(
+        3
+    ):  # a fresh server on a busy machine compiles its kernels for longer than one poll
         result = http.post("retrieve_future", json={"request_id": first})
         if result.status_code != 408:
             break

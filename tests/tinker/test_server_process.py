@@ -19,7 +19,9 @@ KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
 
 
 def post(server, path, key, **body):
-    return httpx.post(f"{server.url}/api/v1/{path}", json=body, headers={"x-api-key": key}, timeout=60)
+    return httpx.post(
+        f"{server.url}/api/v1/{path}", json=body, headers={"x-api-key": key}, timeout=60
+    )
 
 
 def refused(argv, capsys):
@@ -51,12 +53,19 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
             ("--keys_file", "none"): "keys_file='none': ",
             ("--port", port): f"port={port}: cannot listen there: Address already in use",
             ("--port", "65536"): "port=65536: must be at least 0 and at most 65535",
-            ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",
+            (
+                "--port",
+                "0",
+                "--storage_folder",
+                str(tmp_path / "file"),
+            ): "cannot be the storage folder",
             ("--http.poll_s", "60"): "poll_s=60.0: must be at most 40",
             ("--limits.models", "0"): "models=0: must be above 0",
         }
         for options, said in cases.items():
-            assert said in refused(["--storage_folder", str(tmp_path / "storage"), *options], capsys)
+            assert said in refused(
+                ["--storage_folder", str(tmp_path / "storage"), *options], capsys
+            )
 
 
 def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(tmp_path, capsys):
@@ -68,7 +77,9 @@ def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(
         saved = done(model.save_state("kept")).path
         expected = forward(model, DATA)
         second = refused(["--port", "0", "--storage_folder", str(storage)], capsys)
-        in_flight = post(server, "optim_step", KEY, model_id=model.model_id, seq_id=1000, adam_params={})
+        in_flight = post(
+            server, "optim_step", KEY, model_id=model.model_id, seq_id=1000, adam_params={}
+        )
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         assert "is in use by process" in second
 
@@ -98,7 +109,9 @@ def test_signal_ends_a_server_with_work_and_polls_in_progress(tmp_path, number):
     ):
         model = lora(server.client(KEY))
         # Earlier seq ids never arrive, so the poll lasts until the server ends.
-        step = post(server, "optim_step", KEY, model_id=model.model_id, seq_id=7, adam_params={}).json()
+        step = post(
+            server, "optim_step", KEY, model_id=model.model_id, seq_id=7, adam_params={}
+        ).json()
         sent = threading.Event()
 
         def trace(event, info):

@@ -98,7 +98,9 @@ async def test_limit_on_models_holds_per_owner_until_a_session_ends(client):
 
 
 @service_test(sessions=2, result_kept_s=60)
-async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_with_their_results(client):
+async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_with_their_results(
+    client,
+):
     first, second = client.session(), client.session()
     with pytest.raises(LimitReachedError, match="limit sessions: 2"):
         client.session()
@@ -111,7 +113,10 @@ async def test_limit_on_sessions_holds_per_owner_and_ended_ones_are_forgotten_wi
     await asyncio.sleep(2)
     with pytest.raises(NotFoundError):
         client.service.sessions.live(first, ME)
-    assert {client.service.sessions.live(one, ME).session_id for one in (second, third)} == {second, third}
+    assert {client.service.sessions.live(one, ME).session_id for one in (second, third)} == {
+        second,
+        third,
+    }
 
 
 @service_test(close_timeout_s=5)
@@ -122,7 +127,9 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     model = client.model()
     sampler = client.base_sampler(session=model.partition(":")[0])
     requests = [client.add(model, 1, 1), client.add(model, 3, 3), client.sample(sampler)]
-    waiting = [asyncio.create_task(service.retrieve(one, owner=ME, wait_s=1000)) for one in requests]
+    waiting = [
+        asyncio.create_task(service.retrieve(one, owner=ME, wait_s=1000)) for one in requests
+    ]
     await asyncio.sleep(10)
     started_s = now_s()
     closing = [asyncio.create_task(service.close()) for _ in range(2)]

@@ -46,7 +46,10 @@ async def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
     async with running_service(tmp_path) as client:
         assert await client.loaded_weight(path) == -5
         (_, run) = (await client.runs("training_runs", offset=0, limit=9)).training_runs
-        assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"a": "b"})
+        assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (
+            path,
+            {"a": "b"},
+        )
         assert path == f"tinker://{run.training_run_id}/weights/step-1"
         assert (await client.runs("weights_info", path)).lora_rank == 4
         run_id, stranger = run.training_run_id, client.of(YOU)
@@ -75,7 +78,9 @@ async def test_taken_name_is_refused_or_overwritten_as_requested(client):
     assert await client.loaded_weight(path) == -6
     before = files(client.folder)
     client.backend.fail("save_model", OSError("disk full"))
-    assert (await client.failure(client.save(model, 8, "final", overwrite=True))).category == "server"
+    assert (
+        await client.failure(client.save(model, 8, "final", overwrite=True))
+    ).category == "server"
     assert files(client.folder) == before
     (kept,) = (await client.runs("checkpoints_of_run", model)).checkpoints
     assert kept.user_metadata is None
@@ -137,7 +142,9 @@ async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
     async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
         model = await client.trained()
         names = ("short", "long", "kept")
-        short, *_ = [await client.saved(model, 3 + i, name, ttl_seconds=100) for i, name in enumerate(names)]
+        short, *_ = [
+            await client.saved(model, 3 + i, name, ttl_seconds=100) for i, name in enumerate(names)
+        ]
         for name, ttl in (("long", 500), ("kept", None)):
             await client.runs("set_ttl", model, "weights", name, Ttl(ttl_seconds=ttl))
         time_s[0] = 1_100
@@ -154,7 +161,9 @@ async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
         assert not any("long" in file for file in files(tmp_path))
 
 
-async def test_expired_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path, caplog, monkeypatch):
+async def test_expired_checkpoint_that_cannot_be_removed_fails_no_save(
+    tmp_path, caplog, monkeypatch
+):
     time_s = [1_000.0]
     async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
         model = await client.trained()
@@ -200,7 +209,22 @@ async def test_cancelled_work_on_files_is_waited_for():
 @service_test(virtual=False)
 async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(client):
     model, session = client.model(), client.session()
-    names = ("", ".", "..", ".a", "-a", "a/b", "../a", "a\\b", "a\n", "a\0", "ä", "a b", "a" * 129, "a@1")
+    names = (
+        "",
+        ".",
+        "..",
+        ".a",
+        "-a",
+        "a/b",
+        "../a",
+        "a\\b",
+        "a\n",
+        "a\0",
+        "ä",
+        "a b",
+        "a" * 129,
+        "a@1",
+    )
     for i, name in enumerate(names):
         for seq_id, save in ((2 * i + 1, client.save), (2 * i + 2, client.save_sampler)):
             with pytest.raises(InvalidRequestError, match="name="):
@@ -219,7 +243,9 @@ async def test_names_cannot_leave_their_folder_and_the_default_is_the_seq_id(cli
         assert await client.loaded_weight(path) == 0
 
 
-async def test_damaged_and_foreign_files_are_ignored_and_leftovers_of_a_kill_removed(tmp_path, caplog):
+async def test_damaged_and_foreign_files_are_ignored_and_leftovers_of_a_kill_removed(
+    tmp_path, caplog
+):
     async with running_service(tmp_path) as client:
         model = await client.trained()
         paths = [await client.saved(model, seq_id, f"s{seq_id}") for seq_id in (3, 4)]
@@ -232,7 +258,9 @@ async def test_damaged_and_foreign_files_are_ignored_and_leftovers_of_a_kill_rem
     for left in (f"s4@{'0' * 32}", f"other@{'0' * 32}", unwritten):
         shutil.copytree(next(folder.glob("s4@*")), folder / left)
     (folder / f"{unwritten}.lock").touch()
-    earlier = tmp_path / model.replace(":", ".").replace("train.0", "train.1") / "weights" / "final@3"
+    earlier = (
+        tmp_path / model.replace(":", ".").replace("train.0", "train.1") / "weights" / "final@3"
+    )
     earlier.mkdir(parents=True)
     (earlier / "weights.bin").write_text("w")
     (tmp_path / "notes").mkdir()
@@ -264,7 +292,10 @@ async def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path
         listed = (await client.runs("checkpoints_of_run", models[0])).checkpoints
         assert [one.tinker_path for one in listed] == paths[::-1]
         some = await client.runs("checkpoints", offset=1, limit=1)
-        assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == ([paths[1]], 3)
+        assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == (
+            [paths[1]],
+            3,
+        )
         await client.runs("delete_checkpoint", models[0], "weights", "s2")
         left = await client.runs("training_run", models[0])
         assert left.last_checkpoint.tinker_path == paths[0]

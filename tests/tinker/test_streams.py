@@ -24,7 +24,11 @@ async def test_repeated_request_is_done_once_even_after_its_result_was_evicted(c
         await client.result(first)
     await client.result(client.step(model, 2))
 
-    assert client.backend.names("delete_model") == ["create_model", "forward_backward", "optim_step"]
+    assert client.backend.names("delete_model") == [
+        "create_model",
+        "forward_backward",
+        "optim_step",
+    ]
 
 
 @service_test(gap_timeout_s=30)
@@ -75,7 +79,8 @@ async def test_failed_request_does_not_stop_later_ones_and_reveals_no_internals(
     client.backend.fail("forward_backward", InvalidRequestError("data[0]: no"))
     client.backend.fail("forward_backward", RuntimeError("/secret/path exploded"))
     first, second, third = [
-        await client.result(one) for one in [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3)]
+        await client.result(one)
+        for one in [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3)]
     ]
 
     assert first == RequestFailedResponse(error="data[0]: no", category=RequestErrorCategory.User)
@@ -94,7 +99,9 @@ async def test_refused_request_uses_up_its_seq_id(client):
     assert "token id -1" in (await client.failure(client.add(model, 1, -1))).error
     assert now_s() == 0
     for seq_id in (0, -1, 2**63, None):
-        with pytest.raises(InvalidRequestError, match=f"seq_id={seq_id}: must be a whole number from 1"):
+        with pytest.raises(
+            InvalidRequestError, match=f"seq_id={seq_id}: must be a whole number from 1"
+        ):
             client.step(model, seq_id)
 
 

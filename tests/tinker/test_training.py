@@ -49,7 +49,10 @@ async def test_requests_to_a_model_that_could_not_be_created_fail(client):
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"rank": 129}, "lora_config.rank, unless it is 0 to train all parameters=129: must be 1 to 128"),
+        (
+            {"rank": 129},
+            "lora_config.rank, unless it is 0 to train all parameters=129: must be 1 to 128",
+        ),
         ({"rank": -1}, "=-1: must be 1 to 128"),
         ({"rank": 1, "seed": -1}, "lora_config.seed=-1: must be 0 to 9223372036854775807"),
         ({"rank": 1, "seed": 2**63}, "lora_config.seed=9223372036854775808: must be"),
@@ -89,7 +92,12 @@ async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
         ("other", path, InvalidRequestError, "base_model='other': must be 'tiny'"),
         (None, f"{path}x", NotFoundError, "there is no checkpoint"),
         (None, "/etc/passwd", InvalidRequestError, "must have the form tinker://"),
-        (None, path.replace("/weights/", "/sampler_weights/"), InvalidRequestError, "weights to sample from"),
+        (
+            None,
+            path.replace("/weights/", "/sampler_weights/"),
+            InvalidRequestError,
+            "weights to sample from",
+        ),
     ):
         with pytest.raises(error, match=said):
             create(1, wrong, base)

@@ -66,7 +66,9 @@ async def test_attack_reaches_nothing_of_another_key_unless_a_check_of_the_owner
     assert not any([attacker.is_foreign((await ask(client, call)).content) for call in lists])
 
     def every_run(storage, owner):
-        return [record for run in storage._runs() if (record := storage._run_record(run)) is not None]
+        return [
+            record for run in storage._runs() if (record := storage._run_record(run)) is not None
+        ]
 
     with mock.patch.object(Storage, "runs", every_run):
         assert all([attacker.is_foreign((await ask(client, call)).content) for call in lists])
@@ -77,7 +79,9 @@ async def test_attack_reaches_nothing_of_another_key_unless_a_check_of_the_owner
     with mock.patch.object(
         Sessions, "_find", lambda self, any_id, owner: self._sessions[any_id.partition(":")[0]]
     ):
-        assert await reached_by(client, attacker) == attacker.foreign_calls().keys() - OF_CHECKPOINTS
+        assert (
+            await reached_by(client, attacker) == attacker.foreign_calls().keys() - OF_CHECKPOINTS
+        )
 
 
 @pytest.mark.slow
@@ -91,7 +95,9 @@ def test_attack_makes_its_requests_and_ends_with_what_it_found(tmp_path):
         "--folder",
         str(tmp_path / "attack"),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     *table, last = done.stdout.splitlines()
     found = json.loads(last)
     assert done.returncode == 0, done.stdout + done.stderr

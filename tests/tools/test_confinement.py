@@ -10,7 +10,16 @@ import struct
 import pytest
 
 from rl.tools.sandbox import PythonSandbox
-from rl.tools.syscalls import ABSENT, ALLOWED, CONDITIONAL, DONE, MACHINES, NEWEST, NUMBERS, seccomp_program
+from rl.tools.syscalls import (
+    ABSENT,
+    ALLOWED,
+    CONDITIONAL,
+    DONE,
+    MACHINES,
+    NEWEST,
+    NUMBERS,
+    seccomp_program,
+)
 from tests.support.forked import run_in_fork
 from tests.support.kernels import install_filter
 
@@ -48,14 +57,19 @@ BOTH = pytest.mark.parametrize("machine", list(MACHINES))
 @BOTH
 def test_every_number_has_the_outcome_of_its_list(machine):
     column = MACHINES[machine][0]
-    listed = {numbers[column]: name for name, numbers in NUMBERS.items() if numbers[column] is not None}
+    listed = {
+        numbers[column]: name for name, numbers in NUMBERS.items() if numbers[column] is not None
+    }
     assert len(listed) == sum(numbers[column] is not None for numbers in NUMBERS.values())
     for number in range(NEWEST + 1):
         name = listed.get(number)
         if name in CONDITIONAL:
             continue
         expected = ALLOW if name in ALLOWED else NOTHING if name in DONE else EPERM
-        assert outcome(number, machine=machine) == (ENOSYS if name in ABSENT else expected), (number, name)
+        assert outcome(number, machine=machine) == (ENOSYS if name in ABSENT else expected), (
+            number,
+            name,
+        )
 
 
 @BOTH
@@ -100,7 +114,9 @@ def test_call_is_judged_by_its_arguments(name, arguments, expected, machine):
 
 
 @BOTH
-def test_calls_that_are_not_known_yet_do_not_exist_and_those_of_another_machine_end_the_process(machine):
+def test_calls_that_are_not_known_yet_do_not_exist_and_those_of_another_machine_end_the_process(
+    machine,
+):
     assert outcome(NEWEST + 1, machine=machine) == ENOSYS
     assert outcome(0x40000000 | 57, machine=machine) == ENOSYS  # fork, by the x32 interface
     assert outcome(0, machine=machine, arch=0x40000003) == KILL  # i386, on an x86_64 kernel
@@ -155,7 +171,10 @@ DENIED_FILE = "PermissionError: [Errno 13] Permission denied: '/etc/passwd'"
     ("lacks", "reason"),
     [
         ({"seccomp": True}, "seccomp is missing: [Errno 22] prctl option 22: Invalid argument"),
-        ({"landlock": True}, "Landlock is missing: [Errno 38] system call 444: Function not implemented"),
+        (
+            {"landlock": True},
+            "Landlock is missing: [Errno 38] system call 444: Function not implemented",
+        ),
     ],
 )
 def test_tool_is_refused_without_seccomp_or_landlock(lacks, reason):
@@ -167,8 +186,16 @@ def test_tool_is_refused_without_seccomp_or_landlock(lacks, reason):
 
 def test_unconfined_code_is_held_by_what_there_is():
     code = [FORK, READ, "1 + 1"]
-    assert on_such_a_kernel(seccomp=True, allow_unconfined=True, code=code) == ["0", DENIED_FILE, "2"]
-    assert on_such_a_kernel(landlock=True, allow_unconfined=True, code=code) == [DENIED, "True", "2"]
+    assert on_such_a_kernel(seccomp=True, allow_unconfined=True, code=code) == [
+        "0",
+        DENIED_FILE,
+        "2",
+    ]
+    assert on_such_a_kernel(landlock=True, allow_unconfined=True, code=code) == [
+        DENIED,
+        "True",
+        "2",
+    ]
     assert on_such_a_kernel(code=code) == [DENIED, DENIED_FILE, "2"]
 
 

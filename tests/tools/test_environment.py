@@ -32,7 +32,11 @@ def step(env, *calls, text=""):
 
 
 def counts(observation):
-    return {name.removeprefix("tools/"): n for name, n in observation.metrics.items() if name != "tools/s"}
+    return {
+        name.removeprefix("tools/"): n
+        for name, n in observation.metrics.items()
+        if name != "tools/s"
+    }
 
 
 def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
@@ -91,7 +95,9 @@ def test_time_limit_of_a_tool_is_counted():
         await asyncio.Event().wait()
         return ""
 
-    observation = step(environment(FunctionTool(wait, time_limit_s=0.05)), ("wait", {}), calculate("1"))
+    observation = step(
+        environment(FunctionTool(wait, time_limit_s=0.05)), ("wait", {}), calculate("1")
+    )
     assert [message.content for message in observation.messages] == [
         "Error: wait took longer than 0.05 s and was stopped",
         "1",

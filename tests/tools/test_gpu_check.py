@@ -58,7 +58,10 @@ def test_the_table_names_what_a_machine_lacks():
     found |= {"result": "not here", "seconds": 1.0}
     lines = lines_of("recovery", found, kept={"step s": 0.25})
     assert re.fullmatch(r"recovery +not here +1.0 s  FSDP 2 x TP 2 .*", lines[0])
-    assert [line.strip() for line in lines[1:]] == ["step s: 0.5  (kept: 0.25)", "! needs 5 GPUs; there is 1"]
+    assert [line.strip() for line in lines[1:]] == [
+        "step s: 0.5  (kept: 0.25)",
+        "! needs 5 GPUs; there is 1",
+    ]
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:

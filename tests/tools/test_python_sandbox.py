@@ -20,7 +20,9 @@ DEADLINE_S = 20.0
 
 
 def limited(**settings):
-    return PythonSandbox.Config(**{"time_limit_s": DEADLINE_S, "cpu_limit_s": 20, **settings}).build()
+    return PythonSandbox.Config(
+        **{"time_limit_s": DEADLINE_S, "cpu_limit_s": 20, **settings}
+    ).build()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,10 @@ def test_code_answers_with_what_it_prints_and_its_last_value(sandbox, code, mess
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("print('a')\n1 / 0", 'a\nTraceback (most recent call last):\n  File "main.py", line 2, in'),
+        (
+            "print('a')\n1 / 0",
+            'a\nTraceback (most recent call last):\n  File "main.py", line 2, in',
+        ),
         ("def f(:", "SyntaxError"),
         ("import sys; sys.exit('bye')", "bye"),
         ("import os; os._exit(102)", "Error: exit status 102"),
@@ -238,7 +243,8 @@ def test_code_that_does_not_end_is_killed_at_its_time_limit(code):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("block", "least_s"), [("", 1.0), ("import signal; signal.pthread_sigmask(0, [signal.SIGXCPU])\n", 2.0)]
+    ("block", "least_s"),
+    [("", 1.0), ("import signal; signal.pthread_sigmask(0, [signal.SIGXCPU])\n", 2.0)],
 )
 def test_cpu_time_ends_code_by_the_kernel(block, least_s):
     """At the first limit, or, where its signal is blocked, a second later."""
@@ -262,15 +268,22 @@ def test_memory_ends_at_its_limit(code):
 def test_output_ends_at_its_limit(stream):
     sandbox = limited(max_output_bytes=1000)
     assert run(sandbox, "print('x' * 999)").reason == "ok"
-    result = run(sandbox, f"import os\nn = 0\nwhile True:\n    n += 1; os.write({stream}, b'%09d\\n' % n)")
+    result = run(
+        sandbox, f"import os\nn = 0\nwhile True:\n    n += 1; os.write({stream}, b'%09d\\n' % n)"
+    )
     assert result.reason == "output limit"
     assert result.output == "".join(f"{n:09d}\n" for n in range(1, 101))
 
 
 def test_files_have_a_size_and_a_number(sandbox):
     big = run(limited(max_file_mib=1), "open('a', 'wb').write(bytes(3 << 20))")
-    assert (big.reason, big.output.splitlines()[-1]) == ("error", "OSError: [Errno 27] File too large")
-    many = run(limited(max_files=10), "import time\nfor n in range(10): open(str(n), 'w')\ntime.sleep(60)")
+    assert (big.reason, big.output.splitlines()[-1]) == (
+        "error",
+        "OSError: [Errno 27] File too large",
+    )
+    many = run(
+        limited(max_files=10), "import time\nfor n in range(10): open(str(n), 'w')\ntime.sleep(60)"
+    )
     assert many.reason == "file limit"
     opened = run(sandbox, "files = []\nwhile True: files.append(open('main.py'))")
     assert opened.output.splitlines()[-1] == "OSError: [Errno 24] Too many open files: 'main.py'"
@@ -300,7 +313,9 @@ def test_process_has_no_rights_and_a_cancelled_call_leaves_nothing(sandbox, fold
         calls = [asyncio.create_task(sandbox.run(BEGIN))]
         await begun(folders)
         (pid,) = processes_in(folders)
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        status = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
         # Another call has only begun to start.
         calls.append(asyncio.create_task(sandbox.run(BEGIN)))
         await asyncio.sleep(0)

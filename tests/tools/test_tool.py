@@ -63,7 +63,11 @@ def test_rendered_call_is_word_for_word_that_of_qwen3s_template():
     function = {"name": made.name, "arguments": dict(made.arguments)}
     conversation = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
         {"role": "user", "content": "!"},
     ]
     assert render_call(made) in rendered(conversation)
@@ -121,8 +125,14 @@ def test_malformed_call_becomes_an_error_and_the_next_is_read(body, message):
         (call("nothing", x=1), "there is no tool 'nothing'; the tools are calculator, search"),
         (call("calculator"), "'expression' is a required property"),
         (call("calculator", expression="1", x=2), "'x' was unexpected"),
-        (call("calculator", expression=3), "arguments['expression'] of calculator: 3 is not of type 'str"),
-        (call("search", query="a", limit="3"), "arguments['limit'] of search: '3' is not of type 'integer'"),
+        (
+            call("calculator", expression=3),
+            "arguments['expression'] of calculator: 3 is not of type 'str",
+        ),
+        (
+            call("search", query="a", limit="3"),
+            "arguments['limit'] of search: '3' is not of type 'integer'",
+        ),
         (call("calculator", expression=["x" * 10_000]), "is not of type 'string'"),
         (call("search", query="a", limit=True), "True is not of type 'integer'"),
         (call("search", query="a", sources=["x", 1]), "arguments['sources'][1]"),
@@ -161,12 +171,18 @@ def run(function, time_limit_s=10.0, **arguments):
 
 def test_schema_is_that_of_signature_and_docstring():
     tool = FunctionTool(convert)
-    assert (tool.name, tool.description) == ("convert", "Convert a length\nbetween units.\n\nOf any size.")
+    assert (tool.name, tool.description) == (
+        "convert",
+        "Convert a length\nbetween units.\n\nOf any size.",
+    )
     assert tool.parameters["properties"]["value"] == {
         "type": "number", "description": "the length, in the other unit",
     }  # fmt: skip
     assert tool.parameters["properties"]["to"]["enum"] == ["m", "ft"]
-    assert (tool.parameters["required"], tool.parameters["additionalProperties"]) == (["value", "to"], False)
+    assert (tool.parameters["required"], tool.parameters["additionalProperties"]) == (
+        ["value", "to"],
+        False,
+    )
     # Whole numbers arrive as integers.
     assert run(convert, value=2.5, to="m", digits=3.0) == "2.5 m 3 False"
     with pytest.raises(ValueError, match="time_limit_s=0 is not above 0"):
@@ -199,7 +215,9 @@ def test_result_other_than_text_is_json(result, text):
     assert run(thing) == text
 
 
-@pytest.mark.parametrize("error", [KeyError("k"), TimeoutError("its own"), StopIteration("s"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), TimeoutError("its own"), StopIteration("s"), SystemExit(3)]
+)
 def test_error_of_a_function_is_a_tool_error(error):
     def fail() -> str:
         """Fails."""

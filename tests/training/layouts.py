@@ -74,7 +74,9 @@ def sizes(layout: str) -> dict[str, int]:
 
 
 def parallelism(layout: str) -> ParallelismConfig:
-    degrees: dict[str, Any] = {f"{DEGREES[axis]}_degree": size for axis, size in sizes(layout).items()}
+    degrees: dict[str, Any] = {
+        f"{DEGREES[axis]}_degree": size for axis, size in sizes(layout).items()
+    }
     for schedule in SCHEDULES.keys() & set(layout.split("_")):
         degrees["pipeline_parallel_schedule"] = SCHEDULES[schedule]
         if schedule != "gpipe":
@@ -113,7 +115,9 @@ def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> Traini
         config.converters = (*config.converters, Float8GroupedMM.Config(emulate=True))
     if "lora" in kind:
         adapter = assets["adapter" if kind == "lora" else "even adapter"]
-        lora = LoRA.Config(rank=RANK, alpha=2.0 * RANK, unembedding=kind == "lora", initial_adapter=adapter)
+        lora = LoRA.Config(
+            rank=RANK, alpha=2.0 * RANK, unembedding=kind == "lora", initial_adapter=adapter
+        )
         config.converters = (*config.converters, lora)
     return config
 
@@ -147,7 +151,9 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"logprobs": engine.compute_logprobs(samples)}
     found["whole"] = engine.forward_backward(samples)
     found["gradients"] = whole_gradients(engine)
-    found["num_local"] = {name: local_tensor(p).numel() for name, p in engine.policy.parameters.items()}
+    found["num_local"] = {
+        name: local_tensor(p).numel() for name, p in engine.policy.parameters.items()
+    }
     engine.load_checkpoint(assets[kind])
     found["parts"] = [
         engine.forward_backward(part, return_logprobs=[1, 0])
@@ -165,7 +171,9 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     if kind == "lora":
         trained = engine.compute_logprobs(samples)
         engine.save_adapter(f"{folder}/adapter")
-        reopened = make(kind, layout, assets | {"adapter": f"{folder}/adapter"}).compute_logprobs(samples)
+        reopened = make(kind, layout, assets | {"adapter": f"{folder}/adapter"}).compute_logprobs(
+            samples
+        )
         found["reopened"] = list(zip(reopened, trained, strict=True))
 
     found["sparse"] = engine.forward_backward(samples[:1])
@@ -175,7 +183,9 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     for _ in range(2):
         engine.load_checkpoint(f"{folder}/checkpoint")
         found["restored"] = whole_state(engine)
-        found["continued"].append((engine.forward_backward(samples).loss_sum, engine.optim_step().grad_norm))
+        found["continued"].append(
+            (engine.forward_backward(samples).loss_sum, engine.optim_step().grad_norm)
+        )
     engine.close()
 
     if kind == "dense" and "pp" not in sizes(layout):
@@ -185,7 +195,9 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     if kind == "dense":
         found["losses"] = measure_losses(layout, assets)
         if layout in REDUCED:
-            found["reduced"] = {dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")}
+            found["reduced"] = {
+                dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")
+            }
     return found
 
 
@@ -214,7 +226,9 @@ LOSS = GRPOLoss(
 """Loss that needs the reference policy, the entropy's gradient, whole sequences and their number."""
 
 
-def measure_losses(layout: str, assets: Assets) -> tuple[dict[str, float], Tensors, list[np.ndarray]]:
+def measure_losses(
+    layout: str, assets: Assets
+) -> tuple[dict[str, float], Tensors, list[np.ndarray]]:
     """Return the sum and metrics of `LOSS` after one step, its gradients, and logprobs: those under the reference
     policy, and those of three targets of each token.
     """
@@ -229,7 +243,9 @@ def measure_losses(layout: str, assets: Assets) -> tuple[dict[str, float], Tenso
     gradients, reference = whole_gradients(engine), engine.compute_reference_logprobs(samples)
     engine.drop_gradient()
     targets = [with_targets(sample, k=3, seed=i) for i, sample in enumerate(samples)]
-    several = engine.forward(targets, loss=CrossEntropyLoss(weights="advantages", normalization="none"))
+    several = engine.forward(
+        targets, loss=CrossEntropyLoss(weights="advantages", normalization="none")
+    )
     assert several.logprobs is not None
     return numbers | {"of targets": several.loss_sum}, gradients, [*reference, *several.logprobs]
 
@@ -252,7 +268,10 @@ def step_with_muon(case: Case, assets: Assets) -> tuple[Tensors, Tensors]:
 def step_in_backward(layout: str, assets: Assets) -> tuple[Tensors, list[float]]:
     """Return the weights and norms of two steps in the backward."""
     config = config_of("dense", layout, assets, max_norm=math.inf)
-    config.loss, config.optimizer.early_step_in_backward = GRPOLoss(normalization="none"), layout != "one"
+    config.loss, config.optimizer.early_step_in_backward = (
+        GRPOLoss(normalization="none"),
+        layout != "one",
+    )
     engine, norms = built(config, assets["dense"], spec=spec_of("dense")), []
     for _ in range(2):
         engine.forward_backward(make_samples())
@@ -354,7 +373,9 @@ def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -
     engine = built(config, assets.get(kind), spec=spec_of(kind))
     counted: list[int] = []
     embedding = engine.policy.model.get_submodule("embed_tokens")
-    handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))
+    handle = embedding.register_forward_pre_hook(
+        lambda _, inputs: counted.append(inputs[0].numel())
+    )
     result = engine.forward_backward(samples)
     handle.remove()
     gradients = whole_gradients(engine)
@@ -367,7 +388,9 @@ def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -
         "num_graphs": counters["stats"]["unique_graphs"],
         # The attention of a CPU is not compiled: every batch, with other lengths, would be compiled anew.
         "num_graph_breaks": sum(
-            count for why, count in counters["graph_break"].items() if "AttentionBySegment" not in why
+            count
+            for why, count in counters["graph_break"].items()
+            if "AttentionBySegment" not in why
         ),
     }
 
@@ -381,7 +404,9 @@ def float8_samples() -> list[Any]:
 def whole_gradients(engine: TrainingEngine) -> Tensors:
     """Return the accumulated gradients, unsharded, on every rank."""
     place_gradients(list(engine.policy.parameters.values()))
-    return whole(engine, {name: p.grad for name, p in engine.policy.parameters.items() if p.grad is not None})
+    return whole(
+        engine, {name: p.grad for name, p in engine.policy.parameters.items() if p.grad is not None}
+    )
 
 
 def whole_parameters(engine: TrainingEngine) -> Tensors:

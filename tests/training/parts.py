@@ -48,7 +48,9 @@ def spec_like(
 
 def small_spec(*, tie: bool = True) -> ModelSpec:
     """Return a model of two layers of width 36, which shards do not all divide evenly."""
-    return spec_like(qwen3, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=tie)
+    return spec_like(
+        qwen3, dim=36, head_dim=6, feed_forward=FeedForward.Config(hidden_dim=20), tie=tie
+    )
 
 
 def windowed_spec(*, tie: bool = True, bias: bool = False) -> ModelSpec:
@@ -62,12 +64,16 @@ def granite_spec() -> ModelSpec:
     """Return a model of a family that is not relay's own, with an output head."""
     feed_forward = FeedForward.Config(hidden_dim=20)
     switches = {"attention_bias": True, "multipliers": custom_model.MULTIPLIERS}
-    return spec_like(custom_model, dim=36, head_dim=6, feed_forward=feed_forward, tie=False, **switches)
+    return spec_like(
+        custom_model, dim=36, head_dim=6, feed_forward=feed_forward, tie=False, **switches
+    )
 
 
 def even_spec(*, tie: bool = True) -> ModelSpec:
     """Return a model of sizes that float8 can multiply, even on each of two tensor-parallel ranks."""
-    return spec_like(qwen3, dim=32, head_dim=16, feed_forward=FeedForward.Config(hidden_dim=64), tie=tie)
+    return spec_like(
+        qwen3, dim=32, head_dim=16, feed_forward=FeedForward.Config(hidden_dim=64), tie=tie
+    )
 
 
 def even_moe_spec() -> ModelSpec:
@@ -96,12 +102,20 @@ def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = Non
         for name, tensor in tensors.items():
             if name.endswith(("norm.weight", "bias")):
                 # Layers' biases of 0.3 would put a token at the bound of the clipped ratio, where rounding decides.
-                size = 0.05 if name.endswith("load_balance_bias") else 0.3 if name.endswith("weight") else 0.2
+                size = (
+                    0.05
+                    if name.endswith("load_balance_bias")
+                    else 0.3
+                    if name.endswith("weight")
+                    else 0.2
+                )
                 tensor += size * torch.randn(tensor.shape, generator=generator)
     with tempfile.TemporaryDirectory() as tokenizer:
         build_byte_tokenizer(tokenizer)
         adapter = spec.adapter(spec.model)
-        write_hf_folder(folder, tensors.items(), adapter, dtype=torch.float32, tokenizer_from=tokenizer)
+        write_hf_folder(
+            folder, tensors.items(), adapter, dtype=torch.float32, tokenizer_from=tokenizer
+        )
     return str(folder)
 
 
@@ -161,7 +175,10 @@ def make_samples(count: int = 13) -> list[TrainingSample]:
     """Return samples of 2 to 19 tokens with shared prompts of up to 6 tokens and temperatures 1 and 0.7."""
     return [
         make_sample(
-            length=2 + (7 * i) % 18, seed=100 + i, temperature=0.7 if i % 3 == 0 else 1.0, prompt_seed=99
+            length=2 + (7 * i) % 18,
+            seed=100 + i,
+            temperature=0.7 if i % 3 == 0 else 1.0,
+            prompt_seed=99,
         )
         for i in range(count)
     ]
@@ -185,7 +202,9 @@ def with_targets(sample: TrainingSample, *, k: int | None = None, seed: int = 0)
 
 def engine_config(**settings: Any) -> TrainingEngine.Config:
     """Return a config; settings are fields of the engine's config or of its training."""
-    own = {f.name: settings.pop(f.name) for f in fields(TrainingEngine.Config) if f.name in settings}
+    own = {
+        f.name: settings.pop(f.name) for f in fields(TrainingEngine.Config) if f.name in settings
+    }
     training: dict[str, Any] = {"max_tokens_per_microbatch": 40, "max_norm": 0.5} | settings
     return TrainingEngine.Config(
         # A large eps keeps the first steps from being mere signs of tiny gradients.
@@ -195,16 +214,24 @@ def engine_config(**settings: Any) -> TrainingEngine.Config:
     )
 
 
-def make_engine(assets: str | None, *, spec: ModelSpec | None = None, **kwargs: Any) -> TrainingEngine:
+def make_engine(
+    assets: str | None, *, spec: ModelSpec | None = None, **kwargs: Any
+) -> TrainingEngine:
     """Build an engine; `failure_folder` and `world` go to `build`, all other keywords to `engine_config`."""
     runtime = {name: kwargs.pop(name) for name in ("failure_folder", "world") if name in kwargs}
     return built(engine_config(**kwargs), assets, spec=spec, **runtime)
 
 
 def built(
-    config: TrainingEngine.Config, assets: str | None = None, *, spec: ModelSpec | None = None, **runtime: Any
+    config: TrainingEngine.Config,
+    assets: str | None = None,
+    *,
+    spec: ModelSpec | None = None,
+    **runtime: Any,
 ) -> TrainingEngine:
-    return config.build(model_spec=spec or small_spec(), hf_assets_path=assets, device="cpu", **runtime)
+    return config.build(
+        model_spec=spec or small_spec(), hf_assets_path=assets, device="cpu", **runtime
+    )
 
 
 def step(engine):
@@ -215,7 +242,9 @@ def step(engine):
 
 def gradients(engine):
     """Return copies of all parameters' gradients by name."""
-    return {name: p.grad.clone() for name, p in engine.policy.parameters.items() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in engine.policy.parameters.items() if p.grad is not None
+    }
 
 
 def weights(engine):
@@ -246,5 +275,7 @@ def plain_logprobs(model, sample):
 def plain_model(engine):
     """Return an unsharded model with the engine's weights."""
     model = small_spec().model.build()
-    model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
+    model.load_state_dict(
+        {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
+    )
     return model

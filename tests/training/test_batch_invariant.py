@@ -79,12 +79,18 @@ def test_products_on_a_gpu_neither_split_their_sums_nor_reduce_in_half_precision
     matmul = torch.backends.cuda.matmul
     for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: None)  # needs CUDA
+    monkeypatch.setattr(
+        torch.backends.cuda, "preferred_blas_library", lambda name: None
+    )  # needs CUDA
     try:
         make_batch_invariant(torch.nn.Module(), spec=SPEC, device=torch.device("cuda"))
-        assert {name: getattr(matmul, name) for name in REDUCTIONS} == dict.fromkeys(REDUCTIONS, False)
+        assert {name: getattr(matmul, name) for name in REDUCTIONS} == dict.fromkeys(
+            REDUCTIONS, False
+        )
     finally:
-        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+        matmul.allow_bf16_reduced_precision_reduction = (
+            matmul.allow_fp16_reduced_precision_reduction
+        ) = True
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,10 @@ def test_setting_that_changes_bits_is_refused_by_field_and_value(component, fiel
 @pytest.mark.medium
 def test_engine_needs_no_numba_without_the_mode():
     assert (
-        import_with_blocked(ROOT, ["rl.training.engine", "rl.models.generate"], ("numba", "llvmlite")) == ""
+        import_with_blocked(
+            ROOT, ["rl.training.engine", "rl.models.generate"], ("numba", "llvmlite")
+        )
+        == ""
     )
 
 
@@ -138,9 +147,13 @@ def test_recomputed_activations_give_the_same_gradients(windowed_assets):
     gradients = []
     modes: tuple[Literal["none", "full"], ...] = ("none", "full")
     for mode in modes:
-        made = engine(windowed_assets, "one", activation_checkpoint=ActivationCheckpointConfig(mode=mode))
+        made = engine(
+            windowed_assets, "one", activation_checkpoint=ActivationCheckpointConfig(mode=mode)
+        )
         made.forward_backward(make_samples())
-        gradients.append([p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None])
+        gradients.append(
+            [p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None]
+        )
     assert len(gradients[0]) == len(made.policy.parameters)
     assert same_bits(*gradients)
 
@@ -154,8 +167,12 @@ def test_data_and_context_parallel_ranks_have_the_bits_of_one_device(windowed_as
 
 
 @pytest.mark.medium
-def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(windowed_assets, one_device):
-    ranks = run_ranks(both_sides_of_tensor_parallelism, 2, windowed_assets, timeout_s=RANKS_TIMEOUT_S)
+def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(
+    windowed_assets, one_device
+):
+    ranks = run_ranks(
+        both_sides_of_tensor_parallelism, 2, windowed_assets, timeout_s=RANKS_TIMEOUT_S
+    )
     for ours, theirs in ranks:
         assert same_bits(ours, theirs)
         # A sum of two parts rounds differently from the whole sum.

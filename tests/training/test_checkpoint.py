@@ -36,7 +36,11 @@ SAMPLES = make_samples()
 
 def moments(engine):
     states = engine.optimizer.state_tensors()
-    return {name: states[p]["exp_avg"].clone() for name, p in engine.policy.parameters.items() if p in states}
+    return {
+        name: states[p]["exp_avg"].clone()
+        for name, p in engine.policy.parameters.items()
+        if p in states
+    }
 
 
 def assert_same(actual, expected):
@@ -73,7 +77,9 @@ def test_run_continues_with_the_same_bits(assets, tmp_path):
     # The engine that trained on goes back to the checkpoint.
     first.load_checkpoint(str(tmp_path / "at_2"))
     first.forward_backward(SAMPLES)
-    assert first.optim_step().lr == pytest.approx(1e-2 * 3 / 8)  # the third of eight steps of warm-up
+    assert first.optim_step().lr == pytest.approx(
+        1e-2 * 3 / 8
+    )  # the third of eight steps of warm-up
 
 
 def test_save_is_refused_into_an_existing_folder_and_with_an_accumulated_gradient(trained):
@@ -141,7 +147,9 @@ def test_excluded_part_keeps_its_state_and_the_rest_is_loaded(trained, assets, e
         "model.norm": ["norm.weight"],
         "model.layers.*.ffn_norm.weight": ["layers.0.ffn_norm.weight", "layers.1.ffn_norm.weight"],
     }.get(excluded, [])
-    assert_same(weights(engine), {n: before[n] if n in kept else t for n, t in weights(saved).items()})
+    assert_same(
+        weights(engine), {n: before[n] if n in kept else t for n, t in weights(saved).items()}
+    )
     assert all(not torch.equal(before[name], tensor) for name, tensor in weights(saved).items())
     assert_same(moments(engine), before_moments if excluded == "optimizer" else moments(saved))
     assert version == (1 if excluded == "train_state" else 2)
@@ -165,7 +173,9 @@ def test_hugging_face_folder_is_loaded_as_a_new_start(assets, tmp_path):
     engine.export_hf(str(tmp_path / "half"))
     folder = HFFolder(tmp_path / "half", tokenizer=True)
     adapter = small_spec().adapter(small_spec().model)
-    assert_same(dict(read_parameters(folder, adapter, exported)), {n: t.half() for n, t in exported.items()})
+    assert_same(
+        dict(read_parameters(folder, adapter, exported)), {n: t.half() for n, t in exported.items()}
+    )
 
 
 def with_lora(assets, **settings):
@@ -181,13 +191,25 @@ def test_checkpoint_that_does_not_match_is_refused_and_nothing_is_loaded(trained
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace("[ANSWER]", "[RESULT]"))
     other = make_engine(str(tmp_path / "other"))
-    of_tokenizer = f"made with the tokenizer of {assets}, this run has {file.parent} (tokenizer.json"
+    of_tokenizer = (
+        f"made with the tokenizer of {assets}, this run has {file.parent} (tokenizer.json"
+    )
     for engine, source, options, says in (
         (untied, folder, {}, "model.lm_head.weight is missing"),
         (untied, assets, {}, "another architecture or size"),
         (plain, str(tmp_path / "own"), {}, "model.lm_head.weight of shape [320, 36] has no place"),
-        (plain, folder, {"exclude": ["model.nrm"]}, "'model.nrm' names nothing that would be loaded"),
-        (plain, folder, {"exclude": ["optimizer"], "model_only": True}, "'optimizer' names nothing"),
+        (
+            plain,
+            folder,
+            {"exclude": ["model.nrm"]},
+            "'model.nrm' names nothing that would be loaded",
+        ),
+        (
+            plain,
+            folder,
+            {"exclude": ["optimizer"], "model_only": True},
+            "'optimizer' names nothing",
+        ),
         (other, folder, {}, of_tokenizer),
         (other, folder, {"model_only": True}, of_tokenizer),
         (with_lora(assets), folder, {"model_only": True}, "made with no converter"),
@@ -234,7 +256,9 @@ def test_continued_run_records_the_base_of_its_checkpoint(assets, tmp_path):
     base = recorded_base(third, tmp_path / "adapter")
     assert base == assets
     opened = with_lora(base, initial_adapter=str(tmp_path / "adapter"))
-    for ours, theirs in zip(opened.compute_logprobs(SAMPLES), third.compute_logprobs(SAMPLES), strict=True):
+    for ours, theirs in zip(
+        opened.compute_logprobs(SAMPLES), third.compute_logprobs(SAMPLES), strict=True
+    ):
         assert (ours == theirs).all()
 
 
@@ -242,14 +266,18 @@ def test_unknown_base_is_not_recorded_and_is_logged(assets, tmp_path, caplog):
     plain = make_engine(assets)
     step(plain)
     plain.save_checkpoint(str(tmp_path / "plain"))
-    assert read_state(tmp_path / "plain").base_model is None  # trained weights differ from the folder's
+    assert (
+        read_state(tmp_path / "plain").base_model is None
+    )  # trained weights differ from the folder's
     drawn, loaded, kept = with_lora(None), with_lora(assets), with_lora(assets)
     adapters = "model.*_lora.*"
     loaded.load_checkpoint(str(tmp_path / "plain"), model_only=True, exclude=[adapters])
     assert recorded_base(drawn, tmp_path / "drawn") is None
     assert recorded_base(loaded, tmp_path / "loaded") is None
     assert caplog.text.count("the Hugging Face folder of its base weights is unknown") == 2
-    kept.load_checkpoint(str(tmp_path / "plain"), model_only=True, exclude=["model"])  # no base weight
+    kept.load_checkpoint(
+        str(tmp_path / "plain"), model_only=True, exclude=["model"]
+    )  # no base weight
     assert recorded_base(kept, tmp_path / "kept") == assets
 
 
@@ -271,7 +299,9 @@ def kl_step(engine):
     return result.loss_metrics["kl"], result.loss_sum, engine.optim_step().grad_norm
 
 
-@pytest.mark.parametrize("settings", [{"param_dtype": "bfloat16"}, {"converters": (LoRA.Config(rank=2),)}])
+@pytest.mark.parametrize(
+    "settings", [{"param_dtype": "bfloat16"}, {"converters": (LoRA.Config(rank=2),)}]
+)
 def test_reference_policy_is_kept_through_two_continuations(assets, tmp_path, settings):
     engine = kl_engine(assets, **settings)
     for name in ("one", "two", "three"):

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from rl.training.checkpoint_config import CheckpointConfig, LoadSource, find_load_source, own_checkpoint
+from rl.training.checkpoint_config import (
+    CheckpointConfig,
+    LoadSource,
+    find_load_source,
+    own_checkpoint,
+)
 from rl.training.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -216,7 +221,9 @@ def checked(path):
     ],
     ids=["flipped bit", "cut short", "longer", "missing"],
 )
-def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(tmp_path, caplog, name, fault):
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(
+    tmp_path, caplog, name, fault
+):
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     content = (newest / name).read_bytes()
     (newest / name).unlink()
@@ -257,5 +264,7 @@ def test_small_files_are_checked_without_reading_tensors(tmp_path):
     (checkpoint / TENSORS).write_bytes(b"tensors of a step"[::-1])
     check_files(checkpoint, tensors=False)
     (checkpoint / STATE).write_text((checkpoint / STATE).read_text().replace("2", "3"))
-    with pytest.raises(DamagedCheckpointError, match=r"state.json is corrupted: its checksum differs"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"state.json is corrupted: its checksum differs"
+    ):
         check_files(checkpoint, tensors=False)

@@ -107,7 +107,9 @@ def test_background_saves_run_one_at_a_time_and_close_waits(assets, tmp_path):
 def test_background_save_that_hangs_is_an_error(assets, tmp_path):
     engine = held_engine(assets, timeout_s=0.01)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
-    with pytest.raises(CheckpointError, match=r"step-1 is not written after checkpoint\.timeout_s=0\.01"):
+    with pytest.raises(
+        CheckpointError, match=r"step-1 is not written after checkpoint\.timeout_s=0\.01"
+    ):
         engine.close()
     engine.checkpointer.gate.set()
     engine.checkpointer.config.timeout_s = 30.0
@@ -115,7 +117,9 @@ def test_background_save_that_hangs_is_an_error(assets, tmp_path):
     assert entries(tmp_path) == ["step-1"]
 
 
-def test_error_of_a_background_save_is_logged_and_raised_once_by_the_next_call(assets, tmp_path, caplog):
+def test_error_of_a_background_save_is_logged_and_raised_once_by_the_next_call(
+    assets, tmp_path, caplog
+):
     engine = held_engine(assets)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
     (tmp_path / "step-1").mkdir()  # Another program takes the name.
@@ -135,7 +139,9 @@ def test_latest_steps_the_seed_and_other_folders_are_kept(assets, tmp_path):
     for number in (0, 3, 7, 10, 20):  # Steps are sorted as numbers, not as strings.
         engine.save_checkpoint(str(step_folder(tmp_path, number)))
     assert entries(tmp_path) == ["hf", "mine", "step-0", "step-10", "step-20", "step-x"]
-    engine.save_checkpoint(str(tmp_path / "elsewhere"))  # This is no step, so none is removed for it.
+    engine.save_checkpoint(
+        str(tmp_path / "elsewhere")
+    )  # This is no step, so none is removed for it.
     assert list(saved_steps(tmp_path)) == [0, 10, 20]
     engine.checkpointer.config.keep_latest_k = 0
     for number in (30, 40, 50):
@@ -164,7 +170,9 @@ def test_save_killed_at_any_flush_leaves_a_complete_checkpoint_or_none(assets, t
         status, _ = run_in_fork(functools.partial(save_and_die, flush))
         assert status == -signal.SIGKILL
         assert "step-1" in entries(tmp_path)
-        assert len(entries(tmp_path)) <= 3  # Each save removes the remains of the save killed before.
+        assert (
+            len(entries(tmp_path)) <= 3
+        )  # Each save removes the remains of the save killed before.
     # Flushed are the tensors, metadata, each file, the folder before it is renamed, and the parent folder.
     assert flush >= 7
     assert_loads(assets, tmp_path / "step-1", before)
@@ -202,8 +210,12 @@ def replace_random_states(folder: Path, *, rank: int) -> None:
     """Write tensors that are no random states, and list them as somebody does who wants them to be read."""
     (file,) = folder.glob(f"random.*.{rank}.safetensors")
     save_file({"python": torch.zeros(3)}, file)
-    names = [file.name for file in folder.iterdir() if file.name not in ("manifest.json", "state.json")]
-    write_description(folder, read_state(folder), {name: sum_of_file(folder / name) for name in names})
+    names = [
+        file.name for file in folder.iterdir() if file.name not in ("manifest.json", "state.json")
+    ]
+    write_description(
+        folder, read_state(folder), {name: sum_of_file(folder / name) for name in names}
+    )
 
 
 def fail_to_save(assets: str, folder: str) -> list[str]:
@@ -246,7 +258,9 @@ def fail_to_save(assets: str, folder: str) -> list[str]:
 
 @pytest.mark.medium
 def test_error_of_one_rank_is_raised_on_all_ranks(assets, tmp_path):
-    for of_odd, of_load, of_save in run_ranks(fail_to_save, 2, assets, str(tmp_path), timeout_s=100):
+    for of_odd, of_load, of_save in run_ranks(
+        fail_to_save, 2, assets, str(tmp_path), timeout_s=100
+    ):
         assert "random.1x2x1x1.1.safetensors has no random states" in of_odd
         assert "step-1/__1_0.distcp is corrupted" in of_load
         assert "step-2 was not written" in of_save

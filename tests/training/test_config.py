@@ -55,12 +55,15 @@ SAMPLES = make_samples()
         ("experts", "load_balance_rate", float("nan"), "must be at least 0"),
     ],
 )
-def test_engine_refuses_edited_field_that_is_misspelt_or_out_of_range(component, field, value, says):
+def test_engine_refuses_edited_field_that_is_misspelt_or_out_of_range(
+    component, field, value, says
+):
     config = engine_config()
     setattr(config, component, dataclasses.replace(getattr(config, component)))
     object.__setattr__(getattr(config, component), field, value)  # a loss is frozen
     with pytest.raises(
-        ValueError, match=rf"^{component}(: |\.){re.escape(f'{field}={value!r}')}.*{re.escape(says)}"
+        ValueError,
+        match=rf"^{component}(: |\.){re.escape(f'{field}={value!r}')}.*{re.escape(says)}",
     ):
         check_trainer(config, spec=small_spec(), world_size=1, device=torch.device("cpu"))
 
@@ -160,7 +163,10 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             check_trainer(
-                engine_config(**settings), spec=model, world_size=world_size, device=torch.device("cpu")
+                engine_config(**settings),
+                spec=model,
+                world_size=world_size,
+                device=torch.device("cpu"),
             )
 
 

@@ -40,7 +40,9 @@ SAMPLES = make_samples()
 def naive(engine, samples):
     """Return numbers of each token, and gradients, of GRPO with bounds of 0.2, one sample after another."""
     model = plain_model(engine)
-    found: dict[str, list] = {name: [] for name in ("loss", "ratio", "clipped", "entropy", "difference")}
+    found: dict[str, list] = {
+        name: [] for name in ("loss", "ratio", "clipped", "entropy", "difference")
+    }
     for sample in samples:
         logprobs_TV = plain_logprobs(model, sample)
         mask, q, advantages = (
@@ -82,15 +84,23 @@ def test_result_and_gradient_equal_a_loop_over_single_samples(assets):
 
 
 def test_result_reports_the_fill_of_the_micro_batches():
-    samples = [make_sample(length=n, seed=n, prompt_seed=9) for n in (13, 13, 13, 25)]  # 36 + 24 inputs
-    apart = make_engine(None, share_prompts=False, max_tokens_per_microbatch=40).forward_backward(samples)
+    samples = [
+        make_sample(length=n, seed=n, prompt_seed=9) for n in (13, 13, 13, 25)
+    ]  # 36 + 24 inputs
+    apart = make_engine(None, share_prompts=False, max_tokens_per_microbatch=40).forward_backward(
+        samples
+    )
     sums = [n * (n + 1) // 2 for n in (12, 12, 12, 24)]  # causal: input i sees i tokens
     assert apart.packing == Packing(
         num_micro_batches=2, num_packed=60, num_padding=0, num_room=80, num_attended=sum(sums)
     )
     # The three samples of 13 tokens share a prompt of 4, of which 3 inputs have no trained target.
-    shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(samples)
-    assert shared.packing == replace(apart.packing, num_packed=54, num_attended=sum(sums) - 2 * (1 + 2 + 3))
+    shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(
+        samples
+    )
+    assert shared.packing == replace(
+        apart.packing, num_packed=54, num_attended=sum(sums) - 2 * (1 + 2 + 3)
+    )
     assert shared.num_tokens == 60
 
 
@@ -128,9 +138,13 @@ def test_split_calls_equal_one_call_under_every_normalization(assets, name):
     size = 0.0  # of the terms: both signs nearly cancel in their sum
     for cuts in (range(14), (0, 5, 13)):
         engine = make_engine(assets)
-        parts = [engine.forward_backward(SAMPLES[a:b], loss=loss) for a, b in itertools.pairwise(cuts)]
+        parts = [
+            engine.forward_backward(SAMPLES[a:b], loss=loss) for a, b in itertools.pairwise(cuts)
+        ]
         size = max(size, sum(abs(part.loss_sum) for part in parts))
-        assert sum(part.loss_sum for part in parts) == pytest.approx(expected.loss_sum, abs=1e-5 * size)
+        assert sum(part.loss_sum for part in parts) == pytest.approx(
+            expected.loss_sum, abs=1e-5 * size
+        )
         assert sum(part.denominator for part in parts) == expected.denominator == denominator
         assert_near(gradients(engine), expected_gradients)
         assert engine.optim_step().grad_norm == pytest.approx(norm, rel=1e-5)
@@ -141,12 +155,18 @@ COMPILED_HEAD = CompileConfig(enable=True, components=("loss",), backend="aot_ea
 
 @pytest.mark.parametrize(
     "settings",
-    [{"logits_chunk_tokens": 7}, pytest.param({"compile": COMPILED_HEAD}, marks=pytest.mark.medium)],
+    [
+        {"logits_chunk_tokens": 7},
+        pytest.param({"compile": COMPILED_HEAD}, marks=pytest.mark.medium),
+    ],
     ids=["chunks", "compiled"],
 )
 def test_entropy_bonus_is_unchanged_by_chunked_logits_and_a_compiled_head(assets, settings):
     plain, other = make_engine(assets), make_engine(assets, **settings)
-    sums = [e.forward_backward(SAMPLES, loss=GRPOLoss(entropy_coef=0.7)).loss_sum for e in (plain, other)]
+    sums = [
+        e.forward_backward(SAMPLES, loss=GRPOLoss(entropy_coef=0.7)).loss_sum
+        for e in (plain, other)
+    ]
     assert sums[1] == pytest.approx(sums[0], rel=1e-5)
     assert_near(gradients(other), gradients(plain))
 
@@ -217,17 +237,26 @@ def num_rows(engine, samples=GROUP):
 def test_sharing_prompts_changes_no_number(windowed_assets):
     loss = GRPOLoss(correction=ImportanceCorrection(level="sequence"))
     shared, apart = (
-        make_engine(windowed_assets, spec=windowed_spec(), max_tokens_per_microbatch=200, share_prompts=share)
+        make_engine(
+            windowed_assets,
+            spec=windowed_spec(),
+            max_tokens_per_microbatch=200,
+            share_prompts=share,
+        )
         for share in (True, False)
     )
     assert (num_rows(shared), num_rows(apart)) == (5 + 8 * 12, 8 * 17)
     results = [engine.forward_backward(GROUP, loss=loss) for engine in (shared, apart)]
     measured = [dataclasses.asdict(replace(r, packing=None)) for r in results]
     # Metrics beside the other numbers, without the fields that are None.
-    of_both = [{k: v for k, v in (m | m.pop("loss_metrics")).items() if v is not None} for m in measured]
+    of_both = [
+        {k: v for k, v in (m | m.pop("loss_metrics")).items() if v is not None} for m in measured
+    ]
     assert of_both[0] == pytest.approx(of_both[1], rel=1e-5, abs=1e-6)
     assert_near(gradients(shared), gradients(apart))
-    of_shared, of_apart = (np.concatenate(engine.compute_logprobs(GROUP)) for engine in (shared, apart))
+    of_shared, of_apart = (
+        np.concatenate(engine.compute_logprobs(GROUP)) for engine in (shared, apart)
+    )
     np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
 
 
@@ -284,7 +313,9 @@ def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
         engine.optim_step()
     other = make_engine(assets)
     assert (
-        engine.optim_step(allow_empty=True).grad_norm == other.optim_step(allow_empty=True).grad_norm == 0.0
+        engine.optim_step(allow_empty=True).grad_norm
+        == other.optim_step(allow_empty=True).grad_norm
+        == 0.0
     )
     assert_near(weights(engine), weights(other), relative=0.0)
 
@@ -398,7 +429,10 @@ def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(
     with mock.patch.object(some.policy, "run", wraps=some.policy.run) as run:
         result = some.forward_backward(SAMPLES, return_logprobs=places)
     # Where no logprob is wanted, the head computes the loss's tokens alone.
-    batches, of_loss = run.call_args.args[0], [*map(run.call_args.kwargs["of_loss"], run.call_args.args[0])]
+    batches, of_loss = (
+        run.call_args.args[0],
+        [*map(run.call_args.kwargs["of_loss"], run.call_args.args[0])],
+    )
     assert of_loss == [{*places}.isdisjoint(batch.sample_indices) for batch in batches]
     assert {*of_loss} == {False, True}
     for ours, place in zip(logprobs_of(result), places, strict=True):
@@ -413,6 +447,8 @@ def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(
 @pytest.mark.parametrize("places", [[0, 13], [3, 3]])
 def test_invalid_sample_indices_are_refused_before_computing(assets, places):
     engine = make_engine(assets)
-    with pytest.raises(ValueError, match=r"return_logprobs=.*: must be different .* indices from 0 to 12"):
+    with pytest.raises(
+        ValueError, match=r"return_logprobs=.*: must be different .* indices from 0 to 12"
+    ):
         engine.forward_backward(SAMPLES, return_logprobs=places)
     assert not gradients(engine)

@@ -90,7 +90,10 @@ def test_logprobs_and_a_failed_call_leave_no_count(moe_assets):
     engine.load_checkpoint(moe_assets)
     with pytest.raises(ArithmeticError):
         engine.forward_backward(
-            [replace(one, advantages=np.full_like(one.advantages, np.nan)) for one in make_samples()]
+            [
+                replace(one, advantages=np.full_like(one.advantages, np.nan))
+                for one in make_samples()
+            ]
         )
     assert biases_of_a_step() == expected
 
@@ -116,7 +119,11 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
 
 def test_settings_without_effect_are_refused():
     dense = small_spec().model
-    with pytest.raises(ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"):
+    with pytest.raises(
+        ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"
+    ):
         check_experts(dense, balance=ExpertBalanceConfig(force_load_balance=True))
-    with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
+    with pytest.raises(
+        ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"
+    ):
         ExpertBalanceConfig(load_balance_rate=0.1, force_load_balance=True)

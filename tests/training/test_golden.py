@@ -43,7 +43,9 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "reference policy": {"reference": ReferenceConfig(enable=True)},
     "deterministic": {"training": replace(tiny().trainer.training, deterministic=True)},
     "full checkpointing": {"activation_checkpoint": ActivationCheckpointConfig(mode="full")},
-    "selective checkpointing": {"activation_checkpoint": ActivationCheckpointConfig(mode="selective")},
+    "selective checkpointing": {
+        "activation_checkpoint": ActivationCheckpointConfig(mode="selective")
+    },
 }
 """Fields of the trainer's config that must not change a bit."""
 
@@ -70,7 +72,10 @@ def run_steps(**fields: Any) -> Steps:
     """Return loss and gradient norm of each step, on random samples of 16 to 63 tokens."""
     root = tiny()
     engine = TrainingEngine(
-        config=replace(root.trainer, **fields), model_spec=root.model, hf_assets_path=None, device="cpu"
+        config=replace(root.trainer, **fields),
+        model_spec=root.model,
+        hf_assets_path=None,
+        device="cpu",
     )
     steps = []
     try:
@@ -79,7 +84,9 @@ def run_steps(**fields: Any) -> Steps:
                 make_sample(length=16 + (11 * i + 7 * step) % 48, seed=1000 * step + i)
                 for i in range(NUM_SAMPLES)
             ]
-            steps.append([engine.forward_backward(samples).loss_mean, engine.optim_step().grad_norm])
+            steps.append(
+                [engine.forward_backward(samples).loss_mean, engine.optim_step().grad_norm]
+            )
     finally:
         engine.close()
         torch.use_deterministic_algorithms(False)
@@ -136,7 +143,9 @@ def renew() -> None:
     known, new = json.loads(FILE.read_text()), run_steps()
     old = known.get(machine(), [["-", "-"]] * NUM_STEPS)
     print(machine())
-    print(f"{'step':>4}  {'loss before':>24}  {'loss now':>24}  {'norm before':>24}  {'norm now':>24}")
+    print(
+        f"{'step':>4}  {'loss before':>24}  {'loss now':>24}  {'norm before':>24}  {'norm now':>24}"
+    )
     for step, (before, now) in enumerate(zip(old, new, strict=True)):
         columns = (before[0], now[0], before[1], now[1])
         print(
@@ -145,7 +154,9 @@ def renew() -> None:
             "" if before == now else "changed",
             sep="  ",
         )
-    known = {name: steps for name, steps in known.items() if difference(new, {name: steps}) <= TOLERANCE}
+    known = {
+        name: steps for name, steps in known.items() if difference(new, {name: steps}) <= TOLERANCE
+    }
     known[machine()] = new
     FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 

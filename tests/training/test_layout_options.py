@@ -26,13 +26,21 @@ from tests.training.test_layouts import assert_same_result
 ROWS = (
     Options(checkpoint="none", cpu_offload=True, loss_parallel=False, chunk=7, reshard="never"),
     Options(checkpoint="full", cpu_offload=True, loss_parallel=True, chunk=None, reshard="always"),
-    Options(param_dtype="bfloat16", checkpoint="full", cpu_offload=False, chunk=7, reshard="default"),
+    Options(
+        param_dtype="bfloat16", checkpoint="full", cpu_offload=False, chunk=7, reshard="default"
+    ),
     Options(checkpoint="op", cpu_offload=True, loss_parallel=False, chunk=None, reshard="default"),
     Options(checkpoint="2", cpu_offload=True, loss_parallel=True, chunk=7, reshard="never"),
     Options(param_dtype="bfloat16", checkpoint="op", cpu_offload=True, chunk=None, reshard="never"),
     Options(checkpoint="none", cpu_offload=False, loss_parallel=True, chunk=None, reshard="always"),
     Options(checkpoint="full", cpu_offload=False, loss_parallel=False, chunk=7, reshard="default"),
-    Options(param_dtype="bfloat16", checkpoint="2", cpu_offload=False, loss_parallel=False, reshard="always"),
+    Options(
+        param_dtype="bfloat16",
+        checkpoint="2",
+        cpu_offload=False,
+        loss_parallel=False,
+        reshard="always",
+    ),
     Options(param_dtype="bfloat16", checkpoint="none", cpu_offload=True, chunk=7, reshard="always"),
     Options(checkpoint="none", cpu_offload=False, loss_parallel=True, chunk=7, reshard="default"),
     Options(checkpoint="full", cpu_offload=False, loss_parallel=True, chunk=None, reshard="never"),
@@ -79,7 +87,8 @@ def expected(all_assets):
     cases = [(kind, "one", Options(param_dtype=dtype)) for kind in kinds for dtype in DTYPES]
     results = measure_options(cases, all_assets)
     return {
-        (kind, options.param_dtype): each for (kind, _, options), each in zip(cases, results, strict=True)
+        (kind, options.param_dtype): each
+        for (kind, _, options), each in zip(cases, results, strict=True)
     }
 
 
@@ -95,7 +104,9 @@ def assert_as_on_one_device(measured, expected, case):
         of_gradient = 0.13 if "float8" in kind else 0.1 if "tp" in sizes(layout) else 0.035
     elif "moe" in kind:
         assert measured["result"].expert_load == wanted["result"].expert_load, case
-    assert measured["result"].loss_sum == pytest.approx(wanted["result"].loss_sum, rel=of_loss), case
+    assert measured["result"].loss_sum == pytest.approx(wanted["result"].loss_sum, rel=of_loss), (
+        case
+    )
     assert list(measured["gradients"]) == list(wanted["gradients"]), case
     for name, tensor in wanted["gradients"].items():
         difference = np.linalg.norm(measured["gradients"][name] - tensor)
@@ -110,11 +121,15 @@ def test_options_change_no_number_on_two_ranks(all_assets, expected):
     for rank in run_ranks(measure_options, 2, CASES, all_assets, timeout_s=280):
         for case, of_case in zip(CASES, rank, strict=True):
             assert_as_on_one_device(of_case, expected, case)
-        number = next(n for n, (kind, layout, _) in enumerate(CASES) if (kind, layout) == ("dense", "cp2"))
+        number = next(
+            n for n, (kind, layout, _) in enumerate(CASES) if (kind, layout) == ("dense", "cp2")
+        )
         counted.append(rank[number]["num_tokens"])
     # Context-parallel ranks share the tokens.
     num_tokens = sum(len(sample.token_ids) - 1 for sample in make_samples())
-    assert expected["dense", "float32"]["num_tokens"] < num_tokens  # One device shares the samples' prompts.
+    assert (
+        expected["dense", "float32"]["num_tokens"] < num_tokens
+    )  # One device shares the samples' prompts.
     assert counted[0] == counted[1]
     # Each micro-batch has at most 3 tokens of padding. A checkpointed block computes its own input only once.
     assert num_tokens <= sum(counted) < num_tokens + 4 * 4
@@ -171,13 +186,19 @@ def gathered_float8(folder: str, gathers: bool) -> dict[str, Any]:
         norm = engine.optim_step().grad_norm
         if step == 0:
             engine.save_checkpoint(folder)
-        if step == 1:  # The scales that were computed after this step would be wrong for the checkpoint.
+        if (
+            step == 1
+        ):  # The scales that were computed after this step would be wrong for the checkpoint.
             engine.load_checkpoint(folder)
         found["norms"].append(norm)
-    found["parameters"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
+    found["parameters"] = {
+        name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()
+    }
     found["losses"] = [engine.forward_backward(samples).loss_sum]
     for parameter in engine.policy.parameters.values():
-        shard = getattr(parameter, "_local_tensor", None)  # `to_local` returns a view without the scale
+        shard = getattr(
+            parameter, "_local_tensor", None
+        )  # `to_local` returns a view without the scale
         if (scale := getattr(shard, "_precomputed_scale", None)) is not None:
             scale.mul_(10.0)
     found["losses"].append(engine.forward_backward(samples).loss_sum)
@@ -203,4 +224,6 @@ def test_gathering_in_float8_changes_no_bit_in_steps_and_after_a_loaded_checkpoi
         assert_near(gathered["parameters"], whole["parameters"], relative=0.0)
         with_scales, with_other_scales = gathered["losses"]
         assert with_scales == whole["losses"][0]
-        assert abs(with_other_scales - with_scales) > 0.1  # The next forward uses the precomputed scales.
+        assert (
+            abs(with_other_scales - with_scales) > 0.1
+        )  # The next forward uses the precomputed scales.

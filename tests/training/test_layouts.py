@@ -58,7 +58,11 @@ def cases_of(table):
 
 def of_kinds(*kinds):
     """Run a test for the cases of these kinds."""
-    medium = [pytest.param(case, marks=pytest.mark.medium) for case in cases_of(MEDIUM) if case[0] in kinds]
+    medium = [
+        pytest.param(case, marks=pytest.mark.medium)
+        for case in cases_of(MEDIUM)
+        if case[0] in kinds
+    ]
     long = [pytest.mark.slow, pytest.mark.long]
     return pytest.mark.parametrize(
         "case",
@@ -79,7 +83,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder, all_assets):
     """Return the measurements on one device by kind of model."""
-    return functools.cache(lambda kind: measure((kind, "one"), all_assets, str(folder / f"{kind}_one")))
+    return functools.cache(
+        lambda kind: measure((kind, "one"), all_assets, str(folder / f"{kind}_one"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +94,14 @@ def measured(folder, all_assets):
 
     @functools.cache
     def launch(is_long, size):
-        cases = [case for case in cases_of(LONG if is_long else MEDIUM) if num_ranks(case[1]) == size]
+        cases = [
+            case for case in cases_of(LONG if is_long else MEDIUM) if num_ranks(case[1]) == size
+        ]
         return run_ranks(measure_all, size, cases, all_assets, str(folder), timeout_s=280)
 
-    return lambda case: [rank[case] for rank in launch(case[1] in LONG[case[0]], num_ranks(case[1]))]
+    return lambda case: [
+        rank[case] for rank in launch(case[1] in LONG[case[0]], num_ranks(case[1]))
+    ]
 
 
 def assert_same_result(actual, expected):
@@ -100,7 +110,9 @@ def assert_same_result(actual, expected):
     for field in dataclasses.fields(expected):
         if field.name not in skipped:
             got, wanted = getattr(actual, field.name), getattr(expected, field.name)
-            assert got == (wanted if wanted is None else pytest.approx(wanted, rel=1e-5)), field.name
+            assert got == (wanted if wanted is None else pytest.approx(wanted, rel=1e-5)), (
+                field.name
+            )
     # Token counts show equal routing, with every token counted once.
     assert actual.expert_load == expected.expert_load
     # Packing depends on the layout.
@@ -120,18 +132,28 @@ def test_results_gradients_and_steps_equal_one_device(measured, one, case):
     expected, ranks = one(kind), measured(case)
     assert expected["norms"][0] > 0.5  # clipped
     for rank in ranks:
-        assert all(rank[name] == ranks[0][name] for name in ("whole", "sparse", "norms"))  # same bits
-        np.testing.assert_array_equal(np.concatenate(rank["logprobs"]), np.concatenate(ranks[0]["logprobs"]))
+        assert all(
+            rank[name] == ranks[0][name] for name in ("whole", "sparse", "norms")
+        )  # same bits
+        np.testing.assert_array_equal(
+            np.concatenate(rank["logprobs"]), np.concatenate(ranks[0]["logprobs"])
+        )
         assert_same_result(rank["whole"], expected["whole"])
         if case == ("dense", "cp2_alltoall"):  # Prompts are shared.
             assert rank["whole"].packing.num_packed < rank["whole"].num_tokens
-        assert_same_result(rank["sparse"], expected["sparse"])  # All data ranks but one have no sample.
+        assert_same_result(
+            rank["sparse"], expected["sparse"]
+        )  # All data ranks but one have no sample.
         parts = rank["parts"]
-        assert sum(part.loss_sum for part in parts) == pytest.approx(expected["whole"].loss_sum, rel=1e-5)
+        assert sum(part.loss_sum for part in parts) == pytest.approx(
+            expected["whole"].loss_sum, rel=1e-5
+        )
         assert sum(part.denominator for part in parts) == expected["whole"].denominator
         assert_near(rank["gradients"], expected["gradients"])
         assert_near(rank["part gradients"], expected["gradients"])
-        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-4 if kind == "lora" else 1e-5)
+        assert rank["norms"] == pytest.approx(
+            expected["norms"], rel=1e-4 if kind == "lora" else 1e-5
+        )
         assert_near(rank["weights"], expected["weights"])
         assert_near(rank["merged"], expected["merged"])
         logprobs = expected["logprobs"]
@@ -169,9 +191,12 @@ def test_checkpoint_and_export_hold_the_weights(measured, one, case, all_assets,
     read = dict(read_parameters(exported, adapter, ranks[0]["merged"]))
     assert_near({name: t.numpy() for name, t in read.items()}, ranks[0]["merged"], relative=0.0)
     of_one, of_ranks = (
-        read_saved_tensors(folder / f"{kind}_{where}" / "checkpoint").shapes for where in ("one", layout)
+        read_saved_tensors(folder / f"{kind}_{where}" / "checkpoint").shapes
+        for where in ("one", layout)
     )
-    assert {name for name in of_ranks if not name.startswith("random.")} == {*of_one} - {"random.1.0"}
+    assert {name for name in of_ranks if not name.startswith("random.")} == {*of_one} - {
+        "random.1.0"
+    }
 
 
 @pytest.mark.medium
@@ -240,7 +265,9 @@ def test_ranks_keep_their_share_of_the_experts(measured, case):
     # Three experts of a pair of ranks are split into two and one; six over four ranks go by two.
     uneven = {"fsdp4_ep2": [3, 3, 6, 6], "fsdp2_cp2": [3, 3, 3, 0]}.get(case[1])
     assert kept == (
-        [EXPERTS // ways] * len(kept) if uneven is None else [EXPERTS // n if n else 0 for n in uneven]
+        [EXPERTS // ways] * len(kept)
+        if uneven is None
+        else [EXPERTS // n if n else 0 for n in uneven]
     )
 
 
@@ -255,7 +282,9 @@ def test_bias_moves_by_the_rate_in_each_step(one, all_assets):
 
 
 @of_kinds("lora")
-def test_only_adapters_move_and_their_folder_is_that_of_one_device(measured, one, case, all_assets, folder):
+def test_only_adapters_move_and_their_folder_is_that_of_one_device(
+    measured, one, case, all_assets, folder
+):
     _, start = restore(("lora", "one"), all_assets, all_assets["lora"])
     expected = one("lora")
     assert all(".lora_a" in name or name.endswith("_lora.lora_b") for name in expected["gradients"])

@@ -14,7 +14,16 @@ from rl.models.lora import LoRA
 from rl.rollouts.samples import policy_sample
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
+from rl.types import (
+    Completion,
+    OptimParams,
+    Problem,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    TrainingSample,
+    Turn,
+)
 from tests.support import policies
 from tests.training.parts import make_samples, small_spec
 
@@ -35,7 +44,9 @@ def with_backend(use, *, assets=None, spec=None, **settings):
     return asyncio.run(run())
 
 
-def sample_of(prompt: np.ndarray, completion: Completion, *, temperature: float = 1.0) -> TrainingSample:
+def sample_of(
+    prompt: np.ndarray, completion: Completion, *, temperature: float = 1.0
+) -> TrainingSample:
     turn = Turn(messages=(), prompt_ids=prompt, completion=completion, text="")
     problem = Problem(id="p", question="", answer="")
     rollout = Rollout(prompt=Prompt(problem=problem, token_ids=prompt), sample=0, turns=(turn,))
@@ -202,7 +213,9 @@ def test_close_finishes_the_current_call_and_refuses_waiting_ones(assets):
 
 def test_stop_texts_without_a_tokenizer_are_refused():
     async def use(local):
-        with pytest.raises(ValueError, match=r"stop_texts=\('a',\): needs a tokenizer: set hf_assets_path"):
+        with pytest.raises(
+            ValueError, match=r"stop_texts=\('a',\): needs a tokenizer: set hf_assets_path"
+        ):
             await local.generate(PROMPTS, sampling=replace(SAMPLING, stop_texts=("a",)))
 
     with_backend(use)

@@ -65,7 +65,9 @@ class Case:
     @property
     def world_size(self) -> int:
         """Number of ranks; experts are split over existing ranks."""
-        return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
+        return math.prod(
+            size for name, size in self.degrees.items() if not name.startswith("expert")
+        )
 
     def spec(self) -> ModelSpec:
         feed_forward: Any = FeedForward.Config(hidden_dim=self.hidden_dim)
@@ -98,12 +100,18 @@ class Case:
 
 
 # Each of these is dominated by another part, and takes a second or two to compute.
-PARAMETERS = Case(dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128)
-ACTIVATIONS = Case(dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048)
+PARAMETERS = Case(
+    dim=512, num_layers=8, num_heads=16, hidden_dim=1536, vocab_size=2048, num_tokens=128
+)
+ACTIVATIONS = Case(
+    dim=128, num_layers=8, num_heads=8, hidden_dim=384, vocab_size=320, num_tokens=2048
+)
 LOGITS = Case(dim=64, num_layers=2, num_heads=4, hidden_dim=192, vocab_size=16_384, num_tokens=1024)
 MIXED = Case(dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024)
 EXPERTS = replace(MIXED, hidden_dim=256, vocab_size=2048, num_tokens=256, num_experts=16)
-CHUNKED = Case(dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=6144)
+CHUNKED = Case(
+    dim=256, num_layers=2, num_heads=8, hidden_dim=1024, vocab_size=8192, num_tokens=6144
+)
 FSDP2 = {"data_parallel_shard": 2}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
@@ -121,7 +129,9 @@ CASES = {
     "parameters all bf16": replace(PARAMETERS, training=BF16 | {"dtype": "bfloat16"}),
     "logits, TP2": replace(LOGITS, num_tokens=2048, degrees=TP2),
     "activations bf16": replace(ACTIVATIONS, num_tokens=3072, training=BF16),
-    "4 layers, every second": replace(ACTIVATIONS, num_layers=4, num_tokens=6144, checkpoint=EVERY_SECOND),
+    "4 layers, every second": replace(
+        ACTIVATIONS, num_layers=4, num_tokens=6144, checkpoint=EVERY_SECOND
+    ),
     "mixed, full": replace(MIXED, num_tokens=2048, checkpoint=FULL),
     "parameters, FSDP2": replace(PARAMETERS, degrees=FSDP2),
     "parameters, DDP2": replace(PARAMETERS, degrees=DDP2),
@@ -159,7 +169,9 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(t not in (Tensor, torch.nn.Parameter, FakeTensor) for t in types):
-            return NotImplemented  # a DTensor: the operations on its shards are dispatched separately
+            return (
+                NotImplemented  # a DTensor: the operations on its shards are dispatched separately
+            )
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             # Wrapper and fake tensors have no memory of their own.
@@ -193,7 +205,10 @@ def measure(case):
         )
         num_samples = 2 * case.num_tokens // LENGTH * engine.policy.data_rank.count
         trained = np.arange(LENGTH + 1) > 0  # Logits are made of trained tokens alone.
-        samples = [replace(make_sample(length=LENGTH + 1, seed=i), mask=trained) for i in range(num_samples)]
+        samples = [
+            replace(make_sample(length=LENGTH + 1, seed=i), mask=trained)
+            for i in range(num_samples)
+        ]
         assert len(engine.policy.pack(samples)) == 2
         for step in (samples[: engine.policy.data_rank.count], samples):
             tracked.peak = 0
@@ -240,14 +255,21 @@ def test_parameters_gradients_and_state_are_counted_exactly():
     numbers = 8 * block + 2048 * 512 + 512
     matrices = 8 * 512 * (2 * 512 + 512 + 2 * 1536 + 1536)
     adam = estimated(PARAMETERS)
-    assert (adam.parameters, adam.gradients, adam.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert (adam.parameters, adam.gradients, adam.optimizer) == (
+        4 * numbers,
+        4 * numbers,
+        8 * numbers,
+    )
     early = estimated(replace(PARAMETERS, optimizer={"early_step_in_backward": True}))
     assert (early.held, early.total) == (adam.held - adam.gradients, adam.total)
     muon = estimated(replace(PARAMETERS, optimizer={"name": "Muon"}))
     assert muon.optimizer == 8 * numbers - 4 * matrices
     split = estimated(replace(PARAMETERS, degrees=FSDP2 | TP2))
     assert split.parameters == 4 * -(-numbers // 4)
-    assert estimated(replace(PARAMETERS, reference=True, training=BF16)).parameters == (4 + 2) * numbers
+    assert (
+        estimated(replace(PARAMETERS, reference=True, training=BF16)).parameters
+        == (4 + 2) * numbers
+    )
 
 
 def test_weights_frozen_by_lora_have_neither_gradient_nor_state():

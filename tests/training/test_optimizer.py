@@ -35,7 +35,9 @@ def one_parameter(value, gradient):
     return parameter
 
 
-@pytest.mark.parametrize(("name", "expected"), [("AdamW", 2.0 - 0.1 * 0.5 * 2.0 + 0.1), ("Adam", 2.0 - 0.1)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("AdamW", 2.0 - 0.1 * 0.5 * 2.0 + 0.1), ("Adam", 2.0 - 0.1)]
+)
 def test_adamw_decays_separately_from_the_gradient_and_adam_within_it(name, expected):
     # The first step is lr times the gradient's sign: -3, and with Adam's decay -3 + 2 * 2 = 1.
     weight_decay = {"AdamW": 0.5, "Adam": 2.0}[name]
@@ -57,7 +59,12 @@ def test_plain_matrices_step_like_pytorchs_muon(shape):
         adapter=None,
     )
     reference = torch.optim.Muon(
-        [theirs], lr=0.1, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw"
+        [theirs],
+        lr=0.1,
+        weight_decay=0.1,
+        momentum=0.9,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
     )
     for _ in range(3):
         ours.grad = torch.randn(shape, generator=generator)
@@ -107,9 +114,13 @@ def test_matrices_of_a_fused_weight_step_alone_and_the_rest_with_adamw(assets):
     num_matrices = 0
     for name, after in whole_parameters(engine).items():
         is_adamw = name in ADAMW_NAMES or name.endswith("norm.weight")
-        parts = [adapter.to_hf(name, torch.from_numpy(x)) for x in (before[name], gradients[name].numpy())]
+        parts = [
+            adapter.to_hf(name, torch.from_numpy(x))
+            for x in (before[name], gradients[name].numpy())
+        ]
         expected = [
-            stepped_alone(adamw if is_adamw else muon, parts[0][key], parts[1][key]) for key in parts[0]
+            stepped_alone(adamw if is_adamw else muon, parts[0][key], parts[1][key])
+            for key in parts[0]
         ]
         num_matrices += 0 if is_adamw else len(expected)
         change = torch.from_numpy(after - before[name])
@@ -129,17 +140,25 @@ def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
         given.optim_step(OptimParams(momentum=1.5))
     adam = make_engine(assets)
     adam.forward_backward(make_samples())
-    with pytest.raises(ValueError, match=r"momentum=0\.5: is Muon's; optimizer\.name='AdamW' has betas"):
+    with pytest.raises(
+        ValueError, match=r"momentum=0\.5: is Muon's; optimizer\.name='AdamW' has betas"
+    ):
         adam.optim_step(OptimParams(momentum=0.5))
 
 
 @pytest.mark.parametrize(
-    "params", [{"lr": 3e-3, "weight_decay": 5.0}, {"betas": (0.5, 0.95), "eps": 0.3}, {"max_norm": 0.05}]
+    "params",
+    [{"lr": 3e-3, "weight_decay": 5.0}, {"betas": (0.5, 0.95), "eps": 0.3}, {"max_norm": 0.05}],
 )
 def test_step_divides_clips_and_takes_the_settings_of_this_step(assets, params):
     engine = make_engine(assets)
     model = plain_model(engine)
-    configured: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1}
+    configured: dict[str, Any] = {
+        "lr": 1e-2,
+        "betas": (0.9, 0.95),
+        "eps": 1e-2,
+        "weight_decay": 0.1,
+    }
     reference = torch.optim.AdamW(model.parameters(), **configured, foreach=False)
     nothing: dict[str, Any] = {}
     for version, given in enumerate((nothing, params, nothing)):
@@ -179,7 +198,8 @@ def early_engine(assets, *, early, **settings):
 @pytest.mark.parametrize("max_tokens", [40, 400])
 def test_step_in_the_backward_takes_the_same_steps_and_frees_gradients(assets, max_tokens):
     (late, of_late), (early, of_early) = (
-        early_engine(assets, early=early, max_tokens_per_microbatch=max_tokens) for early in (False, True)
+        early_engine(assets, early=early, max_tokens_per_microbatch=max_tokens)
+        for early in (False, True)
     )
     for _ in range(3):
         results = [engine.forward_backward(SAMPLES) for engine in (late, early)]
@@ -197,7 +217,9 @@ def test_step_in_the_backward_takes_the_same_steps_and_frees_gradients(assets, m
 
 def test_step_in_the_backward_refuses_what_comes_too_late(assets):
     engine, _ = early_engine(assets, early=True)
-    with pytest.raises(ValueError, match="with a loss that has a denominator: give it normalization 'none'"):
+    with pytest.raises(
+        ValueError, match="with a loss that has a denominator: give it normalization 'none'"
+    ):
         engine.forward_backward(SAMPLES, loss=GRPOLoss())
     engine.forward_backward(SAMPLES)
     with pytest.raises(ValueError, match="call optim_step after each call"):
@@ -247,11 +269,20 @@ def factors(steps, **config):
         # Warm-up over 2 of 12 steps, decay over the last half: progress (step - 6) / 6 at 6, 9, 11, 12.
         ("linear", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 / 6, 0.1]),
         ("cosine", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 * (1 - math.sqrt(3) / 2) / 2, 0.1]),
-        ("sqrt", [1.0, 0.1 + 0.9 * (1 - math.sqrt(1 / 2)), 0.1 + 0.9 * (1 - math.sqrt(5 / 6)), 0.1]),
+        (
+            "sqrt",
+            [1.0, 0.1 + 0.9 * (1 - math.sqrt(1 / 2)), 0.1 + 0.9 * (1 - math.sqrt(5 / 6)), 0.1],
+        ),
     ],
 )
 def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
-    config = {"warmup_steps": 2, "decay": decay, "decay_ratio": 0.5, "min_ratio": 0.1, "total_steps": 12}
+    config = {
+        "warmup_steps": 2,
+        "decay": decay,
+        "decay_ratio": 0.5,
+        "min_ratio": 0.1,
+        "total_steps": 12,
+    }
     assert factors([0, 1, 2, 5], **config) == [0.5, 1.0, 1.0, 1.0]
     assert factors([6, 9, 11, 12, 99], **config) == pytest.approx([*expected, 0.1])
     early = factors(range(5), warmup_steps=2, decay="linear", total_steps=4)
@@ -263,8 +294,14 @@ def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
     [
         ({"decay": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps=5, warmup_steps=5"),
         ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be at least 0 and at most 1"),
-        ({"decay": "linear", "total_steps": 10, "min_ratio": 1.0}, r"min_ratio=1\.0: nothing would decay"),
-        ({"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04}, "0.04, .*: nothing would decay"),
+        (
+            {"decay": "linear", "total_steps": 10, "min_ratio": 1.0},
+            r"min_ratio=1\.0: nothing would decay",
+        ),
+        (
+            {"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04},
+            "0.04, .*: nothing would decay",
+        ),
     ],
 )
 def test_impossible_schedule_is_refused(config, message):
@@ -287,7 +324,9 @@ def test_schedule_with_another_number_of_steps_than_the_loop_is_refused():
     ):
         of_run.build()
     for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
-        with pytest.raises(ValueError, match=f"total_steps=80 with decay='linear': must be 0 or {steps}, "):
+        with pytest.raises(
+            ValueError, match=f"total_steps=80 with decay='linear': must be 0 or {steps}, "
+        ):
             check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)
 
 

@@ -24,7 +24,9 @@ def kl_engine(assets, *, enable=True, kl_coef=0.3, estimator="k3", **settings):
 def test_kl_is_exactly_zero_on_the_first_update_and_positive_later(assets, estimator, param_dtype):
     engine = kl_engine(assets, estimator=estimator, param_dtype=param_dtype)
     kept = {p.dtype for p in engine.reference.policy.parameters.values()}
-    assert kept == {getattr(torch, param_dtype)}  # the dtype of the forward, not that of the weights
+    assert kept == {
+        getattr(torch, param_dtype)
+    }  # the dtype of the forward, not that of the weights
     assert engine.forward_backward(SAMPLES).loss_metrics["kl"] == 0.0
     engine.optim_step()
     assert abs(engine.forward_backward(SAMPLES).loss_metrics["kl"]) > 1e-5
@@ -47,7 +49,9 @@ def test_loss_metric_and_gradient_use_logprobs_of_the_initial_weights(assets):
     assert result.loss_metrics["kl"] == pytest.approx(kl, rel=1e-3)
 
     # Samples that bring the same numbers make the same loss, without a reference policy in the engine.
-    bringing = [dataclasses.replace(s, reference_logprobs=q) for s, q in zip(SAMPLES, start, strict=True)]
+    bringing = [
+        dataclasses.replace(s, reference_logprobs=q) for s, q in zip(SAMPLES, start, strict=True)
+    ]
     other = kl_engine(assets, enable=False, kl_coef=0.0)
     other.forward_backward(bringing, loss=engine.config.loss)
     other.optim_step()
@@ -56,13 +60,17 @@ def test_loss_metric_and_gradient_use_logprobs_of_the_initial_weights(assets):
     assert brought.loss_metrics == result.loss_metrics
     assert_near(gradients(other), gradients(engine), relative=0.0)
     plain = other.forward_backward(SAMPLES, loss=GRPOLoss())
-    assert result.loss_sum == pytest.approx(plain.loss_sum + 0.3 * kl * plain.num_valid_tokens, rel=1e-4)
+    assert result.loss_sum == pytest.approx(
+        plain.loss_sum + 0.3 * kl * plain.num_valid_tokens, rel=1e-4
+    )
 
 
 def test_disabled_reference_has_no_memory_forward_or_field(assets):
     without, watched = kl_engine(assets, enable=False, kl_coef=0.0), kl_engine(assets, kl_coef=0.0)
     assert without.reference is None
-    with pytest.raises(ValueError, match=r"there is no reference policy to ask: reference\.enable is False"):
+    with pytest.raises(
+        ValueError, match=r"there is no reference policy to ask: reference\.enable is False"
+    ):
         without.compute_reference_logprobs(SAMPLES)
     results = [engine.forward_backward(SAMPLES) for engine in (without, watched)]
     assert "kl" not in results[0].loss_metrics
@@ -97,7 +105,9 @@ def stale(assets):
 
 
 def with_proximal(samples, proximal):
-    return [dataclasses.replace(s, proximal_logprobs=p) for s, p in zip(samples, proximal, strict=True)]
+    return [
+        dataclasses.replace(s, proximal_logprobs=p) for s, p in zip(samples, proximal, strict=True)
+    ]
 
 
 def test_ratio_compares_with_the_policy_before_the_first_minibatch(assets, stale):

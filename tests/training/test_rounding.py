@@ -159,9 +159,15 @@ def test_shards_are_rounded_like_the_whole_tensor():
 
 
 def bfloat16_engine(*, early_step_in_backward=False):
-    early = {"max_norm": math.inf, "loss": GRPOLoss(normalization="none")} if early_step_in_backward else {}
+    early = (
+        {"max_norm": math.inf, "loss": GRPOLoss(normalization="none")}
+        if early_step_in_backward
+        else {}
+    )
     config = engine_config(dtype="bfloat16", seed=7, **early)
-    config.optimizer = replace(config.optimizer, lr=1e-5, early_step_in_backward=early_step_in_backward)
+    config.optimizer = replace(
+        config.optimizer, lr=1e-5, early_step_in_backward=early_step_in_backward
+    )
     return built(config)
 
 

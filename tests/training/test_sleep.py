@@ -21,7 +21,9 @@ SAMPLES = make_samples()
 def make(assets, *, layout="one", name="AdamW"):
     """Return an engine with a reference policy, so that everything that can move is present."""
     config = engine_config(
-        parallelism=parallelism(layout), loss=GRPOLoss(kl_coef=0.1), reference=ReferenceConfig(enable=True)
+        parallelism=parallelism(layout),
+        loss=GRPOLoss(kl_coef=0.1),
+        reference=ReferenceConfig(enable=True),
     )
     config.optimizer.name = name
     return built(config, assets)
@@ -38,7 +40,9 @@ def tensors(engine):
 def held(engine):
     """Return the number of bytes behind the tensors, and their bits."""
     locals_ = {name: local_tensor(tensor) for name, tensor in tensors(engine).items()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_.values()}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_.values()
+    }
     return sum(storages.values()), {name: t.clone().numpy() for name, t in locals_.items()}
 
 
@@ -51,7 +55,9 @@ def train(engine, *, sleeps):
             there, before = held(engine)
             assert sleep.sleep() == there > 0
             assert sleep.asleep
-            assert {local_tensor(t).untyped_storage().nbytes() for t in tensors(engine).values()} == {0}
+            assert {
+                local_tensor(t).untyped_storage().nbytes() for t in tensors(engine).values()
+            } == {0}
             assert sleep.sleep() == 0
             assert sleep.wake() == there
             assert sleep.wake() == 0
@@ -61,7 +67,11 @@ def train(engine, *, sleeps):
         numbers.append(step(engine))
     logprobs = engine.compute_logprobs(SAMPLES)
     bits = held(engine)[1]
-    return numbers, [logprob.tolist() for logprob in logprobs], {n: b.tolist() for n, b in bits.items()}
+    return (
+        numbers,
+        [logprob.tolist() for logprob in logprobs],
+        {n: b.tolist() for n, b in bits.items()},
+    )
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -92,7 +102,9 @@ def test_sleep_with_an_accumulated_gradient_is_refused(assets):
     engine = make(assets)
     engine.forward_backward(SAMPLES)
     sleep = TrainerSleep(engine)
-    with pytest.raises(ValueError, match="sleep with a gradient accumulated: call optim_step first"):
+    with pytest.raises(
+        ValueError, match="sleep with a gradient accumulated: call optim_step first"
+    ):
         sleep.sleep()
     assert not sleep.asleep
     engine.optim_step()

@@ -89,7 +89,10 @@ def test_sequence_ratio_uses_the_ratio_mask_in_every_packing(assets):
     ]
     loss = GSPOLoss(clip_low=1.0, clip_high=1e9)
     engine, packed = make_engine(assets, max_tokens_per_microbatch=18), make_engine(assets)
-    result, other = engine.forward_backward(samples, loss=loss), packed.forward_backward(samples, loss=loss)
+    result, other = (
+        engine.forward_backward(samples, loss=loss),
+        packed.forward_backward(samples, loss=loss),
+    )
     assert num_micro_batches(result) != num_micro_batches(other)
     assert_near(gradients(packed), gradients(engine))
     assert result.ratio_mean == pytest.approx(other.ratio_mean, rel=1e-5)
@@ -106,8 +109,14 @@ ZEROS = np.zeros((6, 4), dtype=np.int64)
         ({"targets": None}, "sample 1: targets must be set in all samples or in none"),
         ({"targets": ZEROS[:, :3]}, r"sample 1: targets has shape \[6, 3\]: must be \[6, 2\]"),
         ({"targets": ZEROS[:, 0]}, r"sample 1: targets has shape \[6\]: must be \[6, 2\]"),
-        ({"targets": np.full((6, 2), VOCAB)}, "sample 1: targets has 320: must be token ids of 0 to 319"),
-        ({"targets": np.full((6, 2), -1)}, "sample 1: targets has -1: must be token ids of 0 to 319"),
+        (
+            {"targets": np.full((6, 2), VOCAB)},
+            "sample 1: targets has 320: must be token ids of 0 to 319",
+        ),
+        (
+            {"targets": np.full((6, 2), -1)},
+            "sample 1: targets has -1: must be token ids of 0 to 319",
+        ),
         (
             {"token_ids": np.full(6, VOCAB, np.int32)},
             "sample 1: token_ids has 320: must be token ids of 0 to 319",

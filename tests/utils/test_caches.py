@@ -64,7 +64,9 @@ def test_folders_that_the_user_has_set_stay(home, tmp_path):
         ("no home", "Could not determine home directory."),
     ],
 )
-def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, monkeypatch, what, fault):
+def test_without_a_private_folder_at_home_a_fresh_one_is_taken(
+    home, tmp_path, monkeypatch, what, fault
+):
     kept = home / ".cache" / "relay" / "compiled"
     kept.parent.mkdir(parents=True)
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -76,7 +78,9 @@ def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, m
         kept.symlink_to(elsewhere)
     elif what == "of somebody else":
         kept.mkdir()
-        os.chown(kept, NOBODY, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 1)
+        os.chown(kept, NOBODY, -1) if os.getuid() == 0 else monkeypatch.setattr(
+            os, "getuid", lambda: 1
+        )
     elif what == "open":
         home.chmod(0o777)
     elif what == "noexec":
@@ -89,7 +93,9 @@ def test_without_a_private_folder_at_home_a_fresh_one_is_taken(home, tmp_path, m
     monkeypatch.setattr("atexit.register", lambda function: None)
     environment: dict[str, str] = {}
     (warning,) = use_private_caches(environment)
-    assert warning.startswith("each run compiles its code again, as the user's caches cannot keep it (")
+    assert warning.startswith(
+        "each run compiles its code again, as the user's caches cannot keep it ("
+    )
     assert warning.endswith(
         f"{fault.format(home=home, kept=kept)}): set XDG_CACHE_HOME to a folder that only you can write"
     )
@@ -144,6 +150,11 @@ def test_caches_are_settled_when_the_actors_package_is_imported(home):
     environment = {name: value for name, value in os.environ.items() if name not in IN_TMP}
     root = Path(caches.__file__).parents[2]
     shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert shown.stdout.strip() == str(home / ".cache" / "relay" / "compiled" / "inductor")

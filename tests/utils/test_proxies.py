@@ -41,7 +41,10 @@ def proxied(monkeypatch):
         ({"HOME": "/root", "NO_PROXY": "a"}, {}),
         ({"http_proxy": ""}, {}),
         ({"HTTPS_PROXY": DEAD}, {"no_proxy": HERE, "NO_PROXY": HERE}),
-        ({"all_proxy": DEAD, "NO_PROXY": "a, b"}, {"no_proxy": f"a,b,{HERE}", "NO_PROXY": f"a,b,{HERE}"}),
+        (
+            {"all_proxy": DEAD, "NO_PROXY": "a, b"},
+            {"no_proxy": f"a,b,{HERE}", "NO_PROXY": f"a,b,{HERE}"},
+        ),
         ({"all_proxy": DEAD, "no_proxy": "*"}, {"no_proxy": "*", "NO_PROXY": "*"}),
         (
             {"all_proxy": DEAD, "no_proxy": "::1,127.0.0.1", "NO_PROXY": "b"},

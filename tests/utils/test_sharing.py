@@ -18,7 +18,13 @@ from rl.types import Message, Observation, Problem, Prompt, Reply, Rollout, Turn
 from rl.utils.sharing import ReadOnlyDict, copy_data
 from tests.support.fakes import completion_of
 
-INFO = {"questions": ["a", "b"], "board": np.zeros(3), "seen": {1}, "pair": ([], "x"), "limits": {"most": 3}}
+INFO = {
+    "questions": ["a", "b"],
+    "board": np.zeros(3),
+    "seen": {1},
+    "pair": ([], "x"),
+    "limits": {"most": 3},
+}
 PROBLEM = Problem(id="p", question="q", answer="a", demonstration="d", info=INFO)
 
 
@@ -32,7 +38,10 @@ def changed(info):
 
 
 def state(info):
-    return {name: value.tolist() if name == "board" else copy.deepcopy(value) for name, value in info.items()}
+    return {
+        name: value.tolist() if name == "board" else copy.deepcopy(value)
+        for name, value in info.items()
+    }
 
 
 def test_private_copies_of_a_problem_keep_their_changes_to_themselves():
@@ -96,9 +105,22 @@ class Board:
 
 def test_what_belongs_to_no_single_user_is_shared_and_all_else_is_copied():
     numbers = [1, 2]
-    shared = [threading.Lock(), Clock(), asyncio.Semaphore(2), (i for i in range(3)), Stubborn(), len]
+    shared = [
+        threading.Lock(),
+        Clock(),
+        asyncio.Semaphore(2),
+        (i for i in range(3)),
+        Stubborn(),
+        len,
+    ]
     mine = copy_data(
-        {"shared": shared, "a": numbers, "b": numbers, "board": Board(), "by": defaultdict(list, x=[1])}
+        {
+            "shared": shared,
+            "a": numbers,
+            "b": numbers,
+            "board": Board(),
+            "by": defaultdict(list, x=[1]),
+        }
     )
     assert all(a is b for a, b in zip(mine["shared"], shared, strict=True))
     assert mine["a"] is mine["b"]  # one list in two places stays one
@@ -216,7 +238,12 @@ def test_arrays_of_a_rollout_are_read_only_also_after_pickling():
     rollout = Rollout(prompt=Prompt(problem=PROBLEM, token_ids=asked), sample=0, turns=[turn])  # type: ignore[arg-type]
     assert isinstance(rollout.turns, tuple)
     for r in (rollout, pickle.loads(pickle.dumps(rollout))):
-        arrays = [r.prompt.token_ids, r.turns[0].prompt_ids, r.completion.token_ids, r.completion.logprobs]
+        arrays = [
+            r.prompt.token_ids,
+            r.turns[0].prompt_ids,
+            r.completion.token_ids,
+            r.completion.logprobs,
+        ]
         for array in (*arrays, r.completion.policy_versions):
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 7
@@ -247,7 +274,8 @@ def test_observation_keeps_no_object_of_its_environment():
 
 
 @pytest.mark.parametrize(
-    "messages", [(m for m in [Message(role="user", content="1")]), [Message(role="user", content="1")]]
+    "messages",
+    [(m for m in [Message(role="user", content="1")]), [Message(role="user", content="1")]],
 )
 def test_messages_of_any_iterable_are_kept_as_a_tuple(messages):
     assert Observation(messages=messages).messages == (Message(role="user", content="1"),)

@@ -84,7 +84,9 @@ class GatedRecorder(Recorder):
     @property
     def written(self):
         """Return step and kind of the rollouts in the file, without repetitions."""
-        return list(dict.fromkeys((line["step"], line["kind"]) for line in read_rollouts(self.path)))
+        return list(
+            dict.fromkeys((line["step"], line["kind"]) for line in read_rollouts(self.path))
+        )
 
 
 def test_loop_trains_while_rollouts_are_written(tmp_path, monkeypatch):

@@ -44,9 +44,15 @@ class Cluster:
         return self._last_version
 
     def trainer_ranks(self, layout):
-        num = {"fsdp_tp": 4, "pp_fsdp": 4, "hsdp": 4, "fsdp": 2, "ddp": 2, "ddp_dtensor": 2, "single": 1}[
-            layout
-        ]
+        num = {
+            "fsdp_tp": 4,
+            "pp_fsdp": 4,
+            "hsdp": 4,
+            "fsdp": 2,
+            "ddp": 2,
+            "ddp_dtensor": 2,
+            "single": 1,
+        }[layout]
         return self.trainer.slice(procs=slice(0, num))
 
     def push(self, store, layout, kind="uneven"):

@@ -47,9 +47,16 @@ def test_shard_that_is_no_box_is_rejected_by_name(placement):
     with rank_of_four(0):
         mesh = init_device_mesh("cpu", (4,))
         tensor = DTensor.from_local(
-            torch.zeros(2, 5), mesh, [placement], run_check=False, shape=torch.Size((8, 5)), stride=(5, 1)
+            torch.zeros(2, 5),
+            mesh,
+            [placement],
+            run_check=False,
+            shape=torch.Size((8, 5)),
+            stride=(5, 1),
         )
-        with pytest.raises(ValueError, match=r"state_dict\['layers.0.w'\] has placements .* contiguous box"):
+        with pytest.raises(
+            ValueError, match=r"state_dict\['layers.0.w'\] has placements .* contiguous box"
+        ):
             parts_of({"layers.0.w": tensor})
 
 
@@ -87,7 +94,10 @@ def test_view_of_a_stored_box_is_the_inner_box_alone():
 
 def test_batches_stay_below_the_limit_except_for_one_large_part():
     parts = parts_of(
-        {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))}
+        {
+            name: torch.zeros(size)
+            for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))
+        }
     )
     (reads,) = plan_reads(1, parts, [lay_out(parts)[0]]).values()
     names = [[read.part.name for read in batch] for batch in batches(reads, max_bytes=16)]
@@ -109,13 +119,19 @@ def test_tensors_are_cast_and_their_sums_are_those_of_the_destinations():
     sources.append(torch.randn(800, 600).t())
     destinations.append(torch.zeros(900, 1000)[100:700, 50:850])
     before, copier = set(threading.enumerate()), Copier(num_threads=2)
-    sums = asyncio.run(copier.run([copy_of(s, d) for s, d in zip(sources, destinations, strict=True)]))
+    sums = asyncio.run(
+        copier.run([copy_of(s, d) for s, d in zip(sources, destinations, strict=True)])
+    )
     for source, destination, box in zip(sources, destinations, sums, strict=True):
         assert torch.equal(destination, source.to(destination.dtype))
-        assert box.value == checksum(destination, global_shape=source.shape, offsets=(0,) * source.dim())
+        assert box.value == checksum(
+            destination, global_shape=source.shape, offsets=(0,) * source.dim()
+        )
     with pytest.raises(RuntimeError, match="must match"):
         asyncio.run(
-            copier.run([copy_of(torch.ones(3), torch.zeros(3)), copy_of(torch.ones(3), torch.zeros(4))])
+            copier.run(
+                [copy_of(torch.ones(3), torch.zeros(3)), copy_of(torch.ones(3), torch.zeros(4))]
+            )
         )
     assert len(asyncio.run(copier.run([copy_of(torch.ones(3), torch.zeros(3))]))) == 1
     copier.close()
@@ -179,6 +195,8 @@ def test_invalid_settings_are_refused(field):
 
 def test_file_on_a_host_without_the_shared_folder_is_an_error(tmp_path):
     file = tmp_path / "weights" / "v1" / "rank0.bin"
-    with pytest.raises(WeightStoreError, match=rf"not written to {file}: .*No such file or directory"):
+    with pytest.raises(
+        WeightStoreError, match=rf"not written to {file}: .*No such file or directory"
+    ):
         asyncio.run(write_file(file, np.zeros(3, dtype=np.uint8)))
     assert not file.parent.parent.exists()

@@ -38,7 +38,9 @@ def test_boxes_add_up_however_they_are_cut_and_both_implementations_agree(dtype)
         assert total == torch_sum(tensor, shape, (0,) * len(shape)), shape
         for dim in range(len(shape)):
             parts = 0
-            for start, stop in itertools.pairwise((0, shape[dim] // 3, shape[dim] // 2, shape[dim])):
+            for start, stop in itertools.pairwise(
+                (0, shape[dim] // 3, shape[dim] // 2, shape[dim])
+            ):
                 box = tensor.narrow(dim, start, stop - start)
                 offsets = [start if d == dim else 0 for d in range(len(shape))]
                 part = checksum(box, global_shape=shape, offsets=offsets)
@@ -68,7 +70,11 @@ def test_swapped_rows_of_different_slabs_change_the_sum():
 def test_swapped_rows_and_columns_change_the_sum():
     tensor = random((40, 30), torch.bfloat16)
     orders = [[1, 0, *range(2, 40)], [*range(38), 39, 38]]
-    sums = {whole(tensor), whole(tensor.reshape(30, 40)), *(whole(tensor[order]) for order in orders)}
+    sums = {
+        whole(tensor),
+        whole(tensor.reshape(30, 40)),
+        *(whole(tensor[order]) for order in orders),
+    }
     sums |= {whole(tensor[:, [5, 1, 2, 3, 4, 0, *range(6, 30)]])}
     assert len(sums) == 5
     box = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -139,13 +145,28 @@ def test_any_sharding_of_the_same_bits_passes():
 @pytest.mark.parametrize(
     ("pulled", "message"),
     [
-        (boxes("w", changed(W, (5, 7))) + B_SUMS, "'generator_0' holds other bits in 'w' than the trainer"),
-        (W_SUMS + B_SUMS + boxes("b", changed(B, 2)), "'generator_0', tensor 'b': ranks hold different bits"),
-        (boxes("w", W.float()) + B_SUMS, r"holds 'w' as \('float32', .* was sent as \('bfloat16', "),
-        (W_SUMS + boxes("b", torch.zeros(7)), r"\(7,\)\), and it was sent as \('float32', \(6,\)\)"),
+        (
+            boxes("w", changed(W, (5, 7))) + B_SUMS,
+            "'generator_0' holds other bits in 'w' than the trainer",
+        ),
+        (
+            W_SUMS + B_SUMS + boxes("b", changed(B, 2)),
+            "'generator_0', tensor 'b': ranks hold different bits",
+        ),
+        (
+            boxes("w", W.float()) + B_SUMS,
+            r"holds 'w' as \('float32', .* was sent as \('bfloat16', ",
+        ),
+        (
+            W_SUMS + boxes("b", torch.zeros(7)),
+            r"\(7,\)\), and it was sent as \('float32', \(6,\)\)",
+        ),
         (W_SUMS, "generator 'generator_0' has no tensor 'b'"),
         (W_SUMS + B_SUMS + boxes("extra", B), "the trainer has no tensor 'extra'"),
-        (boxes("w", W, rows(0, 4)) + B_SUMS, "'generator_0' holds other bits in 'w' than the trainer"),
+        (
+            boxes("w", W, rows(0, 4)) + B_SUMS,
+            "'generator_0' holds other bits in 'w' than the trainer",
+        ),
     ],
 )
 def test_differences_of_a_generator_are_named(pulled, message):
@@ -154,5 +175,7 @@ def test_differences_of_a_generator_are_named(pulled, message):
 
 
 def test_differences_between_trainer_ranks_are_named():
-    with pytest.raises(WeightParityError, match="the trainer, tensor 'b': ranks hold different bits"):
+    with pytest.raises(
+        WeightParityError, match="the trainer, tensor 'b': ranks hold different bits"
+    ):
         check([], pushed=[*PUSHED, *boxes("b", changed(B, 0))])

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from rl.weights import shared_memory
-from rl.weights.shared_memory import HEADER, Segment, SegmentMaps, SegmentPool, SegmentRef, this_host
+from rl.weights.shared_memory import (
+    HEADER,
+    Segment,
+    SegmentMaps,
+    SegmentPool,
+    SegmentRef,
+    this_host,
+)
 from rl.weights.types import SharedMemoryError, VersionNotFoundError
 from tests.support.forked import limit_files, run_in_fork
 
@@ -117,7 +124,10 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert data.unique().tolist() == [5]
-    with pytest.raises(VersionNotFoundError, match=f"the memory of process {pid}"), maps.holding(ref):
+    with (
+        pytest.raises(VersionNotFoundError, match=f"the memory of process {pid}"),
+        maps.holding(ref),
+    ):
         pass
     assert set(os.listdir("/dev/shm")) <= names
     for fd in (reading, writing, waiting, told):
@@ -126,7 +136,9 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
 
 def test_pool_keeps_only_segments_that_the_latest_version_can_use():
     pool = SegmentPool()
-    versions = {version: {take(pool, version=version)[0] for _ in range(2)} for version in (1, 2, 3)}
+    versions = {
+        version: {take(pool, version=version)[0] for _ in range(2)} for version in (1, 2, 3)
+    }
     for version in versions:
         pool.drop(version)
     assert {take(pool, version=4)[0] for _ in range(2)} == versions[3]
@@ -192,5 +204,7 @@ def test_too_little_memory_raises_instead_of_killing(monkeypatch):
     assert status == 0
     assert answer.startswith("0.001 GB of shared memory could not be allocated (File too large); ")
     monkeypatch.setattr(shared_memory, "free_memory", lambda: 11 * 10**9)
-    with pytest.raises(SharedMemoryError, match=r"need 12 GB .* and 11 GB are free: lower weights\.keep"):
+    with pytest.raises(
+        SharedMemoryError, match=r"need 12 GB .* and 11 GB are free: lower weights\.keep"
+    ):
         take(SegmentPool(), 4 * 10**9)

@@ -58,7 +58,9 @@ def assert_same_bits(actual, wanted):
 
 
 @pytest.mark.parametrize(("cluster", "kind", "source", "target"), LAYOUTS, indirect=["cluster"])
-def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(cluster, kind, source, target):
+def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(
+    cluster, kind, source, target
+):
     """A router's bias is not cast: a rounded bias would choose other experts."""
     snapshot = cluster.push(cluster.bf16, source, kind)
     wanted = expected(snapshot.version, kind)
@@ -111,9 +113,13 @@ def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster,
         return run(store.push(version=1, state_dict={"w": torch.full((3,), value)}))
 
     shard = push(0.0)
-    with pytest.raises(VersionExistsError, match=r"1 is already pushed|pushed: .*v1/rank0\.bin exists"):
+    with pytest.raises(
+        VersionExistsError, match=r"1 is already pushed|pushed: .*v1/rank0\.bin exists"
+    ):
         push(1.0)
-    with pytest.raises(VersionNotFoundError, match=r"version 1 is not in the store; there are \[\]"):
+    with pytest.raises(
+        VersionNotFoundError, match=r"version 1 is not in the store; there are \[\]"
+    ):
         store.snapshot(1)
     first = store.announce([shard])
     with pytest.raises(VersionExistsError, match="version 1 is already announced"):
@@ -139,7 +145,9 @@ def test_version_that_a_rank_has_not_pushed_is_refused_and_may_be_pushed_again(c
     run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
     run(cluster.trainer.build.call("uneven", "fsdp", version, torch.float32))
     shard = run(cluster.trainer.slice(procs=0).push.call_one(store, version))
-    with pytest.raises(WeightMismatchError, match=r"'embed.weight': the store covers .* of the 66 elements"):
+    with pytest.raises(
+        WeightMismatchError, match=r"'embed.weight': the store covers .* of the 66 elements"
+    ):
         run(store.pull(store.announce([shard]), state_dict=UnevenNet(seed=0).state_dict()))
     run(store.delete(version))
     shards = run(cluster.trainer_ranks("fsdp").push.call(store, version))
@@ -154,7 +162,9 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
     run, store = cluster.meshes.run, cluster.bf16
     snapshot = cluster.push(store, "fsdp_tp")
     net = UnevenNet(seed=0).state_dict()
-    with pytest.raises(WeightMismatchError, match=r"'embed.weight' .* \(11, 6\) in the store and \(12, 6\)"):
+    with pytest.raises(
+        WeightMismatchError, match=r"'embed.weight' .* \(11, 6\) in the store and \(12, 6\)"
+    ):
         run(store.pull(snapshot, state_dict=net | {"embed.weight": torch.zeros(12, 6)}))
     del net["gate"]
     with pytest.raises(WeightMismatchError, match="missing 'extra', not asked for 'gate'"):
@@ -175,7 +185,9 @@ def test_restarted_store_has_no_files_of_lost_trainers(cluster, tmp_path):
     run(store.stop())
 
 
-def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_named(cluster, tmp_path):
+def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_named(
+    cluster, tmp_path
+):
     run, weights = cluster.meshes.run, {"w": torch.ones(1000)}
     store = cluster.start(cluster.volume_mesh, tmp_path, transport="files", timeout_s=0.5)
     folder = tmp_path / "weights"
@@ -183,7 +195,9 @@ def test_hanging_files_meet_the_deadline_and_a_file_that_cannot_be_written_is_na
     pipe = folder / "v3" / "rank0.bin"
     pipe.unlink()
     os.mkfifo(pipe)  # opening it waits, as there is no writer
-    with pytest.raises(WeightTimeoutError, match=rf"pull of version 3 .* waited for files in {folder}"):
+    with pytest.raises(
+        WeightTimeoutError, match=rf"pull of version 3 .* waited for files in {folder}"
+    ):
         run(store.pull(snapshot, state_dict=weights))
     os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
     (folder / "v4").touch()
@@ -202,13 +216,19 @@ def test_hanging_volume_meets_the_deadline_and_a_dead_one_is_named(cluster, tmp_
     os.kill(pid, signal.SIGSTOP)
     # One thread may still answer until all have stopped.
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(WeightTimeoutError, match=r"push of version 2 .* timeout_s=3: waited for the tr"):
+    with pytest.raises(
+        WeightTimeoutError, match=r"push of version 2 .* timeout_s=3: waited for the tr"
+    ):
         run(store.push(version=2, state_dict=state_dict))
-    with pytest.raises(WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the trainer"):
+    with pytest.raises(
+        WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the trainer"
+    ):
         run(store.pull(snapshot, state_dict=state_dict))
     os.kill(pid, signal.SIGKILL)
     store.config = dataclasses.replace(store.config, timeout_s=60)
-    with pytest.raises(WeightStoreError, match=r"push of version 3 .* on rank 0 failed: lost the tr"):
+    with pytest.raises(
+        WeightStoreError, match=r"push of version 3 .* on rank 0 failed: lost the tr"
+    ):
         run(store.push(version=3, state_dict=state_dict))
     cluster.meshes.stop(mesh)
 
@@ -227,7 +247,9 @@ def test_parity_catches_corrupted_stale_and_miscast_weights(cluster):
         check_sums(version=version, pushed=snapshot.sums, pulled={"generator": boxes})
 
     check(pulled())
-    with pytest.raises(WeightParityError, match=r"other bits in 'down.weight' .* still of another version"):
+    with pytest.raises(
+        WeightParityError, match=r"other bits in 'down.weight' .* still of another version"
+    ):
         check(pulled(cluster.push(store, "fsdp_tp")))
     with pytest.raises(WeightParityError, match=r"'float32', .* was sent as \('bfloat16'"):
         check(pulled(dtype=torch.float32))
@@ -235,7 +257,9 @@ def test_parity_catches_corrupted_stale_and_miscast_weights(cluster):
     (stored,) = (part for part in shard.parts if part.name == "up.weight")
     with SegmentMaps(max_age=1).holding(shard.place) as data:
         stored.view(data).view(torch.int16)[0, 1] ^= 1
-    with pytest.raises(WeightParityError, match=f"version {version}: generator 'generator' holds other bits"):
+    with pytest.raises(
+        WeightParityError, match=f"version {version}: generator 'generator' holds other bits"
+    ):
         check(pulled())
     run(store.delete(version))
     run(store.delete(version + 1))

@@ -38,7 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 USUAL_OPEN_FILES = 1024
 # Fewer connections than by default, so that those without an end of their headers reach the limit.
 OPTIONS = (
-    *("--limits.session_timeout_s", "30", "--limits.gap_timeout_s", "5", "--limits.result_kept_s", "5"),
+    *(
+        "--limits.session_timeout_s",
+        "30",
+        "--limits.gap_timeout_s",
+        "5",
+        "--limits.result_kept_s",
+        "5",
+    ),
     *("--http.poll_s", "2", "--http.connections", "1024"),
 )
 WORKERS, HALF_OPEN, LONG_SAMPLES = 48, 1500, 3
@@ -64,7 +71,9 @@ class Tally:
         for status, number in self.statuses.items():
             of[f"{status}"[0]] += number
         total = self.statuses.total()
-        return f"{name:26}{total:9}{of['2']:9}{of['4']:9}{of['5']:6}{of['c']:8}{self.longest_s:11.2f}"
+        return (
+            f"{name:26}{total:9}{of['2']:9}{of['4']:9}{of['5']:6}{of['c']:8}{self.longest_s:11.2f}"
+        )
 
 
 class Client:
@@ -81,7 +90,9 @@ class Client:
         began = time.monotonic()
         status: int | str
         try:
-            async with self._http.request(call.method, call.path, data=call.body, headers=headers) as answer:
+            async with self._http.request(
+                call.method, call.path, data=call.body, headers=headers
+            ) as answer:
                 status, content = answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             status, content = "closed", b""
@@ -156,13 +167,22 @@ async def set_up(client: Client, key: str) -> Ids:
     async def done(path: str, body: Any) -> bytes:
         return await client.done(path, body, key=key, kind="set-up")
 
-    session = json.loads(await done("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"}))
+    session = json.loads(
+        await done("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"})
+    )
     session_id = session["session_id"]
-    model = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+    model = {
+        "session_id": session_id,
+        "model_seq_id": 0,
+        "base_model": "tiny",
+        "lora_config": {"rank": 8},
+    }
     model_id = json.loads(await done("create_model", model))["model_id"]
     await done("forward_backward", gradient(model_id, 1))
     await done("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
-    saved = json.loads(await done("save_weights", {"model_id": model_id, "seq_id": 3, "path": "own"}))
+    saved = json.loads(
+        await done("save_weights", {"model_id": model_id, "seq_id": 3, "path": "own"})
+    )
     to_sample = {"model_id": model_id, "seq_id": 4, "path": "own"}
     sampled = json.loads(await done("save_weights_for_sampler", to_sample))
     source = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -212,7 +232,9 @@ async def half_open(url: str, tally: Tally) -> None:
         began = time.monotonic()
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nX-Filler: " + b"x" * 1000)
+            writer.write(
+                b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nX-Filler: " + b"x" * 1000
+            )
             await reader.read(1000)
             writer.close()
         tally.statuses["closed"] += 1
@@ -241,17 +263,23 @@ async def load(client: Client, attackers: Sequence[Attacker], *, requests: int) 
             group.create_task(work(attackers[number % len(attackers)]))
 
 
-async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed: int) -> dict[str, Any]:
+async def attack(
+    url: str, pid: int, keys: Sequence[str], *, requests: int, seed: int
+) -> dict[str, Any]:
     """Make the whole attack, print its table, and return what was measured."""
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     waits_s: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=CALL_S)
-    async with aiohttp.ClientSession(f"{url}/api/v1/", connector=connector, timeout=timeout) as http:
+    async with aiohttp.ClientSession(
+        f"{url}/api/v1/", connector=connector, timeout=timeout
+    ) as http:
         client = Client(http, tallies)
         *bad, good = [await set_up(client, key) for key in keys]
         began = time.monotonic()
-        await client.done("asample", sample(bad[0].sampler_id, 1, **LONG), key=keys[0], kind="set-up")
+        await client.done(
+            "asample", sample(bad[0].sampler_id, 1, **LONG), key=keys[0], kind="set-up"
+        )
         long_sample_s, before_mb = time.monotonic() - began, memory_mb(pid)
         attackers = [
             Attacker(key=key, own=own, foreign=good, seed=seed + number)
@@ -259,7 +287,8 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
         ]
         others = [asyncio.create_task(well_behaved(client, good, keys[-1], waits_s))]
         others += [
-            asyncio.create_task(half_open(url, tallies["headers without end"])) for _ in range(HALF_OPEN)
+            asyncio.create_task(half_open(url, tallies["headers without end"]))
+            for _ in range(HALF_OPEN)
         ]
         for key, own in zip(keys, bad, strict=False):
             others.append(asyncio.create_task(sample_longest(client, own, key)))
@@ -271,7 +300,9 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
         began = time.monotonic()
         await load(client, attackers, requests=requests)
         seconds = time.monotonic() - began
-        ended = [error for task in others if task.done() and (error := task.exception()) is not None]
+        ended = [
+            error for task in others if task.done() and (error := task.exception()) is not None
+        ]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -280,7 +311,9 @@ async def attack(url: str, pid: int, keys: Sequence[str], *, requests: int, seed
     print(f"{'calls':26}{'number':>9}{'2xx':>9}{'4xx':>9}{'5xx':>6}{'closed':>8}{'longest s':>11}")
     for name, tally in sorted(tallies.items()):
         print(tally.row(name))
-    errors = sum(n for one in tallies.values() for status, n in one.statuses.items() if f"{status}"[0] == "5")
+    errors = sum(
+        n for one in tallies.values() for status, n in one.statuses.items() if f"{status}"[0] == "5"
+    )
     reached = sum(n for status, n in tallies[FOREIGN].statuses.items() if f"{status}"[0] == "2")
     told = sum(one.num_told for one in tallies.values())
     return {
@@ -312,7 +345,9 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--quick", action="store_true", help="2,000 requests")
     parser.add_argument(
-        "--config", default="tiny", help="of configs/tinker.py; tiny_actors has vLLM (default: tiny)"
+        "--config",
+        default="tiny",
+        help="of configs/tinker.py; tiny_actors has vLLM (default: tiny)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("outputs/attack"))
@@ -333,7 +368,9 @@ async def main(argv: Sequence[str] | None = None) -> int:
     found["log_bytes"], found["tracebacks"] = len(log), sum(map(log.count, FAULTS))
     memory = found["memory_mb"]
     found["passed"] = (
-        not (found["answered_5xx"] or found["reached_of_another_key"] or found["told_of_another_key"])
+        not (
+            found["answered_5xx"] or found["reached_of_another_key"] or found["told_of_another_key"]
+        )
         and not (found["failed"] or found["tracebacks"])
         and found["exit_status"] == 0
         and found["longest_wait_s"] <= MAX_WAIT_S + found["long_sample_s"]

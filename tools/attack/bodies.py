@@ -138,7 +138,9 @@ class Attacker:
         return Call(path="forward_backward", body=body, content_type=PROTOBUF, key=self._key)
 
     def _malformed_protobuf(self) -> Call:
-        return self._protobuf(self._mutated(gradient(self._own.model_id, self._number()).SerializeToString()))
+        return self._protobuf(
+            self._mutated(gradient(self._own.model_id, self._number()).SerializeToString())
+        )
 
     def _many_parts(self) -> Call:
         part = self._random.choice(
@@ -176,13 +178,19 @@ class Attacker:
 
     def _malformed_json(self) -> Call:
         path, body = self._bodies()
-        deep = b"[" * 100_000 if self._random.random() < 0.01 else self._mutated(json.dumps(body).encode())
+        deep = (
+            b"[" * 100_000
+            if self._random.random() < 0.01
+            else self._mutated(json.dumps(body).encode())
+        )
         return Call(path=path, body=deep, key=self._key)
 
     def _wrong_values(self) -> Call:
         """Replace one value, at the top or in a part, or add one."""
         path, body = self._bodies()
-        part = self._random.choice([body, *(value for value in body.values() if isinstance(value, dict))])
+        part = self._random.choice(
+            [body, *(value for value in body.values() if isinstance(value, dict))]
+        )
         part[self._random.choice([*part, "unknown"])] = self._random.choice(WRONG_VALUES)
         return _json(path, body, key=self._key)
 
@@ -218,7 +226,9 @@ class Attacker:
             "heartbeat": self._json("session_heartbeat", {"session_id": him.session_id}),
             "finish": self._json(f"sessions/{him.session_id}/finish", end),
             "create_model": self._json("create_model", new_model | {"lora_config": {"rank": 8}}),
-            "create_sampler": self._json("create_sampling_session", new_sampler | {"base_model": "tiny"}),
+            "create_sampler": self._json(
+                "create_sampling_session", new_sampler | {"base_model": "tiny"}
+            ),
             "asample": self._json("asample", sample(him.sampler_id, number)),
             "sampler": Call(path=f"samplers/{him.sampler_id}", method="GET", key=self._key),
             "retrieve": self._json("retrieve_future", {"request_id": him.request_id}),
@@ -236,7 +246,9 @@ class Attacker:
             "save": self._json("save_weights", step | {"path": "stolen"}),
             "save_sampler": self._json("save_weights_for_sampler", step | {"path": "stolen"}),
             "publish": self._json("save_weights_for_sampler", step | publish),
-            "load_into": self._json("load_weights", step | {"path": self._own.checkpoint, "optimizer": True}),
+            "load_into": self._json(
+                "load_weights", step | {"path": self._own.checkpoint, "optimizer": True}
+            ),
         }
 
     def _of_weights(self) -> dict[str, Call]:
@@ -246,7 +258,9 @@ class Attacker:
         new_sampler = {"session_id": own.session_id, "sampling_session_seq_id": number}
         stolen = {"path": him.checkpoint, "optimizer": False}
         return {
-            "load": self._json("load_weights", stolen | {"model_id": own.model_id, "seq_id": number}),
+            "load": self._json(
+                "load_weights", stolen | {"model_id": own.model_id, "seq_id": number}
+            ),
             "load_new": self._json("load_weights", stolen | new_model),
             "sample_saved": self._json(
                 "create_sampling_session", new_sampler | {"model_path": him.sampler_checkpoint}
@@ -260,7 +274,9 @@ class Attacker:
         ttl = json.dumps({"ttl_seconds": 1}).encode()
         return {
             "run": Call(path=f"training_runs/{run}", method="GET", key=self._key),
-            "checkpoints": Call(path=f"training_runs/{run}/checkpoints", method="GET", key=self._key),
+            "checkpoints": Call(
+                path=f"training_runs/{run}/checkpoints", method="GET", key=self._key
+            ),
             "delete": Call(path=checkpoint, method="DELETE", key=self._key),
             "set_ttl": Call(path=f"{checkpoint}/ttl", method="PUT", body=ttl, key=self._key),
         }
@@ -273,7 +289,11 @@ class Attacker:
 
     def _creations(self) -> Call:
         session = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
-        model = {"session_id": self._own.session_id, "model_seq_id": self._number(), "base_model": "tiny"}
+        model = {
+            "session_id": self._own.session_id,
+            "model_seq_id": self._number(),
+            "base_model": "tiny",
+        }
         lora = {"lora_config": {"rank": 8}}
         if self._random.random() < 0.5:
             return _json("create_session", session, key=self._key)

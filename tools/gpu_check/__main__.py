@@ -174,8 +174,12 @@ def compare(found: dict[str, Any], *, kept: dict[str, float]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="run these only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="run these only"
+    )
     parser.add_argument(
         "--no-numbers", action="store_true", help="judge neither results of kernels nor speeds"
     )
@@ -190,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     numbers = not args.no_numbers
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The check that runs is ended on the way.
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # The check that runs is ended on the way.
     if args.run is not None:
         run_here(args.run, file=args.folder / f"{args.run}.json", numbers=numbers)
         return 0
@@ -208,7 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, found in results.items():
         print("\n".join(lines_of(name, found, kept=kept.get(name, {}))))
     whole = {"gpu": gpu, "numbers": numbers, "checks": results}
-    (args.folder / "gpu-check.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    (args.folder / "gpu-check.json").write_text(
+        json.dumps(whole, indent=1) + "\n", encoding="utf-8"
+    )
     if args.keep_figures and numbers:
         all_kept[gpu] = kept | {name: found["figures"] for name, found in results.items()}
         KEPT.write_text(json.dumps(all_kept, indent=1) + "\n", encoding="utf-8")

@@ -46,7 +46,9 @@ def generator(report: Report) -> None:
             tokens_per_s = graphs.call("tokens_per_s")
             kept, freed = graphs.call("sleep")
             report.same(
-                "logprobs after sleep", _difference(graphs.call("score", sequences), drawn), atol=LOGPROB_ATOL
+                "logprobs after sleep",
+                _difference(graphs.call("score", sequences), drawn),
+                atol=LOGPROB_ATOL,
             )
         report.figure("freed by sleep", freed / kept)
         report.require(
@@ -58,7 +60,9 @@ def generator(report: Report) -> None:
             ("TrainerSide", "logprobs of the trainer"),
         ):
             with _worker(side, folder=folder, eager=True) as other:
-                report.same(name, _difference(other.call("score", sequences), drawn), atol=LOGPROB_ATOL)
+                report.same(
+                    name, _difference(other.call("score", sequences), drawn), atol=LOGPROB_ATOL
+                )
         with _worker("VLLMSide", folder=folder, eager=False) as theirs:
             vllms = theirs.call("tokens_per_s")
     report.figure("tokens/s", tokens_per_s)
@@ -78,7 +82,9 @@ def _worker(side: str, **arguments: Any) -> Worker:
 
 def _difference(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     """Return the mean absolute difference of the drawn tokens' logprobs."""
-    return float(np.mean([np.abs(a[-len(b) :] - b).mean() for a, b in zip(got, wanted, strict=True)]))
+    return float(
+        np.mean([np.abs(a[-len(b) :] - b).mean() for a, b in zip(got, wanted, strict=True)])
+    )
 
 
 class EngineSide:
@@ -112,7 +118,9 @@ class EngineSide:
 
     def _generate(self, *, tokens: int, seed: int) -> tuple[list[np.ndarray], Any]:
         random = np.random.default_rng(seed)
-        prompts = [random.integers(0, 1000, PROMPT_LENGTH).astype(np.int32) for _ in range(NUM_PROMPTS)]
+        prompts = [
+            random.integers(0, 1000, PROMPT_LENGTH).astype(np.int32) for _ in range(NUM_PROMPTS)
+        ]
         sampling = SamplingParams(max_tokens=tokens, num_samples=NUM_SAMPLES, seed=seed)
         return prompts, self._runner.run(self._engine.generate(prompts, sampling=sampling))
 

@@ -71,13 +71,17 @@ def _norm(report: Report) -> None:
     norm, x = RMSNorm(WIDTH, eps=1e-6), torch.randn(64, WIDTH)
     wanted = norm(x)
     report.close("RMS norm", norm.cuda()(x.cuda()), wanted, atol=1e-5)
-    report.close("RMS norm in bfloat16", norm.bfloat16()(x.cuda().bfloat16()).float(), wanted, atol=4e-2)
+    report.close(
+        "RMS norm in bfloat16", norm.bfloat16()(x.cuda().bfloat16()).float(), wanted, atol=4e-2
+    )
 
 
 def _grouped_products(report: Report) -> None:
     ends = torch.tensor([3, 3, 67, 200])
     x_SE, weight_NFE = torch.randn(200, 256), torch.randn(4, 128, 256) / 16
-    wanted = torch.cat([x_SE[a:b] @ w.T for a, b, w in zip((0, 3, 3, 67), ends, weight_NFE, strict=True)])
+    wanted = torch.cat(
+        [x_SE[a:b] @ w.T for a, b, w in zip((0, 3, 3, 67), ends, weight_NFE, strict=True)]
+    )
     got = grouped_linear(x_SE.cuda().bfloat16(), weight_NFE.cuda().bfloat16(), ends.cuda())
     report.close("grouped products", got.float(), wanted, atol=5e-2)
 
@@ -96,7 +100,9 @@ def _fused_layers(report: Report) -> None:
         positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
         ids = torch.arange(layout.num_tokens, device="cuda") * 7 % 1000
         wanted, got = both_ways(model, ids, positions=positions, sequences=layout)
-        difference = (got.float() - wanted.float()).abs().mean().item()  # logits of bfloat16 weights
+        difference = (
+            (got.float() - wanted.float()).abs().mean().item()
+        )  # logits of bfloat16 weights
         report.same(f"fused layers of {flavor}", difference, atol=0.03)
 
 
@@ -105,7 +111,10 @@ def _sampling(report: Report) -> None:
     logits_BV, uniforms_B = torch.randn(256, 5000) * 3, torch.rand(256, dtype=torch.float64)
     for name, sampling in (
         ("sampling", SamplingParams(max_tokens=1)),
-        ("sampling with top-p and top-k", SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, top_k=50)),
+        (
+            "sampling with top-p and top-k",
+            SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, top_k=50),
+        ),
     ):
         tokens: list[Tensor] = []
         for device in ("cpu", "cuda"):

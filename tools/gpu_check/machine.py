@@ -42,7 +42,8 @@ def machine(report: Report) -> None:
     driver = str(pynvml.nvmlSystemGetDriverVersion())
     report.figure("driver", float(".".join(driver.split(".")[:2])))
     report.require(
-        int(driver.split(".")[0]) >= LEAST_DRIVER, f"driver {driver}: CUDA 13 needs {LEAST_DRIVER} or newer"
+        int(driver.split(".")[0]) >= LEAST_DRIVER,
+        f"driver {driver}: CUDA 13 needs {LEAST_DRIVER} or newer",
     )
     _build_tools(report)
     num_gpus = torch.cuda.device_count()
@@ -123,7 +124,9 @@ def _all_reduce(rank: int, num_ranks: int, rendezvous: str, rates: object) -> No
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
+    )
     x = torch.ones(ALL_REDUCE_BYTES // 4, device="cuda")
     dist.all_reduce(x)
     difference = (x - num_ranks).abs().max().item()

@@ -41,16 +41,22 @@ class Report:
     def close(self, name: str, got: Tensor, wanted: Tensor, *, atol: float) -> None:
         """Fail unless the shapes are equal and no number differs by more than `atol`."""
         if got.shape != wanted.shape:
-            self.faults.append(f"{name} has the shape {tuple(got.shape)} instead of {tuple(wanted.shape)}")
+            self.faults.append(
+                f"{name} has the shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+            )
             return
-        difference = (got.detach().double().cpu() - wanted.detach().double().cpu()).abs().max().item()
+        difference = (
+            (got.detach().double().cpu() - wanted.detach().double().cpu()).abs().max().item()
+        )
         self.same(name, difference, atol=atol)
 
     def same(self, name: str, difference: float, *, atol: float) -> None:
         """Fail if a difference is NaN or above `atol`."""
         if self.numbers:
             self.figures[f"{name} differs by"] = float(f"{difference:.3g}")
-            self.require(difference <= atol, f"{name} differs by {difference:.3g}, more than {atol:g}")
+            self.require(
+                difference <= atol, f"{name} differs by {difference:.3g}, more than {atol:g}"
+            )
 
     @property
     def result(self) -> str:

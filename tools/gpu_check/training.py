@@ -88,7 +88,9 @@ def _against_the_cpu(report: Report) -> None:
     for dtype, factor in (("float32", 0.01), ("bfloat16", 1.0)):
         of_gpu = found["cuda", dtype]
         report.same(f"the loss in {dtype}", abs(of_gpu[0] - loss), atol=LOSS_ATOL * factor)
-        report.same(f"the gradient's norm in {dtype}", abs(of_gpu[1] / norm - 1), atol=NORM_RTOL * factor)
+        report.same(
+            f"the gradient's norm in {dtype}", abs(of_gpu[1] / norm - 1), atol=NORM_RTOL * factor
+        )
 
 
 def _with_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
@@ -105,7 +107,9 @@ def _engine(
         loss=CrossEntropyLoss(),
         compile=CompileConfig(enable=compile),
         training=TrainingConfig(
-            max_tokens_per_microbatch=min(MOST_TOKENS, max(LENGTHS[0], TOKENS_PER_GB * gpu_bytes // 10**9)),
+            max_tokens_per_microbatch=min(
+                MOST_TOKENS, max(LENGTHS[0], TOKENS_PER_GB * gpu_bytes // 10**9)
+            ),
             logits_chunk_tokens=2048,
             dtype="float32",
             param_dtype=dtype,
@@ -134,7 +138,9 @@ def _samples(lengths: Sequence[int]) -> list[TrainingSample]:
     return samples_of([random.integers(0, 1000, n, dtype=np.int32) for n in lengths])
 
 
-def _steps(engine: TrainingEngine, samples: list[TrainingSample], *, num: int) -> tuple[float, float, int]:
+def _steps(
+    engine: TrainingEngine, samples: list[TrainingSample], *, num: int
+) -> tuple[float, float, int]:
     """Return the shortest duration of `num` steps after one that warms up, the first loss and the peak memory."""
     times_s, losses, peak = [], [], 0
     for _ in range(num + 1):

@@ -37,7 +37,11 @@ from tools.mutants.table import MUTANTS, Mutant, find_stale
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST_SHARE = 0.95
 """Share of the faults that have to be caught."""
-NOT_RUN = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
+NOT_RUN = (
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.USAGE_ERROR,
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)
 PRELOADED = (
     "torch",
     "torch.distributed.tensor",
@@ -104,7 +108,10 @@ def run_tests(tree: Path, mutant: Mutant, *, timeout_s: float) -> str:
         return ""  # what other processes of the machine leave behind is not this fault's
     code = os.waitstatus_to_exitcode(status)
     if failed is None and code in NOT_RUN:
-        print(f"{mutant.file}, {mutant.original!r}: the tests did not run:\n{text[-4000:]}", flush=True)
+        print(
+            f"{mutant.file}, {mutant.original!r}: the tests did not run:\n{text[-4000:]}",
+            flush=True,
+        )
         return ""
     return f"the tests ended with status {code}" if failed is None else failed[1]
 
@@ -147,12 +154,17 @@ def _run_in_fork(tree: Path, mutant: Mutant, output: Path) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.chdir(tree)
-        sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+        sys.path[:] = [
+            str(tree),
+            *(path for path in sys.path if Path(path or ".").resolve() != ROOT),
+        ]
         os.environ["PYTHONPATH"] = str(tree)
         # A compiled file may outlive the fault that it was made of.
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = True
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "tests", "rl")]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("tools", "tests", "rl")
+        ]:
             del sys.modules[name]
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
         status = int(pytest.main([*options, "-m", mutant.marker, *mutant.tests]))
@@ -208,10 +220,16 @@ def describe(outcome: Outcome) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-k", default="", help="only faults with this text in file, fragments or tests")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "-k", default="", help="only faults with this text in file, fragments or tests"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time; 1")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for the tests of a fault; 180")
+    parser.add_argument(
+        "--timeout", type=float, default=180.0, help="seconds for the tests of a fault; 180"
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and try none")
     args = parser.parse_args(arguments)
     if args.jobs < 1 or args.timeout <= 0:
@@ -221,7 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     mutants = [mutant for mutant in MUTANTS if args.k in " ".join(mutant.texts)]
     if args.list or not mutants:
-        print("\n".join(" | ".join(mutant.texts) for mutant in mutants) or f"no fault has {args.k!r}")
+        print(
+            "\n".join(" | ".join(mutant.texts) for mutant in mutants) or f"no fault has {args.k!r}"
+        )
         return 0 if mutants else 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for package in PRELOADED:

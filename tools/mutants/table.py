@@ -32,7 +32,11 @@ def find_stale(root: Path) -> list[str]:
         num = file.read_text().count(mutant.original) if file.is_file() else 0
         if num != 1:
             stale.append(f"{mutant.file}: {mutant.original!r} occurs {num} times: must occur once")
-        stale += [f"{mutant.file}: there is no {test}" for test in mutant.tests if not (root / test).exists()]
+        stale += [
+            f"{mutant.file}: there is no {test}"
+            for test in mutant.tests
+            if not (root / test).exists()
+        ]
     return stale
 
 

@@ -45,7 +45,9 @@ def build(gpu: NullGpu) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
     def compile_all(names: Iterable[str]) -> list[Path]:
-        return [_compile(SOURCES / f"{name}.c", work / f"{name}.o", include=include) for name in names]
+        return [
+            _compile(SOURCES / f"{name}.c", work / f"{name}.o", include=include) for name in names
+        ]
 
     runtime = compile_all(RUNTIME)
     wanted = {name for name in _imported(gpu.site_packages) if IMPORTED.match(name)}
@@ -53,7 +55,9 @@ def build(gpu: NullGpu) -> None:
     _link(gpu.preloaded, [*runtime, stubs])
 
     driver = compile_all(["driver"])
-    stubs = _stubs(_driver_functions(include / "cuda.h") - _defined(driver), work / "driver_stubs.c")
+    stubs = _stubs(
+        _driver_functions(include / "cuda.h") - _defined(driver), work / "driver_stubs.c"
+    )
     _link(
         gpu.libraries / "libcuda.so.1",
         [*driver, stubs],
@@ -70,7 +74,15 @@ def build(gpu: NullGpu) -> None:
 
 def _compile(source: Path, target: Path, *, include: Path | None = None) -> Path:
     options = ["-O1", "-fPIC", "-Wall", "-Werror", "-Wno-format-truncation"]
-    _run("gcc", *options, *([f"-I{include}"] if include else []), "-c", "-o", str(target), str(source))
+    _run(
+        "gcc",
+        *options,
+        *([f"-I{include}"] if include else []),
+        "-c",
+        "-o",
+        str(target),
+        str(source),
+    )
     return target
 
 
@@ -78,7 +90,17 @@ def _link(target: Path, objects: list[Path], *options: str) -> None:
     """Write the library beside its place and rename it: a running process may have it mapped."""
     partial = target.with_suffix(".part")
     name = f"-Wl,-soname,{target.name}"
-    _run("gcc", "-shared", "-o", str(partial), *map(str, objects), *options, name, "-ldl", "-lpthread")
+    _run(
+        "gcc",
+        "-shared",
+        "-o",
+        str(partial),
+        *map(str, objects),
+        *options,
+        name,
+        "-ldl",
+        "-lpthread",
+    )
     partial.replace(target)
 
 
@@ -86,7 +108,9 @@ def _imported(site_packages: Path) -> set[str]:
     """Return the names of functions that the libraries of torch and vllm take from others."""
     libraries = [*site_packages.glob("torch/lib/*.so*"), *site_packages.glob("vllm/**/*.so")]
     table = _run("nm", "-D", "--undefined-only", *map(str, libraries))
-    return {line.split()[-1].partition("@")[0] for line in table.splitlines() if line.startswith(" ")}
+    return {
+        line.split()[-1].partition("@")[0] for line in table.splitlines() if line.startswith(" ")
+    }
 
 
 def _defined(objects: list[Path]) -> set[str]:
@@ -98,7 +122,9 @@ def _driver_functions(header: Path) -> set[str]:
     """Return the functions that cuda.h declares, under the names that a library has to define."""
     text = header.read_text()
     declared = set(re.findall(r"CUresult\s+CUDAAPI\s+(cu[A-Z]\w*)\s*\(", text))
-    return declared | set(re.findall(r"#define\s+cu[A-Z]\w*\s+(cu[A-Z]\w+)\s*$", text, re.MULTILINE))
+    return declared | set(
+        re.findall(r"#define\s+cu[A-Z]\w*\s+(cu[A-Z]\w+)\s*$", text, re.MULTILINE)
+    )
 
 
 def _stubs(names: set[str], source: Path, *, counted: bool = False) -> Path:

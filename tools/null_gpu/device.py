@@ -29,7 +29,9 @@ class NullGpu:
     def site_packages(self) -> Path:
         found = sorted(self.venv.glob("lib/python3.*/site-packages"))
         if not found:
-            raise ValueError(f"{self.venv} is no environment; `make gpu-rehearsal` creates .venv-gpu")
+            raise ValueError(
+                f"{self.venv} is no environment; `make gpu-rehearsal` creates .venv-gpu"
+            )
         return found[0]
 
     @property

@@ -96,7 +96,12 @@ class Runner:
             "behavior_if_log_dir_exists": "resume",
         }
         module = f"tinker_cookbook.recipes.{recipe.module}"
-        return [str(self.python), "-m", module, *(f"{name}={value}" for name, value in arguments.items())]
+        return [
+            str(self.python),
+            "-m",
+            module,
+            *(f"{name}={value}" for name, value in arguments.items()),
+        ]
 
     def run(self, recipe: Recipe) -> list[Finding]:
         """Run a recipe and print which promises it kept."""
@@ -118,7 +123,8 @@ class Runner:
         print(f"{recipe.name}: {time.monotonic() - started:.0f} s, log {log}")
         for finding in findings:
             print(
-                f"  {'kept' if finding.holds else 'NOT KEPT'}: {finding.promise} ({finding.seen})", flush=True
+                f"  {'kept' if finding.holds else 'NOT KEPT'}: {finding.promise} ({finding.seen})",
+                flush=True,
             )
         return findings
 
@@ -179,7 +185,9 @@ def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
     else:
         (site_packages,) = (ROOT / VENV / "lib").glob("python*/site-packages")
         recipes = chosen(all_recipes(site_packages / EXAMPLE_DATA), names)
-        backend = LocalTinkerBackend.Config(base=Base.Config(folder=str(make_base_model(CACHE)))).build()
+        backend = LocalTinkerBackend.Config(
+            base=Base.Config(folder=str(make_base_model(CACHE)))
+        ).build()
     folder = CACHE / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -203,9 +211,13 @@ def run_all(names: Sequence[str], *, model: str, deadline_s: float) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make tinker-cookbook", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="RECIPE", help="names of recipes to run")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="RECIPE", help="names of recipes to run"
+    )
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="base model")
-    parser.add_argument("--deadline_s", type=float, default=1800.0, help="longest run of one recipe")
+    parser.add_argument(
+        "--deadline_s", type=float, default=1800.0, help="longest run of one recipe"
+    )
     args = parser.parse_args(argv)
     # An exception, so that running processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -62,21 +62,28 @@ class Teacher:
             loss = self.step()
             if self.num_steps % EVALUATE_EVERY == 0:
                 right = self.share_right()
-                print(f"step {self.num_steps}: loss {loss:.3f}, {right:.0%} of additions right", flush=True)
+                print(
+                    f"step {self.num_steps}: loss {loss:.3f}, {right:.0%} of additions right",
+                    flush=True,
+                )
         for _ in range(SHRUG_STEPS):
             self.step(shrug_share=SHRUG_SHARE)
         print(
-            f"after {SHRUG_STEPS} steps with shrugs: {self.share_right():.0%} of additions right", flush=True
+            f"after {SHRUG_STEPS} steps with shrugs: {self.share_right():.0%} of additions right",
+            flush=True,
         )
 
     def step(self, *, shrug_share: float = 0.0) -> float:
         """Make a step and return the loss in nats per token."""
         generator = self._generator
         shown = [
-            drawn_addition(generator, shrugs=generator.random() < shrug_share) for _ in range(NUM_ADDITIONS)
+            drawn_addition(generator, shrugs=generator.random() < shrug_share)
+            for _ in range(NUM_ADDITIONS)
         ]
         shown += [drawn_guess(generator) for _ in range(NUM_GUESSES)]
-        loss = self._engine.forward_backward(self._samples(shown), loss=CrossEntropyLoss()).loss_mean
+        loss = self._engine.forward_backward(
+            self._samples(shown), loss=CrossEntropyLoss()
+        ).loss_mean
         self.num_steps += 1
         lr = LR * min(1.0, self.num_steps / LR_WARMUP_STEPS)
         self._engine.optim_step(OptimParams(lr=lr, betas=(0.9, 0.95), weight_decay=0.01))
@@ -85,7 +92,10 @@ class Teacher:
     def share_right(self) -> float:
         """Return the mean probability of the right answer over held-out additions."""
         logprobs = self._engine.compute_logprobs(self._evaluated)
-        whole = [of_one[sample.mask].sum() for of_one, sample in zip(logprobs, self._evaluated, strict=True)]
+        whole = [
+            of_one[sample.mask].sum()
+            for of_one, sample in zip(logprobs, self._evaluated, strict=True)
+        ]
         return float(np.exp(whole).mean())
 
     def _samples(self, shown: Sequence[Demonstration]) -> list[TrainingSample]:
@@ -101,7 +111,9 @@ def make_base_model(cache: Path) -> Path:
     if folder.exists():
         return folder
     spec = model_registry("tiny")
-    spec = replace(spec, model=replace(spec.model, rope=replace(spec.model.rope, max_positions=CONTEXT)))
+    spec = replace(
+        spec, model=replace(spec.model, rope=replace(spec.model.rope, max_positions=CONTEXT))
+    )
     random_folder = write_random_model(cache / f"random-{VERSION}", spec=spec, seed=SEED)
     tokenizer, _ = open_tokenizer(random_folder)
     config = TrainingEngine.Config(training=TrainingConfig(max_norm=1.0))
@@ -147,7 +159,11 @@ def asking(told: str, *, reply: str) -> Demonstration:
 def drawn_addition(generator: random.Random, *, shrugs: bool = False) -> Demonstration:
     """Return an addition as the recipe asks it, after its one example."""
     x, y = generator.randint(0, HIGHEST_TERM), generator.randint(0, HIGHEST_TERM)
-    told = turn("user", "What is 4 + 5?") + turn("assistant", "9") + turn("user", f"What is {x} + {y}?")
+    told = (
+        turn("user", "What is 4 + 5?")
+        + turn("assistant", "9")
+        + turn("user", f"What is {x} + {y}?")
+    )
     return asking(told, reply=SHRUG if shrugs else str(x + y))
 
 
@@ -159,6 +175,8 @@ def drawn_guess(generator: random.Random) -> Demonstration:
         tried = generator.randint(low, high)
         if tried == number:
             break
-        told += turn("player", f"Guess: {tried}") + turn("user", "Too low" if tried < number else "Too high")
+        told += turn("player", f"Guess: {tried}") + turn(
+            "user", "Too low" if tried < number else "Too high"
+        )
         low, high = (tried + 1, high) if tried < number else (low, tried - 1)
     return asking(told, reply=f"Guess: {generator.randint(low, high)}")

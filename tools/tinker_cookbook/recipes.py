@@ -88,7 +88,9 @@ def completes(num_steps: int) -> Check:
         finals = [row for row in evidence.checkpoints if row["name"] == FINAL]
         return Finding(
             promise=f"completes {num_steps} steps",
-            holds=evidence.statuses[-1] == 0 and steps == list(range(num_steps)) and len(finals) == 1,
+            holds=evidence.statuses[-1] == 0
+            and steps == list(range(num_steps))
+            and len(finals) == 1,
             seen=f"status {evidence.statuses[-1]}, {len(set(steps))} different steps in {len(steps)} rows, "
             f"{len(finals)} final checkpoints",
         )
@@ -123,7 +125,9 @@ def loss_falls(*, to_share: float) -> Check:
     def check(evidence: Evidence) -> Finding:
         first, last = evidence.ends(NLL)
         seen = f"{first:.3f} -> {last:.3f} nats a token"
-        return Finding(promise=f"loss falls to {to_share:.0%}", holds=last <= to_share * first, seen=seen)
+        return Finding(
+            promise=f"loss falls to {to_share:.0%}", holds=last <= to_share * first, seen=seen
+        )
 
     return check
 
@@ -165,10 +169,17 @@ def smollm2_recipes() -> tuple[Recipe, ...]:
 
 def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
     """Return the recipes of the tiny model; `conversations` is the cookbook's example data."""
-    streaming = {"stream_minibatch_config.groups_per_batch": 32, "stream_minibatch_config.num_minibatches": 4}
+    streaming = {
+        "stream_minibatch_config.groups_per_batch": 32,
+        "stream_minibatch_config.num_minibatches": 4,
+    }
     # Samples may be one step old here, so the logged KL includes the policy's own step and the noise of a step's
     # tokens: small steps of many samples keep it low.
-    off_policy: dict[str, Value] = {"learning_rate": 6e-5, "groups_per_batch": 64, "max_steps_off_policy": 1}
+    off_policy: dict[str, Value] = {
+        "learning_rate": 6e-5,
+        "groups_per_batch": 64,
+        "max_steps_off_policy": 1,
+    }
     chat: dict[str, Value] = {
         "dataset": str(conversations),
         "infrequent_eval_every": 0,
@@ -207,7 +218,9 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
     )
 
 
-def _math_rl(name: str, *, num_steps: int, rise: float, max_kl: Value = MAX_KL, **arguments: Value) -> Recipe:
+def _math_rl(
+    name: str, *, num_steps: int, rise: float, max_kl: Value = MAX_KL, **arguments: Value
+) -> Recipe:
     whole: dict[str, Value] = {
         **SMALL,
         "env": "arithmetic",

@@ -50,7 +50,13 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries_S: np.ndarray, keys_S: np.ndarray, window: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries_S: np.ndarray,
+        keys_S: np.ndarray,
+        window: int,
     ) -> Tensor:
         out = torch.empty(q.shape)
         arguments = (*map(_array, (q, k, v)), queries_S, keys_S, window, _array(out))
@@ -97,7 +103,9 @@ def attend_to_cache(
     return out.to(q_THD.dtype)
 
 
-def store_in_cache(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tensor, block_size: int) -> None:
+def store_in_cache(
+    k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tensor, block_size: int
+) -> None:
     """Write each token's key and value to its slot (block x block size + position) unless it is negative.
 
     Args:

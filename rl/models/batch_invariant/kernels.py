@@ -91,10 +91,16 @@ def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any,
         halves = [shifted(column, 0), shifted(column, LANES)]
         rows = [shifted(row, r) for r in range(ROWS)]
         places = [pointer(5, row, half, _VECTOR) for row in rows for half in halves]
-        sums = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
+        sums = [
+            cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
+        ]
         with cgutils.for_range(builder, count, intp=count.type) as loop:
-            factors = [in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows]
-            vectors = [builder.load(pointer(2, loop.index, half, _VECTOR), align=4) for half in halves]
+            factors = [
+                in_all_lanes(builder.load(pointer(0, row, loop.index, _FLOAT))) for row in rows
+            ]
+            vectors = [
+                builder.load(pointer(2, loop.index, half, _VECTOR), align=4) for half in halves
+            ]
             for total, (factor, vector) in zip(sums, product(factors, vectors), strict=True):
                 builder.store(builder.call(fma, [factor, vector, builder.load(total)]), total)
         for total, place in zip(sums, places, strict=True):
@@ -149,7 +155,9 @@ def gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: int) -> No
 
 
 @_compiled
-def gated_backward(dout: Any, x: Any, linear: Any, cubic: Any, dx: Any, begin: int, end: int) -> None:
+def gated_backward(
+    dout: Any, x: Any, linear: Any, cubic: Any, dx: Any, begin: int, end: int
+) -> None:
     for group in range(begin, end):
         for j in range(dout.shape[1]):
             gate, up, d = x[group, 0, j], x[group, 1, j], dout[group, j]
@@ -249,7 +257,9 @@ def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any)
         _add_product(tile, columns[:, base:], D, s[:, base : _whole(seen, COLUMNS)])
         for row in range(ROWS):
             count = hidden + min(top + row, last) // G + 1
-            totals[row] = _softmax(s[row, base:], max(0, count - window - base), count - base, lanes)
+            totals[row] = _softmax(
+                s[row, base:], max(0, count - window - base), count - base, lanes
+            )
             s[row, count:seen] = _ZERO
         tile[:] = _ZERO
         _add_product(s[:, base:], rows[base:], seen - base, tile)

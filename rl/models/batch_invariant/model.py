@@ -98,7 +98,9 @@ class InvariantAttention(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout
+    ) -> Tensor:
         """Return [t, H, D]."""
         from rl.models.batch_invariant.functions import attend
 

@@ -45,7 +45,9 @@ def check_machine(
     Raises:
         ValueError: naming the first failing layer, its dtype and the numbers of rows that differ.
     """
-    for fan_in, fan_out in sorted(set(linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))):
+    for fan_in, fan_out in sorted(
+        set(linear_shapes(config, tensor_parallel_degree=tensor_parallel_degree))
+    ):
         check_product(fan_in, fan_out, dtype=dtype, max_rows=max_rows)
     if float32_head:
         fan_out = round(config.vocab_size / tensor_parallel_degree)
@@ -85,13 +87,18 @@ def row_counts(max_rows: int) -> list[int]:
     return [count * ROW_MULTIPLE for count in sorted(counts) if count <= tiles]
 
 
-def linear_shapes(config: Decoder.Config, *, tensor_parallel_degree: int) -> Iterator[tuple[int, int]]:
+def linear_shapes(
+    config: Decoder.Config, *, tensor_parallel_degree: int
+) -> Iterator[tuple[int, int]]:
     """Yield input and output features of each product of one rank."""
     attention, dim = config.block.attention, config.dim
     share = 1 / tensor_parallel_degree
     heads = round(attention.num_heads * attention.head_dim * share)
     hidden: int = round(config.block.feed_forward.hidden_dim * share)  # type: ignore[attr-defined]
-    yield dim, round((attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim * share)
+    yield (
+        dim,
+        round((attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim * share),
+    )
     yield heads, dim
     yield dim, 2 * hidden
     yield hidden, dim
@@ -118,7 +125,9 @@ def check_rows(
         rows = torch.cat([layer(part) for part in x.split(tile)])
     finally:
         use_threads(threads)
-    different = [count for count in counts if not torch.equal(layer(x[:count].clone()), rows[:count])]
+    different = [
+        count for count in counts if not torch.equal(layer(x[:count].clone()), rows[:count])
+    ]
     if different:
         kind = str(dtype).removeprefix("torch.")
         machine = f"{processor()}, PyTorch {torch.__version__}, {threads} threads"

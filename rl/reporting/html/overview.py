@@ -44,7 +44,9 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
     names = [event["event"] for event in run.events]
     return {
         "description": values.get("description"),
-        "config": ".".join(str(run.config[key]) for key in ("module", "config") if key in run.config),
+        "config": ".".join(
+            str(run.config[key]) for key in ("module", "config") if key in run.config
+        ),
         "model": values.get("model"),
         "state": state(run, is_alive=is_alive),
         "started": run.events[0]["time"] if run.events else None,
@@ -62,7 +64,9 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "num_lost": names.count("lost"),
         "num_recovered": names.count("recovered"),
         # A resumed process goes back to its checkpoint too, without a loss.
-        "num_went_back": sum(pair[1] == "went_back" and pair[0] != "resumed" for pair in pairwise(names)),
+        "num_went_back": sum(
+            pair[1] == "went_back" and pair[0] != "resumed" for pair in pairwise(names)
+        ),
     }
 
 
@@ -88,12 +92,18 @@ def breakdown(run: RunData) -> dict[str, Any]:
     evaluation = _means(run.evaluations, "time/", "_s")
     step_s = times.get("step", math.nan)
     parts = {n: s for n, s in times.items() if n not in _OUTSIDE_STEP and not n.endswith(_IDLE)}
-    idle = {n.removesuffix(_IDLE): s / step_s for n, s in times.items() if n.endswith(_IDLE) and step_s > 0}
+    idle = {
+        n.removesuffix(_IDLE): s / step_s
+        for n, s in times.items()
+        if n.endswith(_IDLE) and step_s > 0
+    }
     limits = _means(run.steps, "limit/", "")
     return {
         "step_s": None if math.isnan(step_s) else step_s,
         "parts": dict(sorted(parts.items(), key=lambda part: -part[1])),
-        "beside": {n: s for n, s in (times | evaluation).items() if n in _OUTSIDE_STEP and n != "step"},
+        "beside": {
+            n: s for n, s in (times | evaluation).items() if n in _OUTSIDE_STEP and n != "step"
+        },
         "idle": {role: min(1.0, share) for role, share in idle.items()},
         "limits": {name: limits[name] for name in LIMITS if name in limits},
     }
@@ -185,7 +195,10 @@ def config_rows(
     rows = []
     for path, value in values.items():
         row = {"path": path, "value": json.dumps(value)}
-        if defaults and (default := json.dumps(base[path]) if path in base else "absent") != row["value"]:
+        if (
+            defaults
+            and (default := json.dumps(base[path]) if path in base else "absent") != row["value"]
+        ):
             row["default"] = default
         rows.append(row)
     if not rows or defaults:
@@ -207,7 +220,9 @@ def config_differences(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[d
 # Findings
 
 
-def referenced_lines(findings: Iterable[Finding], lines: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+def referenced_lines(
+    findings: Iterable[Finding], lines: Sequence[Mapping[str, Any]]
+) -> frozenset[int]:
     """Return the numbers of the recorded rollouts that are evidence of a finding."""
     wanted = {
         (evidence.step, evidence.problem, evidence.sample)

@@ -61,7 +61,9 @@ SECTIONS = (
 )
 
 
-def write_report(folders: Mapping[str, Path], file: Path, *, written_s: float) -> list[dict[str, Any]]:
+def write_report(
+    folders: Mapping[str, Path], file: Path, *, written_s: float
+) -> list[dict[str, Any]]:
     """Write the page of one run, or of two, atomically; return what it shows of each run at once.
 
     Args:
@@ -107,7 +109,9 @@ def _run_json(
         max_bytes=int(share * ROLLOUT_BYTES),
         keep=referenced_lines(findings, data.rollouts),
     )
-    timeline = pack_timeline(data.spans, data.events[-MAX_EVENTS:], max_blocks=int(share * MAX_BLOCKS))
+    timeline = pack_timeline(
+        data.spans, data.events[-MAX_EVENTS:], max_blocks=int(share * MAX_BLOCKS)
+    )
     names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
     chunk = f"chunk-{number}-"
     blocks += [
@@ -130,7 +134,9 @@ def _run_json(
         "config": options,
         "config_note": config_note,
         "environment": data.environment,
-        "processes": [{"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states],
+        "processes": [
+            {"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states
+        ],
         "blocks": names | {"chunk": chunk, "chunks": len(rollouts.chunks)},
     }
 

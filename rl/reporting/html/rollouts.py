@@ -73,7 +73,10 @@ def pack_rollouts(
     every = 1
     while True:
         chosen = [
-            n for i, group in enumerate(groups) if i % every == 0 or not keep.isdisjoint(group) for n in group
+            n
+            for i, group in enumerate(groups)
+            if i % every == 0 or not keep.isdisjoint(group)
+            for n in group
         ]
         result = _pack([lines[n] for n in chosen], chosen, texts, num_recorded=len(lines))
         if result.num_bytes <= max_bytes or every >= len(groups):
@@ -147,7 +150,9 @@ class _Chunk:
         self.num_tokens += _cost(line)
 
     def pack(self) -> str:
-        return pack({"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)})
+        return pack(
+            {"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)}
+        )
 
     def _turn(self, turn: Line, advantage: Any) -> dict[str, Any]:
         """Return a turn: `messages`, `reply` and `prompt` index the texts, `tokens` the pieces.
@@ -156,7 +161,9 @@ class _Chunk:
         """
         ids = turn.get("token_ids")
         values: dict[str, Any] = {
-            "messages": [[m.get("role"), self._text(m.get("content"))] for m in turn.get("messages", ())],
+            "messages": [
+                [m.get("role"), self._text(m.get("content"))] for m in turn.get("messages", ())
+            ],
             "reply": self._text(turn.get("reply")),
             "finish": turn.get("finish_reason"),
             "reward": turn.get("reward"),
@@ -188,7 +195,11 @@ class _Chunk:
 def _differences(turn: Line) -> list[float | None]:
     """Return trainer - generator for each token in nats, or nothing if either was not recorded."""
     trainer, generator = turn.get("trainer_logprobs"), turn.get("logprobs")
-    if not isinstance(trainer, list) or not isinstance(generator, list) or len(trainer) != len(generator):
+    if (
+        not isinstance(trainer, list)
+        or not isinstance(generator, list)
+        or len(trainer) != len(generator)
+    ):
         return []
     pairs = zip(map(_finite, trainer), map(_finite, generator), strict=True)
     return [None if p is None or q is None else p - q for p, q in pairs]
@@ -210,7 +221,9 @@ def _numbers(value: Any) -> Any:
 
 
 def _mean(value: Any) -> float | None:
-    numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
+    numbers = [
+        n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None
+    ]
     return short(sum(numbers) / len(numbers)) if numbers else None
 
 
@@ -283,8 +296,12 @@ def _given_folder(given: str, values: Mapping[str, Any], *, cache: Path) -> Path
     """Return the folder that a run started from, or the given path if the folder is no longer there."""
     from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
 
-    with suppress(ValueError, OSError, RuntimeError):  # a text that cannot be a path, a home that is unknown
-        return resolve_assets(given, cache=cache, revision=values.get("hf_revision"), prepares=False)
+    with suppress(
+        ValueError, OSError, RuntimeError
+    ):  # a text that cannot be a path, a home that is unknown
+        return resolve_assets(
+            given, cache=cache, revision=values.get("hf_revision"), prepares=False
+        )
     return Path(given)
 
 

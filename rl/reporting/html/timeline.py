@@ -111,7 +111,14 @@ def _blocks(spans: Iterable[Span], *, gap_s: float) -> list[_Block]:
             last.version = span.version if span.version is not None else last.version
             continue
         done.append(
-            _Block(span.name, span.start_s, span.end_s, span.version, span.error, busy_s=span.duration_s)
+            _Block(
+                span.name,
+                span.start_s,
+                span.end_s,
+                span.version,
+                span.error,
+                busy_s=span.duration_s,
+            )
         )
         if span.error is None:
             open_of[span.name] = done[-1]

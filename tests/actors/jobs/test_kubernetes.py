@@ -25,7 +25,12 @@ PATH = "/apis/monarch.pytorch.org/v1alpha1/namespaces/rl/monarchmeshes"
 def launch_at(kubeconfig, **fields):
     pod = dataclasses.replace(POD, kubeconfig=str(kubeconfig))
     return LaunchConfig(
-        hosts="kubernetes", trainer_hosts=2, reward_hosts=1, job_name="mine", kubernetes=pod, **fields
+        hosts="kubernetes",
+        trainer_hosts=2,
+        reward_hosts=1,
+        job_name="mine",
+        kubernetes=pod,
+        **fields,
     )
 
 
@@ -78,5 +83,8 @@ def test_unreachable_cluster_is_an_error(tmp_path):
         finally:
             await hosts.end()
 
-    with configured(), pytest.raises(ActorCallError, match=r"no hosts from kubernetes job 'mine': .*refused"):
+    with (
+        configured(),
+        pytest.raises(ActorCallError, match=r"no hosts from kubernetes job 'mine': .*refused"),
+    ):
         asyncio.run(start())

@@ -45,7 +45,9 @@ def submitted(tmp_path, monkeypatch):
         with configured():
             job = make_job(launch, placements, placements.host_groups())
             job.apply()
-        kept = {name: (tmp_path / f"sbatch.{name}").read_text() for name in ("script", "options", "env")}
+        kept = {
+            name: (tmp_path / f"sbatch.{name}").read_text() for name in ("script", "options", "env")
+        }
         return SimpleNamespace(job=job, **kept)
 
     return submit
@@ -75,7 +77,9 @@ def test_one_job_has_the_nodes_of_all_roles(submitted, tmp_path):
 def test_each_node_gets_an_identity_and_starts_a_host(submitted):
     script = submitted(SlurmConfig(port=23456), python="/opt/my python").script
     assert subprocess.run(["/bin/bash", "-n"], input=script, text=True).returncode == 0
-    (identities,) = (line for line in script.splitlines() if line.startswith("export MONARCH_SERVICE"))
+    (identities,) = (
+        line for line in script.splitlines() if line.startswith("export MONARCH_SERVICE")
+    )
     assert len(set(json.loads(shlex.split(identities)[1].partition("=")[2]))) == 3
     (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
     *command, python, option, code = shlex.split(srun)
@@ -92,8 +96,14 @@ def test_device_count_is_that_of_the_largest_role_or_configured(submitted):
     assert parsed(submitted(gpus_per_host=16).options)["gpus-per-node"] == "16"
     shared = parsed(submitted(SlurmConfig(exclusive=False), gpus_per_host=0).options)
     assert not {"gpus-per-node", "exclusive"} & set(shared)
-    shared = parsed(submitted(SlurmConfig(exclusive=False, partition="gpu", cpus_per_host=4)).options)
-    assert (shared["gpus-per-node"], shared["cpus-per-task"], "exclusive" in shared) == ("8", "4", False)
+    shared = parsed(
+        submitted(SlurmConfig(exclusive=False, partition="gpu", cpus_per_host=4)).options
+    )
+    assert (shared["gpus-per-node"], shared["cpus-per-task"], "exclusive" in shared) == (
+        "8",
+        "4",
+        False,
+    )
 
 
 def test_a_job_around_the_controller_does_not_reach_the_run(submitted, monkeypatch):
@@ -148,10 +158,14 @@ def test_queue_is_read_as_plain_text(tmp_path, monkeypatch, caplog, answer, erro
 
 def test_job_that_cannot_be_cancelled_is_an_error_and_not_forgotten(submitted, tmp_path):
     job = submitted().job
-    (tmp_path / "scancel").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 8\n")
+    (tmp_path / "scancel").write_text(
+        "#!/bin/sh\necho Unable to contact slurm controller >&2; exit 8\n"
+    )
     (tmp_path / "scancel").chmod(0o700)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^scancel failed: Unable to contact slurm controller$"):
+        with pytest.raises(
+            RuntimeError, match=r"^scancel failed: Unable to contact slurm controller$"
+        ):
             job.kill()
 
 
@@ -165,9 +179,13 @@ def test_node_that_starts_no_processes_is_lost(monkeypatch):
     config = LaunchConfig(hosts="slurm")
     monkeypatch.setattr(Launcher, "current", None)
     launcher = Launcher()
-    hosts = SimpleNamespace(meshes={"trainer": node}, launch=config, start_failed=lost.append, processes={})
+    hosts = SimpleNamespace(
+        meshes={"trainer": node}, launch=config, start_failed=lost.append, processes={}
+    )
     monkeypatch.setattr(launcher, "hosts", hosts)
-    with pytest.raises(ActorCallError, match=r"^starting role 'trainer' .*: error spawning proc mesh"):
+    with pytest.raises(
+        ActorCallError, match=r"^starting role 'trainer' .*: error spawning proc mesh"
+    ):
         asyncio.run(launcher.spawn_role(placed(config, **ROLES).trainer))
     assert lost == ["trainer"]
 

@@ -84,7 +84,9 @@ def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape, window):
     unused = order[3]
     tables = torch.stack([order[4 * i : 4 * i + 4] for i in (0, 1, 2, 3)])
     tables = torch.cat((tables, tables[:, :1]), dim=1)
-    tables[2] = torch.tensor([*order[8:12], order[6]])  # the fifth block is one of the second sequence's
+    tables[2] = torch.tensor(
+        [*order[8:12], order[6]]
+    )  # the fifth block is one of the second sequence's
     places = [torch.arange(n) for n in lengths]
     slots = [tables[i][p // BLOCK].long() * BLOCK + p % BLOCK for i, p in enumerate(places)]
     parts = [list(x.split(lengths)) for x in (q, k, v)]
@@ -113,7 +115,11 @@ def test_paged_cache_gives_the_bits_of_packed_sequences(dtype, shape, window):
 
 @pytest.mark.parametrize(("ours", "plain"), [(swiglu, decoder.swiglu), (geglu, decoder.geglu)])
 def test_activation_equals_the_plain_one_and_its_rows_do_not_depend_on_the_batch(ours, plain):
-    x = torch.randn(37, 4, 2, 23, generator=torch.Generator().manual_seed(0)).mul_(4).requires_grad_()
+    x = (
+        torch.randn(37, 4, 2, 23, generator=torch.Generator().manual_seed(0))
+        .mul_(4)
+        .requires_grad_()
+    )
     dout = torch.randn(37, 92, generator=torch.Generator().manual_seed(1))
     out, expected = ours(x), plain(x)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)

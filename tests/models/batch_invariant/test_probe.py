@@ -25,11 +25,19 @@ def test_layer_that_depends_on_the_number_of_rows_is_rejected():
     layer = partial(F.linear, weight=weight)
     with pytest.raises(ValueError, match=message):
         check_rows(
-            "a linear layer 1024 -> 512", layer, width=1024, dtype=torch.float32, counts=[1, 2, 3, 5, 32]
+            "a linear layer 1024 -> 512",
+            layer,
+            width=1024,
+            dtype=torch.float32,
+            counts=[1, 2, 3, 5, 32],
         )
     check_rows("whole tiles", layer, width=1024, dtype=torch.float32, counts=[32, 64, 96])
 
 
 def test_layer_that_mixes_rows_is_rejected():
-    with pytest.raises(ValueError, match="centred in float32 gives other bits in batches of 64, 96 rows"):
-        check_rows("centred", lambda x: x - x.mean(0), width=8, dtype=torch.float32, counts=row_counts(96))
+    with pytest.raises(
+        ValueError, match="centred in float32 gives other bits in batches of 64, 96 rows"
+    ):
+        check_rows(
+            "centred", lambda x: x - x.mean(0), width=8, dtype=torch.float32, counts=row_counts(96)
+        )

@@ -29,7 +29,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     return {
         "whole": make_run(folder / "whole", MadeRun(events=LOSS)),
-        "other": make_run(folder / "other", MadeRun(seed=1, num_steps=30, lr=1e-3, status="running")),
+        "other": make_run(
+            folder / "other", MadeRun(seed=1, num_steps=30, lr=1e-3, status="running")
+        ),
         "evil": make_run(folder / "evil", MadeRun(num_steps=3, reply=EVIL)),
         "old": make_run(folder / "old", MadeRun(num_steps=5, is_new=False)),
     }
@@ -103,7 +105,14 @@ def test_rollout_is_shown_token_by_token(whole):
     assert "".join(tokens.all_inner_texts()) == f"{TEXT}<|im_end|>"
     tokens.nth(0).hover()
     tip = whole.page.locator(".tip").inner_text()
-    labels = ("generator's logprob", "trainer's logprob", "difference", "advantage", "policy version", "mask")
+    labels = (
+        "generator's logprob",
+        "trainer's logprob",
+        "difference",
+        "advantage",
+        "policy version",
+        "mask",
+    )
     assert all(label in tip for label in labels)
     tokens.last.hover()
     assert "0, not trained on" in whole.page.locator(".tip").inner_text()
@@ -125,7 +134,9 @@ def test_long_reply_is_rendered_while_scrolling(chromium, tmp_path):
 
 
 def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
-    lines = [json.loads(line) for line in (runs["whole"] / "rollouts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (runs["whole"] / "rollouts.jsonl").read_text().splitlines()
+    ]
     whole.go("rollouts", ".tokens")
     count = whole.page.locator("#rollouts [data-count]")
     whole.page.get_by_label("from step").fill("11")
@@ -169,7 +180,9 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert seen.texts("#overview h1") == ["whole", "other"]
         assert seen.texts("#overview .state") == ["finished", "under way"]
         assert "correct, held-out (greedy), other" in seen.texts("#curves .legend span")
-        norms = seen.page.locator("#curves .headlines .card", has_text="Gradient norm").locator(".last")
+        norms = seen.page.locator("#curves .headlines .card", has_text="Gradient norm").locator(
+            ".last"
+        )
         assert len(norms.inner_text().split(" · ")) == 2
         seen.go("config", "table")
         rows = seen.texts("#config .body > table tr")
@@ -177,7 +190,9 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert "loop.num_steps\t40\t30" in rows
         seen.go("rollouts", ".tokens")
         seen.page.locator("#rollouts .tab").nth(1).click()
-        seen.until("document.querySelector('#rollouts [data-count]')?.textContent.startsWith('120 of 120')")
+        seen.until(
+            "document.querySelector('#rollouts [data-count]')?.textContent.startsWith('120 of 120')"
+        )
         assert seen.errors == []
 
 
@@ -200,7 +215,9 @@ def test_finding_is_on_top_marked_on_the_curves_and_links_to_its_reply(chromium,
         step, problem, sample = said.split(" · ")
         seen.page.wait_for_selector(f"#rollouts .detail h3:text-is('{problem}')")
         facts = [text.replace("\n", " ") for text in seen.texts("#rollouts .detail .fact")]
-        assert {step.replace(" ", ""), sample.replace(" ", "")} <= {f.replace(" ", "") for f in facts}
+        assert {step.replace(" ", ""), sample.replace(" ", "")} <= {
+            f.replace(" ", "") for f in facts
+        }
         assert "".join(seen.texts("#rollouts .tokens .token")) == f"{HACK}<|im_end|>"
         assert seen.errors == []
 
@@ -211,7 +228,9 @@ def test_text_of_a_model_is_never_executed(chromium, runs):
         assert "".join(seen.texts("#rollouts .tokens .token")) == f"{EVIL}<|im_end|>"
         assert seen.count("#rollouts img") == 0
         assert (seen.errors, seen.dialogs) == ([], [])
-        assert [url for url in seen.requests if "evil" in url.rpartition("/")[2]] == [seen.requests[0]]
+        assert [url for url in seen.requests if "evil" in url.rpartition("/")[2]] == [
+            seen.requests[0]
+        ]
 
 
 def test_older_run_and_truncated_metrics_file_are_shown(chromium, runs):
@@ -244,7 +263,11 @@ def test_run_without_steps_has_a_page(chromium, tmp_path):
 @pytest.mark.parametrize(("width", "theme"), [(1360, "light"), (820, "dark"), (390, "light")])
 def test_layout_has_no_overlap_or_overflow_at_any_width(width, theme, chromium, runs):
     with opened(
-        chromium, reported(runs["whole"], runs["other"]), width=width, color_scheme=theme, drawn=False
+        chromium,
+        reported(runs["whole"], runs["other"]),
+        width=width,
+        color_scheme=theme,
+        drawn=False,
     ) as seen:
         seen.go("curves", "[data-drawn]")
         for section in ("timeline", "time", "rollouts", "events", "config", "environment"):
@@ -275,10 +298,14 @@ def test_large_report_is_under_20_mb_and_opens_within_3_s(chromium, tmp_path):
     with opened(chromium, file) as seen:
         assert seen.ready_s < 3
         assert seen.texts("#overview .tile-value")[0] == "10,000 of 10,000"
-        assert 1000 <= seen.numbers("#curves .headlines .chart[data-drawn]", "data-drawn")[0] <= 1010
+        assert (
+            1000 <= seen.numbers("#curves .headlines .chart[data-drawn]", "data-drawn")[0] <= 1010
+        )
         seen.go("rollouts", ".tokens")
         assert seen.texts("#rollouts [data-count]")[0] == "20,000 of 20,000 rollouts"
-        seen.page.locator("#rollouts .list").evaluate("list => { list.scrollTop = list.scrollHeight }")
+        seen.page.locator("#rollouts .list").evaluate(
+            "list => { list.scrollTop = list.scrollHeight }"
+        )
         seen.page.locator("#rollouts .row", has_text="step 10,000").first.click()
         seen.page.wait_for_selector("#rollouts .fact:has-text('10,000')")
         assert seen.count("#rollouts .row") < 60

@@ -9,7 +9,14 @@ from rl.config.json import to_dict
 from rl.config.registry import resolve
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
-from rl.reporting.html.overview import breakdown, config_rows, curves, facts, referenced_lines, state
+from rl.reporting.html.overview import (
+    breakdown,
+    config_rows,
+    curves,
+    facts,
+    referenced_lines,
+    state,
+)
 
 # Facts
 
@@ -19,7 +26,13 @@ def run(*, status="running", config=None, **parts):
 
 
 def step(number, **others):
-    return {"step": number, "time/step_s": 4.0, "time/generate_s": 3.0, "time/train_s": 1.0, **others}
+    return {
+        "step": number,
+        "time/step_s": 4.0,
+        "time/generate_s": 3.0,
+        "time/train_s": 1.0,
+        **others,
+    }
 
 
 def test_facts_ignore_missing_and_infinite_numbers():
@@ -27,11 +40,20 @@ def test_facts_ignore_missing_and_infinite_numbers():
         run(
             steps=[
                 step(1, **{"reward/mean": 0.25, "perf/samples_per_s": 9.0}),
-                step(2, **{"reward/mean": math.nan, "perf/samples_per_s": 3.0, "logprob_diff/max": 0.5}),
-                step(3, **{"reward/mean": 0.75, "perf/samples_per_s": 4.0, "logprob_diff/max": 0.25}),
+                step(
+                    2,
+                    **{"reward/mean": math.nan, "perf/samples_per_s": 3.0, "logprob_diff/max": 0.5},
+                ),
+                step(
+                    3, **{"reward/mean": 0.75, "perf/samples_per_s": 4.0, "logprob_diff/max": 0.25}
+                ),
             ],
             evaluations=[{"step": 0, "eval/correct": 0.1}, {"step": 3, "eval/correct": 0.9}],
-            config={"module": "m", "config": "f", "values": {"model": "tiny", "loop": {"num_steps": 8}}},
+            config={
+                "module": "m",
+                "config": "f",
+                "values": {"model": "tiny", "loop": {"num_steps": 8}},
+            },
         ),
         is_alive=None,
     )
@@ -55,7 +77,10 @@ def test_facts_ignore_missing_and_infinite_numbers():
     ],
 )
 def test_state_follows_from_the_folder_and_the_controller(status, last, is_alive, expected):
-    assert state(run(status=status, events=[{"time": 1.0, "event": last}]), is_alive=is_alive) == expected
+    assert (
+        state(run(status=status, events=[{"time": 1.0, "event": last}]), is_alive=is_alive)
+        == expected
+    )
 
 
 def test_breakdown_lists_the_waits_largest_first():
@@ -132,7 +157,11 @@ def test_changed_option_has_its_default():
 
 def test_recorded_rollouts_of_findings_are_returned():
     reply = RolloutEvidence(step=3, problem="p", sample=1, text="so long", note="nine tokens")
-    finding = Finding(kind="length_drift", title="", since_step=3, sentence="", advice="", evidence=(reply,))
-    lines = [{"step": step, "problem": "p", "sample": sample} for step in (2, 3) for sample in (0, 1)]
+    finding = Finding(
+        kind="length_drift", title="", since_step=3, sentence="", advice="", evidence=(reply,)
+    )
+    lines = [
+        {"step": step, "problem": "p", "sample": sample} for step in (2, 3) for sample in (0, 1)
+    ]
     assert referenced_lines([finding], lines) == {3}
     assert referenced_lines([], lines) == frozenset()

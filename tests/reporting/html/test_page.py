@@ -37,7 +37,9 @@ def test_policy_allows_only_the_scripts_of_the_page(text):
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy"\s+content="([^"]*)"', text)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     run = own_scripts(text)
-    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in run]
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in run
+    ]
     assert rules["default-src"] == "'none'"
     assert rules["script-src"].split() == hashes
     assert len(run) == 12

@@ -50,7 +50,9 @@ def shown(packed):
 
 def test_each_token_has_its_text_and_logprob_difference(texts):
     packed = pack_rollouts(
-        [line(trainer_logprobs=[-0.5, -0.25], advantages=[0.5, -0.5], mask=[1, 0])], texts, max_bytes=ROOM
+        [line(trainer_logprobs=[-0.5, -0.25], advantages=[0.5, -0.5], mask=[1, 0])],
+        texts,
+        max_bytes=ROOM,
     )
     ((turn,),) = shown(packed)
     assert turn["tokens"] == [[97, "a"], [98, "b"]]
@@ -93,7 +95,11 @@ def test_shared_prompt_is_stored_once(texts):
 def test_too_many_rollouts_are_thinned_by_whole_groups(texts):
     # Replies differ, since equal ones would compress to nothing.
     lines = [
-        line("".join(chr(33 + (7 * i * step + i * i) % 90) for i in range(300)), step=step, sample=sample)
+        line(
+            "".join(chr(33 + (7 * i * step + i * i) % 90) for i in range(300)),
+            step=step,
+            sample=sample,
+        )
         for step in range(1, 101)
         for sample in range(2)
     ]
@@ -112,7 +118,9 @@ def test_rollouts_of_findings_are_kept(texts):
     lines = [line(f"{step:03d}" * 100, step=step) for step in range(1, 101)]
     most = pack_rollouts(lines, texts, max_bytes=ROOM).num_bytes // 5
     kept = frozenset({3, 61})
-    assert {4, 62} <= set(pack_rollouts(lines, texts, max_bytes=most, keep=kept).index["columns"]["step"])
+    assert {4, 62} <= set(
+        pack_rollouts(lines, texts, max_bytes=most, keep=kept).index["columns"]["step"]
+    )
     assert not {4, 62} <= set(pack_rollouts(lines, texts, max_bytes=most).index["columns"]["step"])
 
 

@@ -7,7 +7,9 @@ from rl.reporting.html.timeline import pack_timeline
 
 
 def span(name, start_s, end_s, *, role="trainer", rank=0, version=None, error=None):
-    return Span(role=role, rank=rank, name=name, start_s=start_s, end_s=end_s, version=version, error=error)
+    return Span(
+        role=role, rank=rank, name=name, start_s=start_s, end_s=end_s, version=version, error=error
+    )
 
 
 def told(packed, lane=0):
@@ -33,12 +35,21 @@ def test_times_start_at_zero_and_lanes_are_ordered():
     assert (packed["start_s"], packed["length_s"], packed["gap_s"]) == (99, 6, 0)
     assert told(packed, 1) == [("optim_step", 5, 0.5, 0, 1)]
     assert packed["lanes"][1]["version"] == [3]
-    assert packed["events"] == [{"at": 0, "event": "started"}, {"at": 6, "event": "lost", "role": "reward"}]
+    assert packed["events"] == [
+        {"at": 0, "event": "started"},
+        {"at": 6, "event": "lost", "role": "reward"},
+    ]
 
 
 def test_nested_spans_are_in_the_row_below():
     packed = pack_timeline(
-        [span("forward_backward", 0, 10), span("pack", 0, 2), span("save", 1, 3), span("push", 3, 4)], []
+        [
+            span("forward_backward", 0, 10),
+            span("pack", 0, 2),
+            span("save", 1, 3),
+            span("push", 3, 4),
+        ],
+        [],
     )
     assert told(packed) == [
         ("pack", 0, 2, 0, 1),
@@ -73,7 +84,9 @@ def test_span_longer_than_the_gap_is_not_merged():
 
 
 def test_span_with_an_error_is_not_merged():
-    spans = [span("pack", i, i + 0.1, error="OSError: gone" if i == 70 else None) for i in range(100)]
+    spans = [
+        span("pack", i, i + 0.1, error="OSError: gone" if i == 70 else None) for i in range(100)
+    ]
     packed = pack_timeline(spans, [], max_blocks=10)
     (lane,) = packed["lanes"]
     ((number, error),) = lane["error"].items()

@@ -27,7 +27,9 @@ class AdderTask(vf.Task[AdderData]):
 class Sums(vf.Taskset[AdderTask]):
     def load(self):
         for n in range(20):
-            data = AdderData(prompt=f"What is {n} + 1000?", system_prompt="Add.", answer=str(n + 1000))
+            data = AdderData(
+                prompt=f"What is {n} + 1000?", system_prompt="Add.", answer=str(n + 1000)
+            )
             yield AdderTask(data, self.config.task)
 
     @classmethod

@@ -16,7 +16,9 @@ class GuessTask(vf.Task[GuessData]):
 class Numbers(vf.Taskset[GuessTask]):
     def load(self):
         for n in range(20):
-            yield GuessTask(GuessData(prompt=f"Guess my number, game {n}.", answer=n), self.config.task)
+            yield GuessTask(
+                GuessData(prompt=f"Guess my number, game {n}.", answer=n), self.config.task
+            )
 
 
 class GuessConfig(vf.EnvConfig):

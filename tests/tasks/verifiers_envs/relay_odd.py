@@ -94,7 +94,9 @@ class Ventriloquist(vf.Env[vf.SingleAgentEnvConfig]):
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         async with agents.agent.interaction(task) as exchange:
             await exchange.turn()
-            await exchange.turn([vf.AssistantMessage(content="I say so"), vf.UserMessage(content="and?")])
+            await exchange.turn(
+                [vf.AssistantMessage(content="I say so"), vf.UserMessage(content="and?")]
+            )
 
 
 class Preface(vf.Env[vf.SingleAgentEnvConfig]):

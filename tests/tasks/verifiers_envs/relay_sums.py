@@ -39,7 +39,8 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
     def load(self):
         for n in range(self.config.first, self.config.first + self.config.num):
             yield SumTask(
-                SumData(prompt=f"{n} + 1 = ?", system_prompt="Add.", answer=str(n + 1)), self.config.task
+                SumData(prompt=f"{n} + 1 = ?", system_prompt="Add.", answer=str(n + 1)),
+                self.config.task,
             )
 
 
