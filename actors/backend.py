@@ -104,10 +104,11 @@ class GeneratorClient:
 
 
 class RewardClient:
-    """A `Rewarder` over the processes of a `RewardActor`: each group goes to the process with the fewest rollouts.
+    """A `Rewarder` over the processes of a `RewardActor`: each group goes to the process with the
+    fewest rollouts.
 
-    The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the time limits of the
-    reward functions for a number of rollouts (`rl.rollouts.rewards.longest_s`).
+    The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the
+    time limits of the reward functions for a number of rollouts (`rl.rollouts.rewards.longest_s`).
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class RewardClient:
         return await all_or_cancel(self._score(group, alone=alone) for group in groups)
 
     async def _score(self, group: Sequence[Rollout], *, alone: bool) -> list[Score]:
-        """Return the scores of one group; ask again after a restart if a process of the role is lost."""
+        """Return the scores of one group; ask again after a restart if a process of the role is
+        lost.
+        """
         rank = self._num_asked.index(min(self._num_asked))
         self._num_asked[rank] += len(group)
         try:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REPORT_GRACE_S = 3.0
-"""Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s."""
+"""Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s.
+"""
 PEER_GRACE_S = 1.0
 """Time until a process is seen dead whose peers have already lost it."""
 TIMEOUT_OF_ENDPOINT = {
@@ -54,7 +55,8 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the group.
+    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the
+    group.
 
     `is_dead` is False where a process has only not answered, as far as anybody knows.
     """
@@ -72,7 +74,8 @@ class ActorLostError(ActorCallError):
 async def deadline(
     timeout_s: float, what: str, *, option: str = "", role: str = ""
 ) -> AsyncIterator[None]:
-    """Limit the block to `timeout_s`, and name what was waited for in its errors, with the option of the limit.
+    """Limit the block to `timeout_s`, and name what was waited for in its errors, with the option
+    of the limit.
 
     Raises:
         ActorTimeoutError: the time is over.
@@ -140,8 +143,8 @@ class ActorGroup:
     ) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank and return the answers in rank order.
 
-        The call is sent at once, before the result is awaited: calls reach the actors in the order in which
-        they were made.
+        The call is sent at once, before the result is awaited: calls reach the actors in the order
+        in which they were made.
 
         Args:
             extra_s: seconds on top of the endpoint's timeout (`TIMEOUT_OF_ENDPOINT`).
@@ -149,7 +152,8 @@ class ActorGroup:
         Raises:
             ActorTimeoutError: names actor, endpoint, rank and deadline.
             ActorLostError: names the rank whose process ended.
-            ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as itself.
+            ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as
+                itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
         return self._in_rank_order(answers, endpoint=endpoint, extra_s=extra_s)
@@ -169,7 +173,10 @@ class ActorGroup:
             if not deadline.expired():
                 raise
             rank = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
-            message = f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s (timeouts.{timeout})"
+            message = (
+                f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s "
+                f"(timeouts.{timeout})"
+            )
             raise ActorTimeoutError(message, role=self.name) from error
         except ActorError as error:
             if dead := await self._lost_peers():
@@ -189,7 +196,9 @@ class ActorGroup:
         return [rank for rank, process in self.processes.items() if not is_alive(process)]
 
     async def seen_dead(self, within_s: float) -> list[int]:
-        """Return `dead()` as soon as a rank is dead; a caller without an answer may notice a death first."""
+        """Return `dead()` as soon as a rank is dead; a caller without an answer may notice a death
+        first.
+        """
         deadline = asyncio.get_running_loop().time() + within_s
         while not (dead := self.dead()) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(within_s / 20)
@@ -271,8 +280,9 @@ def is_caused_by_timeout(error: BaseException) -> bool:
 def may_hang(role: str, *, after: BaseException) -> bool:
     """Return whether this role may no longer answer, so that calling it would be useless.
 
-    This is assumed after every deadline except that of another role's answer: ranks that wait for each other,
-    and a weight store in the trainer's processes, do not show which process holds them up.
+    This is assumed after every deadline except that of another role's answer: ranks that wait for
+    each other, and a weight store in the trainer's processes, do not show which process holds them
+    up.
     """
     for cause in causes(after):
         if isinstance(cause, ActorTimeoutError) and cause.role:
@@ -281,7 +291,9 @@ def may_hang(role: str, *, after: BaseException) -> bool:
 
 
 def end_of_process(report: str) -> str | None:
-    """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it does not say so."""
+    """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it
+    does not say so.
+    """
     if killed := re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report):
         return f"killed by {signal_name(int(killed[1]))}"
     if ended := re.search(

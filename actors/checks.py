@@ -1,6 +1,8 @@
-"""Checks of a run's config before anything starts; every error names the field, its value and what is valid.
+"""Checks of a run's config before anything starts; every error names the field, its value and what
+is valid.
 
-`config_faults` and `machine_faults` return all that is wrong: a run raises the first, `--explain` shows every one.
+`config_faults` and `machine_faults` return all that is wrong: a run raises the first, `--explain`
+shows every one.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Faults(list[str]):
 def check_config(
     config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False
 ) -> None:
-    """Raise ValueError for the first fault of a config that would run with this model on this machine."""
+    """Raise ValueError for the first fault of a config that would run with this model on this
+    machine.
+    """
     faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
     for fault in faults or machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
@@ -119,14 +123,17 @@ def config_faults(
 
 
 def _place(config: RunConfig, *, num_gpus: int) -> None:
-    """Place the actors, to see errors; they say so if trainer and generators could take turns instead."""
+    """Place the actors, to see errors; they say so if trainer and generators could take turns
+    instead.
+    """
     try:
         place_actors(config, num_gpus=num_gpus)
     except ValueError as error:
         if config.launch.share_gpus or not fits_shared(config, num_gpus=num_gpus):
             raise
         raise ValueError(
-            f"{error}: set launch.share_gpus to True and loop.max_off_policy_steps to 0, and they take turns"
+            f"{error}: set launch.share_gpus to True and loop.max_off_policy_steps to 0, and they "
+            "take turns"
         ) from None
 
 
@@ -146,8 +153,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     for name in ("max_tokens_per_microbatch", "max_sequence_length"):
         if (limit := getattr(training, name)) is not None and limit < max_model_len:
             yield (
-                f"trainer.training.{name}={limit} is less than generator.max_model_len={max_model_len}: the longest "
-                "sample would not fit"
+                f"trainer.training.{name}={limit} is less than "
+                f"generator.max_model_len={max_model_len}: the longest sample would not fit"
             )
     if loop.kl_reward.coef > 0 and not trainer.reference.enable:
         yield (
@@ -156,8 +163,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if trainer.optimizer.early_step_in_backward and config.warmup is not None:
         yield (
-            "trainer.optimizer.early_step_in_backward=True with a warm-up, whose loss is divided by its number of "
-            "tokens: must be False, or warmup None"
+            "trainer.optimizer.early_step_in_backward=True with a warm-up, whose loss is divided "
+            "by its number of tokens: must be False, or warmup None"
         )
     try:
         loop.overlong.check(max_tokens=loop.sampling.max_tokens)
@@ -166,14 +173,15 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     tp, generator_tp = trainer.parallelism.tensor_parallel_degree, generator.tensor_parallel_degree
     if config.batch_invariant and (training.param_dtype, tp) != (generator.dtype, generator_tp):
         yield (
-            f"trainer.training.param_dtype={training.param_dtype}, generator.dtype={generator.dtype}, "
-            f"trainer.parallelism.tensor_parallel_degree={tp}, generator.tensor_parallel_degree={generator_tp}: "
-            "must be the same in trainer and generator with batch_invariant=True, to compute the same bits"
+            f"trainer.training.param_dtype={training.param_dtype}, "
+            f"generator.dtype={generator.dtype}, trainer.parallelism.tensor_parallel_degree={tp}, "
+            f"generator.tensor_parallel_degree={generator_tp}: must be the same in trainer and "
+            "generator with batch_invariant=True, to compute the same bits"
         )
     if config.launch.share_gpus and loop.max_off_policy_steps:
         yield (
-            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}: must be 0, since "
-            "trainer and generator take turns"
+            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}: "
+            "must be 0, since trainer and generator take turns"
         )
     checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
     for inner, inner_s, outer, outer_s in (
@@ -186,7 +194,10 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         ),
     ):
         if inner_s > outer_s:
-            yield f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run stops: raise that too"
+            yield (
+                f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run "
+                "stops: raise that too"
+            )
 
 
 def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
@@ -201,8 +212,8 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
         adapter = checkpoint.shared_folder / ADAPTER_FOLDER
         if adapter.exists():
             yield (
-                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a run that "
-                "ended; move it away"
+                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of "
+                "a run that ended; move it away"
             )
     for number, converter in enumerate(config.trainer.converters):
         if (
@@ -211,14 +222,15 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
             and converter.initial_adapter is not None
         ):
             yield (
-                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
-                "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "
-                "that the adapter belongs to"
+                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a "
+                "warm-up, which starts from weights without it: set warmup to None, and "
+                "hf_assets_path to the weights that the adapter belongs to"
             )
 
 
 def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
-    """Return missing packages, GPUs that are too old, and too little memory or too few cores of a machine without GPUs.
+    """Return missing packages, GPUs that are too old, and too little memory or too few cores of a
+    machine without GPUs.
 
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """
@@ -235,13 +247,14 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
     if generator.num_replicas > machine.num_cores:
         faults.append(
-            f"generator.num_replicas={generator.num_replicas}: must be at most {machine.num_cores}, the cores of "
-            "this machine, which has no GPU"
+            f"generator.num_replicas={generator.num_replicas}: must be at most "
+            f"{machine.num_cores}, the cores of this machine, which has no GPU"
         )
     if num_procs * generator.cpu_kv_cache_gib * 2**30 > machine.memory_bytes:
         faults.append(
-            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} generator "
-            f"processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
+            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} "
+            f"generator processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this "
+            "machine, which has no GPU"
         )
     return faults
 
@@ -249,8 +262,9 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
 def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
     if capability < CUDA_CAPABILITY:
         yield (
-            f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA 13 has kernels from "
-            f"{'.'.join(map(str, CUDA_CAPABILITY))} on; RELAY_DEVICE=cpu trains on the CPU"
+            f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA "
+            f"13 has kernels from {'.'.join(map(str, CUDA_CAPABILITY))} on; RELAY_DEVICE=cpu "
+            "trains on the CPU"
         )
         return
     for option, dtype in (
@@ -259,8 +273,9 @@ def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterat
     ):
         if dtype != "float32" and capability < FLASH_CAPABILITY:
             yield (
-                f"{option}={dtype}: must be float32 on a GPU of compute capability {'.'.join(map(str, capability))}, "
-                f"because flash attention needs at least {'.'.join(map(str, FLASH_CAPABILITY))}"
+                f"{option}={dtype}: must be float32 on a GPU of compute capability "
+                f"{'.'.join(map(str, capability))}, because flash attention needs at least "
+                f"{'.'.join(map(str, FLASH_CAPABILITY))}"
             )
     if config.batch_invariant:
         try:
@@ -287,7 +302,9 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
 def converted_model(
     fleet: ClusterConfig, *, model_spec: ModelSpec, num_gpus: int
 ) -> tuple[nn.Module, ModelConverters]:
-    """Return the trainer's model on the meta device and its converters; a ValueError names converter and field."""
+    """Return the trainer's model on the meta device and its converters; a ValueError names
+    converter and field.
+    """
     # Only the trainer's own processes may hold memory on a GPU.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
     with named_as_options("trainer", fleet.trainer):
@@ -311,10 +328,12 @@ def has_lora(fleet: ClusterConfig) -> bool:
 def check_source(
     source: LoadSource | None, *, start: StartingPoint, config: RunConfig, num_gpus: int
 ) -> None:
-    """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves steps to do.
+    """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves steps to
+    do.
 
     Raises:
-        ValueError: names the folder and what differs, such as the first tensor that does not fit with both shapes.
+        ValueError: names the folder and what differs, such as the first tensor that does not fit
+            with both shapes.
     """
     if source is None:
         return
@@ -333,7 +352,8 @@ def check_source(
     check_tokenizer(path, saved.tokenizer, present, model_only=model_only, exclude=exclude)
     if position is not None and position.step >= num_steps and not source.whole:
         raise ValueError(
-            f"loop.num_steps={num_steps}: {path} has done {position.step} steps already; give more to continue"
+            f"loop.num_steps={num_steps}: {path} has done {position.step} steps already; give more "
+            "to continue"
         )
     tensors = model_tensors(model)
     if not model_only:

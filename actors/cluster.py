@@ -1,8 +1,8 @@
 """All actors of a run: their start, their replacement after a loss, and their end.
 
-    cluster = Cluster(config, launcher=launcher, model_spec=spec, hf_assets_path=folder, store=store, logs=logs)
-    await cluster.start()
-    await cluster.trainer.call("forward_backward", ...)
+    cluster = Cluster(config, launcher=launcher, model_spec=spec, hf_assets_path=folder,
+    store=store, logs=logs) await cluster.start() await cluster.trainer.call("forward_backward",
+    ...)
     ...
     await cluster.close()
 
@@ -59,8 +59,8 @@ ANSWER_S = 10.0
 class Cluster:
     """The trainer, the generators and the reward processes of a run.
 
-    `trainer`, `reward` and the members of `pool` stay valid when the actors behind them are replaced. `reward` is
-    None if `config.reward.num_procs` is 0.
+    `trainer`, `reward` and the members of `pool` stay valid when the actors behind them are
+    replaced. `reward` is None if `config.reward.num_procs` is 0.
     """
 
     trainer: Role
@@ -111,7 +111,8 @@ class Cluster:
         self._store_started = asyncio.Event()
         self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
         self._has_new_store = False
-        """True if the trainer was started again before all roles were there, and with it the store."""
+        """True if the trainer was started again before all roles were there, and with it the store.
+        """
         self._phases: dict[str, str] = {}
         """What each role that starts is doing."""
 
@@ -184,7 +185,8 @@ class Cluster:
         *,
         again: Callable[[], Awaitable[ActorGroup]],
     ) -> ActorGroup:
-        """Start a role, and start it `again` within the limits of `recovery` if a process of it is lost meanwhile.
+        """Start a role, and start it `again` within the limits of `recovery` if a process of it is
+        lost meanwhile.
 
         Raises:
             ActorLostError: nothing is restarted; names role and rank.
@@ -209,7 +211,9 @@ class Cluster:
             logger.warning("still starting after %.0f s: %s", now_s() - began_s, waits)
 
     async def close(self) -> None:
-        """End the actors and the store in order; errors are logged, as the run's results are complete."""
+        """End the actors and the store in order; errors are logged, as the run's results are
+        complete.
+        """
         up = [member for member in self.pool.members if member.is_up]
         # A generator that is being restarted needs no clean end.
         await self.launcher.end_background(timeout_s=self.config.timeouts.close_s)
@@ -220,7 +224,9 @@ class Cluster:
                 logger.warning("not a clean end, its processes are killed: %s", problem)
 
     async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
-        """Run `training`; raise ActorLostError also if the trainer dies while no call to it is made."""
+        """Run `training`; raise ActorLostError also if the trainer dies while no call to it is
+        made.
+        """
         running = asyncio.ensure_future(training)
         try:
             await self.trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
@@ -230,10 +236,11 @@ class Cluster:
             await asyncio.wait({running})
 
     async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
-        """Replace a lost trainer by a new one with the starting weights; the caller loads a checkpoint.
+        """Replace a lost trainer by a new one with the starting weights; the caller loads a
+        checkpoint.
 
-        All pushed versions are gone; the generators drop their requests and serve nothing until the next version. The
-        training that `error` ended must have ended.
+        All pushed versions are gone; the generators drop their requests and serve nothing until the
+        next version. The training that `error` ended must have ended.
 
         Args:
             at_least: number of times the trainer was lost without any progress.
@@ -318,8 +325,8 @@ class Cluster:
 
         async def start(role: RoleProcesses) -> ActorGroup:
             await setup_process_group_env(role, timeout_s=self.config.timeouts.start_s)
-            # An actor gets a copy of the store as it is when the actor is spawned. If the trainer fails, so does
-            # the whole start, which ends this wait.
+            # An actor gets a copy of the store as it is when the actor is spawned. If the trainer
+            # fails, so does the whole start, which ends this wait.
             await self._store_started.wait()
             group = self._group(
                 at, role, config=config, model_spec=self._model_spec, store=self.store

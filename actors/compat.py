@@ -21,21 +21,25 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import (
 from monarch.actor import MeshFailure
 
 CLIENT_EXIT_S = 2.0
-"""Time for Monarch's client to end when the process exits; a busy machine takes more than a second."""
+"""Time for Monarch's client to end when the process exits; a busy machine takes more than a second.
+"""
 
 
 def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
-    """Keep Monarch from interrupting the controller when an actor dies, and from editing log records.
+    """Keep Monarch from interrupting the controller when an actor dies, and from editing log
+    records.
 
-    Monarch's default hook ends the main thread by KeyboardInterrupt. The caller that waits for the dead actor
-    gets an error anyway, and every wait has a deadline, so the controller can decide.
+    Monarch's default hook ends the main thread by KeyboardInterrupt. The caller that waits for the
+    dead actor gets an error anyway, and every wait has a deadline, so the controller can decide.
     """
     monarch.actor.unhandled_fault_hook = on_fault
     monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
 
 
 def run_actor_process() -> None:
-    """Run this process's actors until they end, by SystemExit; there is no public entry but Monarch's command."""
+    """Run this process's actors until they end, by SystemExit; there is no public entry but
+    Monarch's command.
+    """
     from monarch._src.actor.bootstrap_main import invoke_main
 
     monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
@@ -67,7 +71,9 @@ def quiet_jobs() -> None:
 
 @contextlib.contextmanager
 def quiet_client_start() -> Iterator[None]:
-    """Drop the line that Monarch's client writes to stderr when it starts, and have `_end_client` called at exit."""
+    """Drop the line that Monarch's client writes to stderr when it starts, and have `_end_client`
+    called at exit.
+    """
     sys.stderr.flush()
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
@@ -83,7 +89,9 @@ def quiet_client_start() -> Iterator[None]:
 
 
 def _end_client() -> None:
-    """End Monarch's client before Monarch's own handler does, which prints a traceback where that takes 1 s."""
+    """End Monarch's client before Monarch's own handler does, which prints a traceback where that
+    takes 1 s.
+    """
     with contextlib.suppress(TimeoutError):
         monarch.actor.shutdown_context(host_timeout=0.3).get(timeout=CLIENT_EXIT_S)
 
@@ -94,9 +102,11 @@ def prepare_client_gateway(job: Any) -> None:
 
 
 def slurm_worker(job: Any) -> tuple[str, str]:
-    """Return a shell assignment of the identities of a SlurmJob's workers, and the Python code of a worker.
+    """Return a shell assignment of the identities of a SlurmJob's workers, and the Python code of a
+    worker.
 
-    Monarch only writes them into a script of its own, whose options are not safe (`actors.slurm_job`).
+    Monarch only writes them into a script of its own, whose options are not safe
+    (`actors.slurm_job`).
     """
     from monarch._src.job._slurm_batch import _worker_bootstrap
     from monarch._src.job.service_identity import SERVICE_PROC_IDS_ENV, serialize_service_proc_ids

@@ -1,4 +1,6 @@
-"""Settings of a run and of the actors that it starts; `actors.checks` compares them with each other."""
+"""Settings of a run and of the actors that it starts; `actors.checks` compares them with each
+other.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ Strategy = Literal["least_loaded", "round_robin", "sticky"]
 
 # The formats that sbatch reads: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2})")
-# Options of sbatch with which it makes several jobs or none, elsewhere, waits for their end, or does not answer.
+# Options of sbatch with which it makes several jobs or none, elsewhere, waits for their end, or
+# does not answer.
 _NOT_ONE_JOB = re.compile(r"--(array|clusters?|wait|wrap|test-only|quiet)([ =].*)?|-[aMWQ].*")
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?")
 _WORD = re.compile(r"\S+")
@@ -45,8 +48,8 @@ class Timeouts:
     """Longest waits for an actor, in seconds; after one of them the run stops with an error."""
 
     start_s: float = 600.0
-    """Time for the processes of a role to start: Python, torch, and their connection. A cold disk, a network file
-    system or a busy machine can take minutes."""
+    """Time for the processes of a role to start: Python, torch, and their connection. A cold disk,
+    a network file system or a busy machine can take minutes."""
     setup_s: float = 600.0
     """Time to import, to load the model and to start the engine."""
     generate_s: float = 1800.0
@@ -54,11 +57,12 @@ class Timeouts:
     train_s: float = 1800.0
     """Time of one forward_backward, forward, optim_step or compute_logprobs."""
     score_s: float = 600.0
-    """Time to score one request to a reward process, on top of what reward.time_limit_s allows to the
-    reward functions of its rollouts and of earlier requests."""
+    """Time to score one request to a reward process, on top of what reward.time_limit_s allows to
+    the reward functions of its rollouts and of earlier requests."""
     sync_s: float = 600.0
-    """Time of a push of the weights by all trainer ranks, or of a pull by all ranks of a generator; a pull
-    that first finishes running completions (generator.on_update 'drain') gets generate_s on top."""
+    """Time of a push of the weights by all trainer ranks, or of a pull by all ranks of a generator;
+    a pull that first finishes running completions (generator.on_update 'drain') gets generate_s on
+    top."""
     checkpoint_s: float = 1800.0
     """Time to save or load a checkpoint."""
     close_s: float = 20.0
@@ -73,13 +77,13 @@ class RecoveryConfig:
     """Limits of restarts of lost processes."""
 
     max_restarts: int = 3
-    """Restarts of each role (the trainer, a generator, the reward processes) allowed within `window_s`; one
-    more loss ends the run. 0: the first lost process ends it."""
+    """Restarts of each role (the trainer, a generator, the reward processes) allowed within
+    `window_s`; one more loss ends the run. 0: the first lost process ends it."""
     window_s: float = field(default=3600.0, metadata=unless("max_restarts", 0))
     """Age in seconds after which a restart is no longer counted."""
     pause_s: float = field(default=1.0, metadata=unless("max_restarts", 0))
-    """Wait in seconds before the second restart of a role within `window_s`, doubled before each further
-    one; the first restart is immediate."""
+    """Wait in seconds before the second restart of a role within `window_s`, doubled before each
+    further one; the first restart is immediate."""
     max_pause_s: float = field(default=60.0, metadata=unless("max_restarts", 0))
     """Longest such wait, in seconds."""
 
@@ -99,9 +103,12 @@ class ParityConfig:
     enable: bool = True
     """Comparison of logprobs on a fixed text; checksums of the weights are compared in any case."""
     num_tokens: int = field(default=32, metadata=only_if("enable", True))
-    """Maximum length of the text in tokens; the text is an evaluation problem's prompt with its answer."""
+    """Maximum length of the text in tokens; the text is an evaluation problem's prompt with its
+    answer.
+    """
     max_logprob_diff: float | None = field(default=None, metadata=only_if("enable", True))
-    """Largest accepted mean difference, in nats a token; None: by the coarser dtype of trainer and generator
+    """Largest accepted mean difference, in nats a token; None: by the coarser dtype of trainer and
+    generator
     0.001 (float32), 0.05 (float16), 0.1 (bfloat16), 0.3 (a converter to float8), and 0 in the
     batch-invariant mode on CPUs, where both have the same kernels."""
 
@@ -153,11 +160,13 @@ class SlurmConfig:
                 raise ValueError(f"sbatch_args has {arg!r}: {error}: close it") from error
             if not arg.startswith("-"):
                 raise ValueError(
-                    f"sbatch_args has {arg!r}: each must be one option of sbatch, as --name=value or -n value"
+                    f"sbatch_args has {arg!r}: each must be one option of sbatch, as --name=value "
+                    "or -n value"
                 )
             if _NOT_ONE_JOB.fullmatch(arg):
                 raise ValueError(
-                    f"sbatch_args has {arg!r}: must leave one job that sbatch submits and names: remove it"
+                    f"sbatch_args has {arg!r}: must leave one job that sbatch submits and names: "
+                    "remove it"
                 )
 
 
@@ -174,7 +183,9 @@ class KubernetesConfig:
     memory: str | None = None
     """Memory of each pod, such as 256Gi; None: not limited."""
     shared_memory: str = "16Gi"
-    """Size of each pod's /dev/shm, used by NCCL and by weights on their way between processes of a host."""
+    """Size of each pod's /dev/shm, used by NCCL and by weights on their way between processes of a
+    host.
+    """
     gpu_resource: str = "nvidia.com/gpu"
     """The cluster's resource name for a GPU."""
     volume_claim: str | None = None
@@ -184,7 +195,8 @@ class KubernetesConfig:
     port: int = 26600
     """Port of the host's process in each pod."""
     kubeconfig: str | None = None
-    """File to reach the cluster with from outside; None: this process is in a pod of the cluster."""
+    """File to reach the cluster with from outside; None: this process is in a pod of the cluster.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "port", at_least=1024, at_most=65535)
@@ -209,7 +221,8 @@ class KubernetesConfig:
         )
         if not self.volume_path.startswith("/") or self.volume_path.rstrip("/") in ("", "/dev/shm"):
             raise ValueError(
-                f"volume_path={self.volume_path!r}: must be an absolute path, and not /dev/shm, which every pod has"
+                f"volume_path={self.volume_path!r}: must be an absolute path, and not /dev/shm, "
+                "which every pod has"
             )
 
 
@@ -218,35 +231,40 @@ class LaunchConfig:
     """Hosts and devices of the actors."""
 
     hosts: Hosts = "this"
-    """this machine; process: several hosts simulated on it by a process each; or hosts that Monarch takes
-    from slurm or kubernetes."""
+    """this machine; process: several hosts simulated on it by a process each; or hosts that Monarch
+    takes from slurm or kubernetes."""
     trainer_hosts: int = 1
     """Hosts among which the trainer's ranks are divided."""
     generator_hosts: int = 1
     """Hosts of each generator replica, among which its tensor-parallel ranks are divided."""
     replicas_per_host: int = 1
-    """Generator replicas that share a host, each with devices of its own; more than 1 requires a replica
-    that fits on one host."""
+    """Generator replicas that share a host, each with devices of its own; more than 1 requires a
+    replica that fits on one host."""
     reward_hosts: int = 0
     """Hosts among which the reward processes are divided; 0: the controller's host."""
     gpus_per_host: int | None = None
-    """GPUs of each host of slurm or kubernetes: None is one for each process there, 0 trains on CPUs.
-    GPUs of this machine are counted."""
+    """GPUs of each host of slurm or kubernetes: None is one for each process there, 0 trains on
+    CPUs. GPUs of this machine are counted."""
     trainer_gpus: tuple[int, ...] | None = None
     """Devices of the trainer, one for each rank on a host; None: the first ones."""
     generator_gpus: tuple[int, ...] | None = None
-    """Devices of the generator replicas, assigned in their order; None: those after the trainer's."""
+    """Devices of the generator replicas, assigned in their order; None: those after the trainer's.
+    """
     share_gpus: bool | None = None
-    """Trainer and generators use the same devices alternately; refused with other hosts than this. None: if
-    this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
+    """Trainer and generators use the same devices alternately; refused with other hosts than this.
+    None: if this machine has GPUs, too few for both, and loop.max_off_policy_steps is 0."""
     isolate_network: bool | None = field(
         default=None, metadata=unless("hosts", "slurm", "kubernetes")
     )
-    """Give the actors a network of their own, so that no other user of this machine reaches them. None: where
-    the system permits it and no reward actor needs the network; True refuses to start without it."""
+    """Give the actors a network of their own, so that no other user of this machine reaches them.
+    None: where the system permits it and no reward actor needs the network; True refuses to start
+    without it.
+    """
     keep_env: tuple[str, ...] = ()
     """Environment variables with secrets that actors get. Variables that look like one (HF_TOKEN,
-    AWS_SECRET_ACCESS_KEY, a URL with a password) are kept from them, but for the key of a judge in reward actors."""
+    AWS_SECRET_ACCESS_KEY, a URL with a password) are kept from them, but for the key of a judge in
+    reward actors.
+    """
     job_name: str = field(default="relay", metadata=only_if("hosts", "slurm", "kubernetes"))
     """Start of the names that the job and its hosts get."""
     python: str | None = field(default=None, metadata=unless("hosts", "this"))
@@ -254,7 +272,9 @@ class LaunchConfig:
     controller_address: str | None = field(
         default=None, metadata=only_if("hosts", "slurm", "kubernetes")
     )
-    """Address of this process for hosts of slurm or kubernetes; None: what its hostname resolves to."""
+    """Address of this process for hosts of slurm or kubernetes; None: what its hostname resolves
+    to.
+    """
     start_timeout_s: float = field(default=86400.0, metadata=unless("hosts", "this"))
     """Longest wait in seconds for slurm or kubernetes to provide the hosts."""
     dry_run: bool = False
@@ -283,22 +303,25 @@ class LaunchConfig:
             default = type(self).__dataclass_fields__[name].default
             if self.hosts == "this" and getattr(self, name) != default:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} with hosts='this', which is one host: must be {default}"
+                    f"{name}={getattr(self, name)} with hosts='this', which is one host: must be "
+                    f"{default}"
                 )
         if not self.on_cluster and self.gpus_per_host is not None:
             raise ValueError(
-                f"gpus_per_host={self.gpus_per_host} with hosts={self.hosts!r}: GPUs of this machine are "
-                "counted; choose them by trainer_gpus and generator_gpus, or leave it None"
+                f"gpus_per_host={self.gpus_per_host} with hosts={self.hosts!r}: GPUs of this "
+                "machine are counted; choose them by trainer_gpus and generator_gpus, or leave it "
+                "None"
             )
         if self.replicas_per_host > 1 and self.generator_hosts > 1:
             raise ValueError(
-                f"replicas_per_host={self.replicas_per_host} with generator_hosts={self.generator_hosts}: "
-                "replicas that share a host need to fit on it, so one of the two must be 1"
+                f"replicas_per_host={self.replicas_per_host} with "
+                f"generator_hosts={self.generator_hosts}: replicas that share a host need to fit "
+                "on it, so one of the two must be 1"
             )
         if self.isolate_network and self.on_cluster:
             raise ValueError(
-                f"isolate_network=True with hosts={self.hosts!r}: must be None or False, since the hosts of a cluster "
-                "reach each other over its network"
+                f"isolate_network=True with hosts={self.hosts!r}: must be None or False, since the "
+                "hosts of a cluster reach each other over its network"
             )
         if self.hosts == "kubernetes" and not self.kubernetes.image:
             raise ValueError(
@@ -306,8 +329,8 @@ class LaunchConfig:
             )
         if self.share_gpus and (self.hosts != "this" or self.generator_gpus is not None):
             raise ValueError(
-                f"share_gpus=True with hosts={self.hosts!r}, generator_gpus={self.generator_gpus}: must be 'this' "
-                "and None, since the generators have the trainer's devices"
+                f"share_gpus=True with hosts={self.hosts!r}, generator_gpus={self.generator_gpus}: "
+                "must be 'this' and None, since the generators have the trainer's devices"
             )
 
     @property
@@ -352,21 +375,24 @@ class RunConfig(ClusterConfig):
     seed: int = 0
     """Seed of the starting point, of the order of problems and of the sampling."""
     batch_invariant: bool | None = False
-    """A request's completion does not depend on the other requests of its batch, and on CPUs trainer and
-    generator compute bit-identical logprobs. None: True on CPUs, False on GPUs."""
+    """A request's completion does not depend on the other requests of its batch, and on CPUs
+    trainer and generator compute bit-identical logprobs. None: True on CPUs, False on GPUs."""
     float32_head: bool = False
-    """Compute logits in float32 in trainer and generators, whatever the dtype of their other products: bfloat16 rounds
-    a logit of 16 by up to 0.06. Costs memory and time in proportion to the vocabulary."""
+    """Compute logits in float32 in trainer and generators, whatever the dtype of their other
+    products: bfloat16 rounds a logit of 16 by up to 0.06. Costs memory and time in proportion to
+    the vocabulary."""
     model: ModelSpec | None = field(metadata=HIDDEN)
     """None takes family and sizes from `hf_assets_path`."""
     hf_assets_path: str | None = None
-    """A model to start from, without warm-up: a Hugging Face folder (config, tokenizer, safetensors), a GGUF file,
-    package:NAME, an installed package with one, or owner/name on the Hugging Face hub, where no such folder exists;
-    None makes the starting point here."""
+    """A model to start from, without warm-up: a Hugging Face folder (config, tokenizer,
+    safetensors), a GGUF file, package:NAME, an installed package with one, or owner/name on the
+    Hugging Face hub, where no such folder exists; None makes the starting point here."""
     hf_revision: str | None = field(default=None, metadata=unless("hf_assets_path", None))
     """Branch, tag or commit of a model on the hub; None takes its main branch."""
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
-    """Take the model's family and sizes from `hf_assets_path` instead of requiring those of this config."""
+    """Take the model's family and sizes from `hf_assets_path` instead of requiring those of this
+    config.
+    """
     task: Configurable.Config
     warmup: SupervisedWarmup.Config | None = field(
         default=None, metadata=only_if("hf_assets_path", None)
@@ -376,8 +402,8 @@ class RunConfig(ClusterConfig):
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)
     loop: Loop.Config = field(default_factory=Loop.Config)
     router: Strategy = field(default="least_loaded", metadata=unless("generator.num_replicas", 1))
-    """Choice of the generator for a prompt; sticky: a session stays with its generator, other prompts go
-    where least_loaded sends them."""
+    """Choice of the generator for a prompt; sticky: a session stays with its generator, other
+    prompts go where least_loaded sends them."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -393,5 +419,6 @@ class RunConfig(ClusterConfig):
             )
         if self.name == STARTING_POINTS:
             raise ValueError(
-                f"name={self.name!r} is the folder of the starting points that runs share: choose another"
+                f"name={self.name!r} is the folder of the starting points that runs share: choose "
+                "another"
             )

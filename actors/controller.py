@@ -1,4 +1,6 @@
-"""Controller: runs a config from its check to its learning curve, in this process; the actors work in theirs."""
+"""Controller: runs a config from its check to its learning curve, in this process; the actors work
+in theirs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Controller(Configurable):
         self.source = run
 
     def run(self) -> Path:
-        """Run to the end and return the run's folder; with `launch.dry_run`, the parent of the folder.
+        """Run to the end and return the run's folder; with `launch.dry_run`, the parent of the
+        folder.
 
         A dry run of `--resume` reads the run's checkpoint, and says what would be loaded.
 
@@ -76,7 +79,8 @@ class Controller(Configurable):
             say(FROM_THE_BEGINNING)
 
     def explain(self, form: ExplanationForm) -> int:
-        """Print the run that this config describes, and what is refused of it; return the exit status.
+        """Print the run that this config describes, and what is refused of it; return the exit
+        status.
 
         Nothing is started or written (docs/configuration.md).
         """

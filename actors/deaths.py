@@ -1,4 +1,6 @@
-"""Deaths of the processes that calls of actors wait for, looked for once for all calls of an event loop."""
+"""Deaths of the processes that calls of actors wait for, looked for once for all calls of an event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ LOOK_EVERY_S = 0.5
 
 
 class DeathWatch:
-    """Watch over processes, which are looked at twice a second, at the same cost for one waiting call and thousands."""
+    """Watch over processes, which are looked at twice a second, at the same cost for one waiting
+    call and thousands.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[asyncio.Future[None], Collection[ProcessId]] = {}

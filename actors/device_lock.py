@@ -3,7 +3,8 @@
     lock = DeviceLock(trainer=trainer, generators=generators, pull=pull)
     pool = GeneratorPool(lock.generators, trainer=lock.trainer, store=store)
 
-Calls of one side overlap; a call of the other side waits until they have ended, and then takes the devices.
+Calls of one side overlap; a call of the other side waits until they have ended, and then takes the
+devices.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class DeviceLock:
 
     @asynccontextmanager
     async def held(self, side: Side, endpoint: str, args: tuple[Any, ...]) -> AsyncIterator[None]:
-        """Give `side` the devices for a call, with weights in the generators if the endpoint needs them."""
+        """Give `side` the devices for a call, with weights in the generators if the endpoint needs
+        them.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._holder == side or self._num_calls == 0)
             if self._holder != side:
@@ -78,7 +81,9 @@ class DeviceLock:
         self._holder = side
 
     async def _pull_again(self) -> None:
-        """Pull and check the version that was served before the sleep; before the first pull do nothing."""
+        """Pull and check the version that was served before the sleep; before the first pull do
+        nothing.
+        """
         if self._served is not None:
             _, lost = await self._pull(self._served, self._groups["generators"])
             if lost:

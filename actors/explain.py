@@ -1,8 +1,10 @@
-"""Explain a run without starting or writing anything: `python -m rl.simple_grpo_sum_digits --explain`.
+"""Explain a run without starting or writing anything: `python -m rl.simple_grpo_sum_digits
+--explain`.
 
-The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes. Refusals come from
-the run's own checks: all of them, not only the first. A field without effect is declared beside the field
-(`rl.config.configurable`), or here where fields of different components decide together.
+The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes.
+Refusals come from the run's own checks: all of them, not only the first. A field without effect is
+declared beside the field (`rl.config.configurable`), or here where fields of different components
+decide together.
 """
 
 from __future__ import annotations
@@ -52,15 +54,16 @@ ASSUMED_GPU_BYTES = 80 * 10**9
 PROGRAMS = "rl.tasks.verifiers_task"
 """Module of tasks made of third-party programs, which loading might start."""
 NOT_TRIED = (
-    "whether prompts fit, and environments and reward functions work: a run tries them before it starts, also "
-    "with --launch.dry_run"
+    "whether prompts fit, and environments and reward functions work: a run tries them before it "
+    "starts, also with --launch.dry_run"
 )
 
 
 def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
     """Print the explanation of a run and return the exit status.
 
-    The status is 2 for a config that is refused on any machine (the reasons also go to stderr), else 0.
+    The status is 2 for a config that is refused on any machine (the reasons also go to stderr),
+    else 0.
     """
     explanation = explain(run, here=here)
     as_json = json.dumps(explanation, indent=2, allow_nan=False)
@@ -123,7 +126,9 @@ def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
 
 
 def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
-    """Return the options that were changed from the registry's config and have no effect on this machine."""
+    """Return the options that were changed from the registry's config and have no effect on this
+    machine.
+    """
     on_gpu = trains_on_gpu(run.config.launch, num_gpus=count_gpus())
     return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))[
         "set_without_effect"
@@ -152,7 +157,8 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
             found = _Found(spec=untrained_start(config, prepares=False).spec)
         except UnpreparedError as unprepared:
             raise ValueError(
-                f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` does it too"
+                f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` "
+                "does it too"
             ) from None
     else:
         found = _Found(spec=spec_for(config, config.model))
@@ -194,8 +200,8 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
 def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
     """Return the machine to explain for, with its devices in words.
 
-    GPUs are assumed where the config names GPUs, has hosts that bring them, or needs more memory than a machine
-    without GPUs has.
+    GPUs are assumed where the config names GPUs, has hosts that bring them, or needs more memory
+    than a machine without GPUs has.
     """
     launch, trainer, generator = config.launch, config.trainer, config.generator
     on_gpu = trains_on_gpu(launch, num_gpus=here.num_gpus)
@@ -250,7 +256,8 @@ def staleness(loop: LoopConfig) -> dict[str, int]:
     steps = loop.max_off_policy_steps
     return {
         "steps_most": steps,
-        # The last minibatch of a step trains weights that the step's first minibatches have updated.
+        # The last minibatch of a step trains weights that the step's first minibatches have
+        # updated.
         "policy_versions_most": steps * loop.num_minibatches + loop.num_minibatches - 1,
     }
 
@@ -318,7 +325,9 @@ def _gb(num_bytes: int) -> float:
 def ineffective(
     config: RunConfig, *, spec: ModelSpec, on_gpu: bool, changed: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the options without effect in the order of the config, those that are set (`changed`) first."""
+    """Return the options without effect in the order of the config, those that are set (`changed`)
+    first.
+    """
     entries = {entry.path: entry for entry in walk(config)}
     idle = {*idle_options(config), *idle_beside_others(config, spec=spec, on_gpu=on_gpu)}
     listed = [path for path in entries if path in idle and not _is_below(path, idle - {path})]
@@ -380,7 +389,9 @@ def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> s
 
 
 def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
-    """Return whether the trainer may draw random numbers in a run: to round to bfloat16, or in code of others."""
+    """Return whether the trainer may draw random numbers in a run: to round to bfloat16, or in code
+    of others.
+    """
     if trainer.training.dtype == "bfloat16":
         return True
     parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))

@@ -1,6 +1,7 @@
 """The generator: endpoints over the vLLM engine, one actor for each tensor-parallel rank.
 
-Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Config)` its root config holds.
+Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Config)` its root
+config holds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def _on_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
 
 
 class VLLMGenerator(Actor, Configurable):
-    """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0 answers."""
+    """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0
+    answers.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorConfig):
@@ -77,7 +80,8 @@ class VLLMGenerator(Actor, Configurable):
         await engine.start()
         self.engine = engine
 
-    # Calls overlap. A call of `generate` whose caller has gone goes on until `abort` of its `call_id` ends it.
+    # Calls overlap. A call of `generate` whose caller has gone goes on until `abort` of its
+    # `call_id` ends it.
     generate = _on_engine(GeneratorEngine.generate)
     abort = _on_engine(GeneratorEngine.abort)
     compute_logprobs = _on_engine(GeneratorEngine.compute_logprobs)
@@ -86,7 +90,8 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
-        """Pull a version's weights in place between two engine steps; return checksums of what is then there.
+        """Pull a version's weights in place between two engine steps; return checksums of what is
+        then there.
 
         `on_update` decides what happens to running requests.
         """
@@ -120,7 +125,9 @@ class VLLMGenerator(Actor, Configurable):
     async def _pull(
         self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]
     ) -> tuple[BoxSum, ...]:
-        """Pull from the store that was used when the call arrived; its turn may come after `use_store`."""
+        """Pull from the store that was used when the call arrived; its turn may come after
+        `use_store`.
+        """
         if store is not self.store:
             raise GeneratorError(
                 f"the weight store was lost before version {snapshot.version} was pulled"

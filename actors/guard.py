@@ -1,9 +1,10 @@
-"""Guards, and a folder for temporary files: nothing of a run outlives its controller, however it ends.
+"""Guards, and a folder for temporary files: nothing of a run outlives its controller, however it
+ends.
 
-Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed. For each of them a
-guard process (`python -m actors.guard NAME RUN`) waits: the controller writes to its stdin what has to be called
-then. When the controller ends, stdin closes, and the guard kills what is left of the run on this machine and makes
-that call. Monarch is imported only then.
+Temporary files, workers of ProcessJob and jobs of a scheduler outlive a controller that is killed.
+For each of them a guard process (`python -m actors.guard NAME RUN`) waits: the controller writes to
+its stdin what has to be called then. When the controller ends, stdin closes, and the guard kills
+what is left of the run on this machine and makes that call. Monarch is imported only then.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Guard:
 def temporary_files() -> Iterator[None]:
     """Point TMPDIR at a guarded folder, for this process and the processes it starts.
 
-    Monarch, vLLM and multiprocessing keep sockets there. The folder is made in the current TMPDIR, or in /tmp if that
-    path is too long for sockets. Compiled code, which is for later runs too, is elsewhere (`rl.utils.caches`).
+    Monarch, vLLM and multiprocessing keep sockets there. The folder is made in the current TMPDIR,
+    or in /tmp if that path is too long for sockets. Compiled code, which is for later runs too, is
+    elsewhere (`rl.utils.caches`).
     """
     folder, _ = _guarded_folder()
     before, python_before = os.environ.get("TMPDIR"), tempfile.tempdir
@@ -79,7 +81,9 @@ def temporary_files() -> Iterator[None]:
 
 @functools.cache
 def _guarded_folder() -> tuple[str, Guard]:
-    """Make this process's folder: one for all its runs, as Monarch's client keeps its sockets from run to run."""
+    """Make this process's folder: one for all its runs, as Monarch's client keeps its sockets from
+    run to run.
+    """
     # The cache also keeps the guard: its pipe must stay open until this process ends.
     try:
         parent = Path(tempfile.gettempdir())

@@ -1,6 +1,7 @@
 """Report of what a run's processes are doing when it ends because a call has timed out.
 
-A few lines of each process go into the error's message, all open spans and stacks into logs/stacks-<n>.txt.
+A few lines of each process go into the error's message, all open spans and stacks into
+logs/stacks-<n>.txt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from rl.utils.processes import is_alive
 logger = logging.getLogger(__name__)
 
 REMOTE_S = 4.0
-"""Timeout of the stacks of a process on another host, longer than `rl.observability.stacks.REQUEST_S`."""
+"""Timeout of the stacks of a process on another host, longer than
+`rl.observability.stacks.REQUEST_S`.
+"""
 MAX_REPORTED = 8
 """Processes that an error message has room for."""
 
@@ -39,7 +42,8 @@ class ProcessReport:
 
 
 async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> None:
-    """Write the stacks of all processes of these roles if a timeout ends the run, and name the file in the error.
+    """Write the stacks of all processes of these roles if a timeout ends the run, and name the file
+    in the error.
 
     The error's message gets the busy stacks of the role that gave no answer, or of all roles.
     """
@@ -60,7 +64,9 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
 
 
 async def report_run(roles: Sequence[RoleProcesses], logs: Path) -> list[ProcessReport]:
-    """Return the reports of all processes of these roles, and of other live processes in the same logs."""
+    """Return the reports of all processes of these roles, and of other live processes in the same
+    logs.
+    """
     known = {role.name: role for role in roles}
     states = [
         state for state in read_states(logs) if state.role in known or is_alive(state.process)

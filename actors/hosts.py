@@ -1,4 +1,5 @@
-"""Hosts of a run, taken from Monarch's jobs: simulated ones, `actors.slurm_job` or `actors.kubernetes_job`.
+"""Hosts of a run, taken from Monarch's jobs: simulated ones, `actors.slurm_job` or
+`actors.kubernetes_job`.
 
 hosts = Hosts(launch, placements)
 await hosts.start()
@@ -48,8 +49,9 @@ DEATH_NOTICE = {
     "get_proc_state_max_idle": "15s",
     "get_actor_state_max_idle": "15s",
 }
-"""Silence after which Monarch takes a host's processes for dead. With Monarch's own 2 min, 1 min and 30 s, the exit of
-a process on a simulated host was mostly reported after 224 s, with these after 1 to 2 s."""
+"""Silence after which Monarch takes a host's processes for dead. With Monarch's own 2 min, 1 min
+and 30 s, the exit of a process on a simulated host was mostly reported after 224 s, with these
+after 1 to 2 s."""
 END_TIMEOUT_S = 60.0
 """Time for a scheduler to end a job; afterwards the job is left to the guard."""
 MAX_NAME = 26
@@ -66,7 +68,9 @@ class _Job:
     guard: Guard | None = None
 
     async def end(self) -> None:
-        """End the job; one that cannot be ended is left to the guard, which tries again after this process."""
+        """End the job; one that cannot be ended is left to the guard, which tries again after this
+        process.
+        """
         try:
             await run_aside(self.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001  # a scheduler's client may raise anything
@@ -107,7 +111,9 @@ class Hosts:
         self._failed.add(group)
 
     async def renew_lost(self, group: str) -> None:
-        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end with their job."""
+        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end
+        with their job.
+        """
         async with self._renewing:  # another role on the same hosts may be lost as well
             processes = self.processes.get(group, ())
             if group not in self._failed and all(map(is_alive, processes)):
@@ -154,7 +160,8 @@ class Hosts:
                 found_hosts = inside(partial(job.state, cached_path=None))
         except TimeoutError as error:
             raise ActorCallError(
-                f"no hosts from {asked.name} within launch.start_timeout_s={launch.start_timeout_s:g}"
+                f"no hosts from {asked.name} within "
+                f"launch.start_timeout_s={launch.start_timeout_s:g}"
                 + (f": {error}" if str(error) else "")
             ) from error
         except Exception as error:  # a scheduler's client may raise anything
@@ -180,7 +187,8 @@ async def _applied(job: Any) -> None:
 def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, int]) -> Any:
     """Return Monarch's job for these groups of hosts; it is not yet applied.
 
-    A job of a cluster changes how this process talks to actors (TCP), so make it before anything else of Monarch.
+    A job of a cluster changes how this process talks to actors (TCP), so make it before anything
+    else of Monarch.
     """
     if launch.hosts == "process":
         env = without_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
@@ -199,7 +207,8 @@ def _kubernetes() -> ModuleType:
         return importlib.import_module("actors.kubernetes_job")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"launch.hosts='kubernetes' needs the package {error.name}: pip install 'relay-rl[kubernetes]'"
+            f"launch.hosts='kubernetes' needs the package {error.name}: pip install "
+            "'relay-rl[kubernetes]'"
         ) from error
 
 
@@ -213,6 +222,6 @@ def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
         address = "nothing"
     if address == "nothing" or address.startswith("127."):
         raise ValueError(
-            f"launch.controller_address=None: this host's name {hostname!r} resolves to {address}, where hosts "
-            f"of {launch.hosts} cannot reach it: give the address at which they can"
+            f"launch.controller_address=None: this host's name {hostname!r} resolves to {address}, "
+            f"where hosts of {launch.hosts} cannot reach it: give the address at which they can"
         )

@@ -1,9 +1,10 @@
 """Network namespace for the actors of this machine and for Monarch's part of this process.
 
-Monarch's processes find each other by abstract unix sockets and TCP ports that ask nobody who they are: a local user
-who reaches one runs code as this user. Such sockets belong to the network namespace of the thread that opens them. So
-the threads of Monarch, and with them the actors, move to a namespace of their own, while Python's threads stay where
-they are: downloads, metrics sinks and servers of the controller use the network as before.
+Monarch's processes find each other by abstract unix sockets and TCP ports that ask nobody who they
+are: a local user who reaches one runs code as this user. Such sockets belong to the network
+namespace of the thread that opens them. So the threads of Monarch, and with them the actors, move
+to a namespace of their own, while Python's threads stay where they are: downloads, metrics sinks
+and servers of the controller use the network as before.
 
     line = isolate(config.launch, needs_network=None)   # once in a process, before Monarch is used
     host = inside(this_host)                            # a call that opens sockets in the calling thread
@@ -55,7 +56,8 @@ def inside(function: Callable[[], T]) -> T:
 
 
 def network_env() -> dict[str, str]:
-    """Return the variables with which libraries use the only network device of the namespace, if there is one.
+    """Return the variables with which libraries use the only network device of the namespace, if
+    there is one.
 
     They replace the user's, who may have named a device of the machine.
     """
@@ -65,7 +67,8 @@ def network_env() -> dict[str, str]:
 
 
 def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
-    """Decide if the actors get a network namespace, make it, and return a line that says which it is.
+    """Decide if the actors get a network namespace, make it, and return a line that says which it
+    is.
 
     Monarch must not have been used by this process, unless it is in a namespace already.
 
@@ -73,15 +76,15 @@ def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
         needs_network: name of what needs the network in an actor, if anything does.
 
     Raises:
-        ValueError: `launch.isolate_network` is True and there can be no namespace, or this process's actors have one
-            and the hosts of `launch` are other machines.
+        ValueError: `launch.isolate_network` is True and there can be no namespace, or this
+            process's actors have one and the hosts of `launch` are other machines.
         RunError: a thread of Monarch did not move; sockets could be open to others.
     """
     if _inside is not None:
         if launch.on_cluster:
             raise ValueError(
-                f"launch.hosts={launch.hosts!r}: an earlier run of this process has put Monarch into a network "
-                "namespace, which other hosts cannot reach: start a new process"
+                f"launch.hosts={launch.hosts!r}: an earlier run of this process has put Monarch "
+                "into a network namespace, which other hosts cannot reach: start a new process"
             )
         return _line(None)
     against = _reason_against(launch, needs_network)
@@ -99,8 +102,8 @@ def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
     if others:
         named = ", ".join(others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
         logger.warning(
-            "any user of this machine can run code as you through the actors' sockets while this run lasts, "
-            "since %s; there are processes of other users: %s (%s)",
+            "any user of this machine can run code as you through the actors' sockets while this "
+            "run lasts, since %s; there are processes of other users: %s (%s)",
             against,
             named,
             DOCS,
@@ -129,7 +132,9 @@ def _reason_against(launch: LaunchConfig, needs_network: str | None) -> str | No
 
 
 def _move_monarch() -> str | None:
-    """Make the namespace and move Monarch's threads to it; return the reason if it is not permitted."""
+    """Make the namespace and move Monarch's threads to it; return the reason if it is not
+    permitted.
+    """
     global _inside
     if not Path("/proc/thread-self/ns/net").exists():
         return "this system has no network namespaces"
@@ -147,7 +152,8 @@ def _move_monarch() -> str | None:
 
 
 def _move(threads: Sequence[int], *, descriptor: int) -> None:
-    """Have the given threads follow this one into its namespace, by a signal each, and close the descriptor of it.
+    """Have the given threads follow this one into its namespace, by a signal each, and close the
+    descriptor of it.
 
     They have nothing to do before Monarch is used, so that a handler in Python interrupts nothing.
     """
@@ -166,8 +172,8 @@ def _move(threads: Sequence[int], *, descriptor: int) -> None:
         while any(network_of(thread) != here for thread in threads):
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"a thread of Monarch did not enter the network namespace within {MOVE_LIMIT_S:g} s: "
-                    "launch.isolate_network=False starts the run without one"
+                    "a thread of Monarch did not enter the network namespace within "
+                    f"{MOVE_LIMIT_S:g} s: launch.isolate_network=False starts the run without one"
                 )
             time.sleep(0.001)
     finally:

@@ -21,7 +21,9 @@ quiet_jobs()
 
 
 class PodsOfRun(KubernetesJob):
-    """Monarch's job, whose pods also get Monarch's settings of this process and the claim with the run's folder."""
+    """Monarch's job, whose pods also get Monarch's settings of this process and the claim with the
+    run's folder.
+    """
 
     def __init__(self, *, config: KubernetesConfig, timeout_s: float) -> None:
         kubeconfig = None if config.kubeconfig is None else KubeConfig.from_path(config.kubeconfig)
@@ -54,7 +56,9 @@ def mesh_name(launch: LaunchConfig, group: str) -> str:
 def make_job(
     launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
 ) -> PodsOfRun:
-    """Return the job of these groups of hosts, with the devices of each host; it is not yet applied."""
+    """Return the job of these groups of hosts, with the devices of each host; it is not yet
+    applied.
+    """
     config = launch.kubernetes
     assert config.image is not None, "refused by LaunchConfig"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)

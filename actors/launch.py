@@ -6,9 +6,9 @@
         trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
         ...
 
-`supervised` stops every role that is left, whether the code returned, raised, or was ended by Ctrl-C, SIGTERM or
-SIGHUP. If the controller itself is killed, the kernel kills the actor processes (Monarch sets their parent-death
-signal).
+`supervised` stops every role that is left, whether the code returned, raised, or was ended by
+Ctrl-C, SIGTERM or SIGHUP. If the controller itself is killed, the kernel kills the actor processes
+(Monarch sets their parent-death signal).
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ MAX_SIGNALS = 3
 
 
 class Launcher:
-    """Owner of everything that this process has started for a run: roles, hosts and background tasks."""
+    """Owner of everything that this process has started for a run: roles, hosts and background
+    tasks.
+    """
 
     current: ClassVar[Launcher | None] = None
     """The launcher of this process that was not stopped: one at a time."""
@@ -116,7 +118,8 @@ class Launcher:
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
     ) -> str:
-        """Isolate the actors, start the hosts of a run (`Hosts.start`) and return the line of `isolate`.
+        """Isolate the actors, start the hosts of a run (`Hosts.start`) and return the line of
+        `isolate`.
 
         Call it before `spawn_role`.
         """
@@ -196,7 +199,9 @@ class Launcher:
         return started
 
     async def _unless_dead(self, at: Placement, answers: Awaitable[T], what: str) -> T:
-        """Wait for the first answers of a role; raise ActorLostError if a process of it on this machine is dead."""
+        """Wait for the first answers of a role; raise ActorLostError if a process of it on this
+        machine is dead.
+        """
         waiting, seen = asyncio.ensure_future(answers), set[ProcessId]()
         is_here = at.hosts is None or self.hosts is None or at.hosts in self.hosts.processes
         grace_s = START_REPORT_GRACE_S
@@ -232,7 +237,9 @@ class Launcher:
         return ActorLostError(f"{error}: {end}", role=error.role, ranks=error.ranks, is_dead=True)
 
     async def end_lost(self, at: Placement) -> None:
-        """Kill what is left on this host of a role that has lost a process, and replace hosts that are lost too."""
+        """Kill what is left on this host of a role that has lost a process, and replace hosts that
+        are lost too.
+        """
         for role in [role for role in self.roles if role.name == at.role]:
             await self.stop(role, timeout_s=LOST_STOP_TIMEOUT_S, is_lost=True)
         if at.hosts is not None and self.hosts is not None:
@@ -243,7 +250,8 @@ class Launcher:
     ) -> None:
         """End every process of the role, their children and their shared memory; idempotent.
 
-        Processes on this host that are left after `timeout_s` are killed; those of a lost role at once.
+        Processes on this host that are left after `timeout_s` are killed; those of a lost role at
+        once.
 
         Raises:
             RunError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
@@ -265,8 +273,8 @@ class Launcher:
                 for process in tree:
                     kill(process)
                 role.remove_state_files()
-            # A role that never came up raises here whatever its start raised, even BaseExceptions: `gather`
-            # makes that a value, and the rest of the role is killed.
+            # A role that never came up raises here whatever its start raised, even BaseExceptions:
+            # `gather` makes that a value, and the rest of the role is killed.
             asking = until_event(self._hurry, _ask_to_stop(role, timeout_s))
             (answer,) = await asyncio.gather(asking, return_exceptions=True)
             if isinstance(answer, BaseException):
@@ -285,8 +293,9 @@ class Launcher:
     async def stop_all(self) -> None:
         """Stop every role that is left at once, then the hosts and every stray process of this run.
 
-        Strays are children of a process that died earlier, or of a role that never came up. Background tasks
-        end first, as they would restart roles. After `hurry` nothing is waited for but the kernel.
+        Strays are children of a process that died earlier, or of a role that never came up.
+        Background tasks end first, as they would restart roles. After `hurry` nothing is waited for
+        but the kernel.
         """
         try:
             await until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
@@ -351,9 +360,11 @@ async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
 async def setup_process_group_env(
     role: RoleProcesses, *, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Give every process of the role the variables that `torch.distributed.init_process_group` reads.
+    """Give every process of the role the variables that `torch.distributed.init_process_group`
+    reads.
 
-    MASTER_ADDR is the loopback address when all are on one host, else that of rank 0's host; the port is free there.
+    MASTER_ADDR is the loopback address when all are on one host, else that of rank 0's host; the
+    port is free there.
 
     Raises:
         ActorTimeoutError, ActorCallError: a process of the role is silent or dead; names the role.
@@ -369,10 +380,11 @@ async def setup_process_group_env(
 
 @asynccontextmanager
 async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
-    """Stop everything that the launcher has started at the end of the block; `END_SIGNALS` cancel the block.
+    """Stop everything that the launcher has started at the end of the block; `END_SIGNALS` cancel
+    the block.
 
-    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels. After a signal that
-    cancels, all processes are killed at once, as there is nothing left to save.
+    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels.
+    After a signal that cancels, all processes are killed at once, as there is nothing left to save.
 
     Raises:
         KeyboardInterrupt: the loop stopped after Ctrl-C.
@@ -429,9 +441,11 @@ def run(
 
 
 def allow_start(timeout_s: float) -> None:
-    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start from a cold disk.
+    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start
+    from a cold disk.
 
-    Monarch waits longer, as its clock starts earlier and what it raises looks like the loss of a process.
+    Monarch waits longer, as its clock starts earlier and what it raises looks like the loss of a
+    process.
     """
     limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
     configure(

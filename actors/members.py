@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 MEMBER_NAME = "relay_member"
 HOOK_VARIABLE = "RELAY_HOOK"
-"""Environment variable that names a module whose `arm(logs)` every process of a run calls: the chaos test's."""
+"""Environment variable that names a module whose `arm(logs)` every process of a run calls: the
+chaos test's.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +101,8 @@ class RoleProcesses:
     members: Any
     """Actor mesh of `Member`."""
     logs: Path | None = None
-    """Folder of the logs, with the processes' states and stacks; None if the processes have none."""
+    """Folder of the logs, with the processes' states and stacks; None if the processes have none.
+    """
     hostnames: list[str] = field(default_factory=list)
     """Host of each process, by rank."""
     local: dict[int, ProcessId] = field(default_factory=dict)
@@ -134,14 +137,17 @@ def import_torch() -> None:
     """Import torch before there are actors: Monarch unpickles on several threads, which would race.
 
     This does not belong into `process_main`: Monarch gives up on a process that is not up within
-    `timeouts.start_s`, and on a busy machine or a network file system the import alone may take half a minute.
+    `timeouts.start_s`, and on a busy machine or a network file system the import alone may take
+    half a minute.
     """
     with without_collections():
         import torch  # noqa: F401
 
 
 def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of a role's processes on top of their host's environment; of secrets it has only `keep`."""
+    """Return the variables of a role's processes on top of their host's environment; of secrets it
+    has only `keep`.
+    """
     env = without_secrets(keep) | {
         ROLE_VARIABLE: at.role,
         RUN_VARIABLE: RUN,

@@ -1,7 +1,8 @@
 """Logprob parity: generators compute as the trainer does with the weights of one version.
 
-Weight parity (`rl.weights.checksum`) compares checksums: the bits have arrived. Logprob parity compares logprobs of
-a fixed text: the generator uses these bits, in the right layout and dtype, and no cached key of older weights.
+Weight parity (`rl.weights.checksum`) compares checksums: the bits have arrived. Logprob parity
+compares logprobs of a fixed text: the generator uses these bits, in the right layout and dtype, and
+no cached key of older weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from actors.config import ParityConfig
 
 BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "float8": 0.3}
-"""Mean difference in nats a token, by the coarsest of the compute dtypes: a few times the rounding."""
+"""Mean difference in nats a token, by the coarsest of the compute dtypes: a few times the rounding.
+"""
 
 
 class LogprobParityError(WeightStoreError):
@@ -55,9 +57,10 @@ class ParityText:
         for name, diff in diffs.items():
             if not float(diff.mean()) <= self.max_diff:
                 raise LogprobParityError(
-                    f"logprob parity: with policy version {policy_version} {name} differs from the trainer by "
-                    f"{float(diff.mean()):.3g} nats a token on a fixed text of {len(self.token_ids)} tokens, "
-                    f"more than {self.max_diff:g} (parity.max_logprob_diff)"
+                    f"logprob parity: with policy version {policy_version} {name} differs from the "
+                    f"trainer by {float(diff.mean()):.3g} nats a token on a fixed text of "
+                    f"{len(self.token_ids)} tokens, more than {self.max_diff:g} "
+                    "(parity.max_logprob_diff)"
                 )
         return max(float(diff.mean()) for diff in diffs.values())
 

@@ -27,11 +27,11 @@ class Placement:
     """Name of the role's group of hosts; None is the controller's machine."""
     num_hosts: int = 1
     threads: int = 1
-    """Compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one machine slow each other
-    down."""
+    """Compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one machine slow
+    each other down."""
     gpus: tuple[int, ...] | None = None
-    """Devices visible to the role's processes on each of its hosts, of which a process takes the one at its
-    LOCAL_RANK; None: all devices."""
+    """Devices visible to the role's processes on each of its hosts, of which a process takes the
+    one at its LOCAL_RANK; None: all devices."""
 
     @property
     def procs_per_host(self) -> int:
@@ -45,8 +45,8 @@ class Placement:
             else f"GPUs {', '.join(map(str, self.gpus))}"
         )
         return (
-            f"{self.role}: {where}, {self.num_hosts} x {self.procs_per_host} processes of {self.threads} "
-            f"threads, {devices}"
+            f"{self.role}: {where}, {self.num_hosts} x {self.procs_per_host} processes of "
+            f"{self.threads} threads, {devices}"
         )
 
 
@@ -140,8 +140,8 @@ def _devices(
 ) -> tuple[Devices | None, list[Devices] | None]:
     """Return the trainer's devices and those of each generator, on each host; None without devices.
 
-    On this machine, whose hosts may be simulated, the roles divide the devices. On a cluster a host has one
-    role, but generator replicas may share hosts.
+    On this machine, whose hosts may be simulated, the roles divide the devices. On a cluster a host
+    has one role, but generator replicas may share hosts.
     """
     launch, where, available = config.launch, "this machine", num_gpus
     num_trainers, replicas = config.trainer.num_procs, config.generator.num_replicas
@@ -183,13 +183,13 @@ def _devices(
     ):
         if len(devices) != number or max(devices) >= available:
             raise ValueError(
-                f"launch.{name}={devices}: must be {number} devices, one for each process, and {where} has "
-                f"{available} GPUs, numbered 0 to {available - 1}"
+                f"launch.{name}={devices}: must be {number} devices, one for each process, and "
+                f"{where} has {available} GPUs, numbered 0 to {available - 1}"
             )
     if divided and set(trainer) & set(generators):
         raise ValueError(
-            f"launch.trainer_gpus={trainer} and launch.generator_gpus={generators} have devices in common: "
-            "share_gpus=True is for that"
+            f"launch.trainer_gpus={trainer} and launch.generator_gpus={generators} have devices in "
+            "common: share_gpus=True is for that"
         )
     slots = [generators[i * replica_size : (i + 1) * replica_size] for i in range(replicas)]
     return trainer, [slots[i % replicas] for i in range(config.generator.num_replicas)]

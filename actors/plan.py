@@ -76,8 +76,8 @@ class Plan:
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     """Check all that can be checked without starting or writing anything.
 
-    Checkpoints that turn out to be damaged are set aside where the run can go on from another one. `resumes` is the
-    folder of a run that goes on.
+    Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
+    `resumes` is the folder of a run that goes on.
     """
     check_sinks(config.sinks)
     task: Task = config.task.build()
@@ -136,14 +136,18 @@ def _would_set_aside(path: Path, error: DamagedCheckpointError) -> None:
 
 
 def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
-    """Return the dtypes in which generator and trainer multiply, with those that converters round to."""
+    """Return the dtypes in which generator and trainer multiply, with those that converters round
+    to.
+    """
     of_converters = (converter.owner.compute_dtype for converter in config.trainer.converters)
     dtypes = (config.generator.dtype, config.trainer.training.param_dtype, *of_converters)
     return tuple(dtype for dtype in dtypes if dtype is not None)
 
 
 def describe_source(plan: Plan) -> list[str]:
-    """Return lines on what a run would load before its first step; none for the starting point's weights."""
+    """Return lines on what a run would load before its first step; none for the starting point's
+    weights.
+    """
     source = plan.resumed or plan.source
     if source is None:
         return []
@@ -162,7 +166,8 @@ def find_resumed(
     `skip` is called for each damaged checkpoint; None sets them aside.
 
     Raises:
-        ValueError: the run is finished and has no steps left, or no checkpoint, so that its results would be lost.
+        ValueError: the run is finished and has no steps left, or no checkpoint, so that its results
+            would be lost.
     """
     num_steps, resumed = config.loop.num_steps, None
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
@@ -170,7 +175,8 @@ def find_resumed(
     done = max([0, *steps, *saved_steps(folder.checkpoints)])
     if folder.is_finished and done >= num_steps:
         raise ValueError(
-            f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on with it"
+            f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} "
+            "to go on with it"
         )
     if config.trainer.checkpoint.saves:
         resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
@@ -215,7 +221,8 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
         return replace(start, spec=spec_for(config, start.spec))
     if spec is None:
         raise ValueError(
-            "hf_assets_path=None: must name a model to start from, because this config has none of its own"
+            "hf_assets_path=None: must name a model to start from, because this config has none of "
+            "its own"
         )
     return random_model(cache, spec=spec, seed=config.seed)
 
@@ -240,7 +247,9 @@ def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
 def starting_point(
     config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
-    """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing is written yet."""
+    """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing
+    is written yet.
+    """
     untrained = untrained_start(config)
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained

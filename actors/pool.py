@@ -4,9 +4,10 @@
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
     await pool.serve(await pool.push())
 
-A generator is lost when one of its processes ends or its engine fails, which shows in a call or in a look at
-the processes twice a second. It is restarted in the background, pulls the version that is served, is checked
-as after any pull, and only then receives prompts. No caller waits for it while another generator is up.
+A generator is lost when one of its processes ends or its engine fails, which shows in a call or in
+a look at the processes twice a second. It is restarted in the background, pulls the version that is
+served, is checked as after any pull, and only then receives prompts. No caller waits for it while
+another generator is up.
 """
 
 from __future__ import annotations
@@ -87,14 +88,18 @@ class GeneratorPool:
                     member.lose(member.group, ActorLostError(message, role=member.name, ranks=dead))
 
     def up(self) -> list[int]:
-        """Return the numbers of the generators that can be called; raise RunError if one was lost too often."""
+        """Return the numbers of the generators that can be called; raise RunError if one was lost
+        too often.
+        """
         for member in self.members:
             if member.failure is not None:
                 raise member.failure
         return [number for number, member in enumerate(self.members) if member.is_up]
 
     async def wait_until_one_is_up(self) -> None:
-        """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too often."""
+        """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too
+        often.
+        """
         while not self.up():
             restarts = [
                 member.restarting for member in self.members if member.restarting is not None
@@ -103,8 +108,8 @@ class GeneratorPool:
 
     async def push(self, *, model_id: str | None = None, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given."""
-        # Both calls are sent here and now, before anything else that the trainer is asked for. The logprobs are
-        # awaited while the generators pull.
+        # Both calls are sent here and now, before anything else that the trainer is asked for. The
+        # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
             self.trainer.call("push_model_state_dict", model_id=model_id, version=version)
         )
@@ -136,7 +141,8 @@ class GeneratorPool:
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
-        # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot here.
+        # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot
+        # here.
         await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
@@ -159,7 +165,9 @@ class GeneratorPool:
 
     @asynccontextmanager
     async def without_weights(self) -> AsyncIterator[None]:
-        """Prevent pulls while the store is replaced, and forget all versions of the trainer that was lost."""
+        """Prevent pulls while the store is replaced, and forget all versions of the trainer that
+        was lost.
+        """
         async with self._pulling:
             self._version = None
             while self._expected:
@@ -187,7 +195,8 @@ class GeneratorPool:
         """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
         what, trainer = f"pull of version {version}", self.trainer.group
         try:
-            # A dead trainer's memory gives nothing, which a generator would only notice at its deadline.
+            # A dead trainer's memory gives nothing, which a generator would only notice at its
+            # deadline.
             return await trainer.while_alive(self.pull(version, generators=generators), what)
         except (ActorLostError, *PARITY_ERRORS):
             raise
@@ -201,7 +210,8 @@ class GeneratorPool:
     async def pull(
         self, version: int, *, generators: Sequence[CallGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
-        """Let every generator pull the version, and check each; also return the errors of lost generators.
+        """Let every generator pull the version, and check each; also return the errors of lost
+        generators.
 
         Raises:
             WeightParityError: names generator, tensor and version.
@@ -221,7 +231,8 @@ class GeneratorPool:
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
             result = ServeResult(canary_diff=diff, canary_s=now_s() - started)
         except BaseException:
-            # The version is still served: logprobs that are there are for the next generator that pulls it.
+            # The version is still served: logprobs that are there are for the next generator that
+            # pulls it.
             if version in self._expected and not self._expected[version].done():
                 await _give_up(self._expected.pop(version))
             raise
@@ -231,15 +242,18 @@ class GeneratorPool:
     async def _compare(
         self, version: int, generators: Sequence[CallGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
-        """Return the largest difference of a generator's logprobs from the trainer's, in nats a token."""
+        """Return the largest difference of a generator's logprobs from the trainer's, in nats a
+        token.
+        """
         if self.parity is None:
             return None, []
         if version not in self._expected:
             raise WeightStoreError(
-                f"version {version} was given up: the trainer's logprobs of the parity text are gone; push a "
-                "new version"
+                f"version {version} was given up: the trainer's logprobs of the parity text are "
+                "gone; push a new version"
             )
-        # The trainer's logprobs first, as trainer and generators may have to take turns on a device.
+        # The trainer's logprobs first, as trainer and generators may have to take turns on a
+        # device.
         logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
         calls = [g.call("compute_logprobs", [self.parity.token_ids]) for g in generators]
         answers, lost = await _answers(generators, calls)
@@ -252,7 +266,9 @@ class GeneratorPool:
 async def _answers(
     groups: Sequence[CallGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
 ) -> tuple[list[tuple[CallGroup, list[Any]]], list[ActorLostError]]:
-    """Await a call to each group; return the answers with their groups, and the errors of lost groups."""
+    """Await a call to each group; return the answers with their groups, and the errors of lost
+    groups.
+    """
 
     async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:
         try:

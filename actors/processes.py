@@ -51,7 +51,9 @@ def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
 
 
 def processes_of_role(role: str, *, parents: Iterable[int]) -> list[ProcessId]:
-    """Return the processes of a role that these processes have started, without those that they start themselves."""
+    """Return the processes of a role that these processes have started, without those that they
+    start themselves.
+    """
     found: list[ProcessId] = []
     for parent in parents:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,7 +80,8 @@ def carrying_environment(name: str, value: str) -> list[ProcessId]:
 def mapped_shared_memory(pids: Iterable[int]) -> set[Path]:
     """Return the files in /dev/shm that any of the processes has mapped, including deleted ones.
 
-    psutil's `memory_maps` reads smaps, which takes the kernel seconds for a large process; maps is instant.
+    psutil's `memory_maps` reads smaps, which takes the kernel seconds for a large process; maps is
+    instant.
     """
     files: set[Path] = set()
     for pid in pids:
@@ -102,12 +105,15 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
 
 
 def outward_address() -> str:
-    """Return this host's address for other hosts, even where its name is a loopback address (Debian's /etc/hosts)."""
+    """Return this host's address for other hosts, even where its name is a loopback address
+    (Debian's /etc/hosts).
+    """
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # The address that a packet to another network would leave from. Nothing is sent; 192.0.2.0/24 is reserved.
+        # The address that a packet to another network would leave from. Nothing is sent;
+        # 192.0.2.0/24 is reserved.
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
     return address
@@ -129,7 +135,9 @@ def free_port() -> int:
 
 
 def import_path() -> str:
-    """Return a PYTHONPATH with which actors can import what the controller can, also a user's modules."""
+    """Return a PYTHONPATH with which actors can import what the controller can, also a user's
+    modules.
+    """
     paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
     outside = [
         p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))

@@ -1,7 +1,8 @@
-"""Restart of lost actors: generators one by one (`actors.pool`), reward processes and the trainer as a whole.
+"""Restart of lost actors: generators one by one (`actors.pool`), reward processes and the trainer
+as a whole.
 
-relay restarts processes that died. It does not restart processes that hang or compute wrong numbers; the run
-stops with an error.
+relay restarts processes that died. It does not restart processes that hang or compute wrong
+numbers; the run stops with an error.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Supervisor:
         """Count one more restart; return its number within the window and the pause before it.
 
         Args:
-            at_least: number that this restart has at least, however long ago the others were: restarts
-                without any progress between them do not expire.
+            at_least: number that this restart has at least, however long ago the others were:
+                restarts without any progress between them do not expire.
 
         Raises:
             RestartsUsedUpError: names role, number, window and `reason`; raised from `cause`.
@@ -76,7 +77,8 @@ class Supervisor:
         if (num_earlier := max(len(earlier), at_least - 1)) >= config.max_restarts:
             raise RestartsUsedUpError(
                 f"{role} is lost again, after {num_earlier} restarts (recovery.max_restarts="
-                f"{config.max_restarts}, recovery.window_s={config.window_s:g}); the last reason: {reason}"
+                f"{config.max_restarts}, recovery.window_s={config.window_s:g}); the last reason: "
+                f"{reason}"
             ) from cause
         self._restarts[role] = [*earlier, now_s]
         doublings = min(len(earlier) - 1, 60)
@@ -93,9 +95,11 @@ class Supervisor:
         cause: BaseException | None = None,
         at_least: int = 1,
     ) -> T:
-        """Return the result of `start`, which is called again after pauses if the role is lost during it.
+        """Return the result of `start`, which is called again after pauses if the role is lost
+        during it.
 
-        `start` has deadlines of its own. `cause` and `at_least` are those of `count`, for the first call.
+        `start` has deadlines of its own. `cause` and `at_least` are those of `count`, for the first
+        call.
 
         Raises:
             RestartsUsedUpError: the role was lost too often.
@@ -131,7 +135,9 @@ class Supervisor:
 
 
 class Role:
-    """A `CallGroup` of one role's current actors, which are restarted in the background when they are lost."""
+    """A `CallGroup` of one role's current actors, which are restarted in the background when they
+    are lost.
+    """
 
     def __init__(
         self,
@@ -140,7 +146,9 @@ class Role:
         start: Callable[[], Awaitable[ActorGroup]] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """Without `start` and `supervisor` the actors are not restarted here, and a loss is an error."""
+        """Without `start` and `supervisor` the actors are not restarted here, and a loss is an
+        error.
+        """
         self.group = group
         self.failure: RunError | None = None
         """Error after which the role is not restarted here."""
@@ -192,7 +200,9 @@ class Role:
         )
 
     async def current(self) -> ActorGroup:
-        """Return the current actors, after a restart that is under way; raise `failure`, if there is one."""
+        """Return the current actors, after a restart that is under way; raise `failure`, if there
+        is one.
+        """
         while self.restarting is not None:
             await asyncio.wait({self.restarting})
         if self.failure is not None:

@@ -24,16 +24,19 @@ class RewardActor(Actor, Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         time_limit_s: float = 10.0
-        """Longest time in seconds for all sync reward functions of one rollout together, and for each async
-        one; a score that takes longer has failed. A function of a group has it for each rollout."""
+        """Longest time in seconds for all sync reward functions of one rollout together, and for
+        each async one; a score that takes longer has failed. A function of a group has it for each
+        rollout."""
         num_procs: int = 1
-        """Number of reward processes; a group goes to the one with the fewest rollouts. 0: no actors, the
-        rewards are computed by a process of the controller."""
+        """Number of reward processes; a group goes to the one with the fewest rollouts. 0: no
+        actors, the rewards are computed by a process of the controller."""
         max_concurrency: int = MAX_CONCURRENCY
-        """Concurrent calls of each async reward function in each process, unless it has a `max_concurrency` of
-        its own; the wait for one to finish is not part of the time limit."""
+        """Concurrent calls of each async reward function in each process, unless it has a
+        `max_concurrency` of its own; the wait for one to finish is not part of the time limit."""
         start_timeout_s: float = START_S
-        """Longest time in seconds for a process of the reward functions to start and to import their modules."""
+        """Longest time in seconds for a process of the reward functions to start and to import
+        their modules.
+        """
 
         def __post_init__(self) -> None:
             check_bounds(self, "time_limit_s", above=0, at_most=DAY_S)
@@ -64,7 +67,9 @@ class RewardActor(Actor, Configurable):
     @concurrent_endpoint
     @span("score")
     async def score(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> list[list[Score]]:
-        """Return a score for each rollout, in order; calls overlap. With `alone` rollouts are not compared."""
+        """Return a score for each rollout, in order; calls overlap. With `alone` rollouts are not
+        compared.
+        """
         return await self._process.score(groups, alone=alone)
 
     @endpoint

@@ -28,10 +28,12 @@ MAX_SESSIONS = 65_536
 
 
 class CallSeeds:
-    """Seeds of calls that bring none, derived from the run's seed, the policy version and the number of the call.
+    """Seeds of calls that bring none, derived from the run's seed, the policy version and the
+    number of the call.
 
-    Generators cannot draw them: replicas with one seed would draw the same numbers, and so would a restarted
-    generator. A run that goes on from a checkpoint counts its calls anew, at a later version.
+    Generators cannot draw them: replicas with one seed would draw the same numbers, and so would a
+    restarted generator. A run that goes on from a checkpoint counts its calls anew, at a later
+    version.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class CallSeeds:
 class Router:
     """A `ResumableGenerator` over replicas.
 
-    Prompts of one call are spread over the replicas; equal prompts of a call stay together, so that their
-    samples get different seeds. The completions do not depend on the choice of the replica, even if one
-    replica continues what another began, or draws again what a lost one had not finished.
+    Prompts of one call are spread over the replicas; equal prompts of a call stay together, so that
+    their samples get different seeds. The completions do not depend on the choice of the replica,
+    even if one replica continues what another began, or draws again what a lost one had not
+    finished.
     """
 
     def __init__(
@@ -67,9 +70,9 @@ class Router:
         """
         Args:
             pool: knows which replicas can be called; prompts of a lost replica go to another one.
-            strategy: least_loaded: the replica with the fewest samples under way; round_robin: in turn;
-                sticky: all calls of one session go to the same replica, which has their keys and values,
-                and calls without a session to the least loaded one.
+            strategy: least_loaded: the replica with the fewest samples under way; round_robin: in
+                turn; sticky: all calls of one session go to the same replica, which has their keys
+                and values, and calls without a session to the least loaded one.
             seeds: of calls without a seed.
         """
         self.replicas = list(replicas)
@@ -132,7 +135,9 @@ class Router:
         return [groups[place] for place in range(len(prompts))]
 
     async def abort(self) -> int:
-        """Abort on every replica; see `ResumableGenerator.abort`. Prompts of a lost replica are sent again."""
+        """Abort on every replica; see `ResumableGenerator.abort`. Prompts of a lost replica are
+        sent again.
+        """
         return sum(await all_or_cancel(self._abort(replica) for replica in self._pool.up()))
 
     async def _abort(self, replica: int) -> int:

@@ -6,7 +6,8 @@
         await run.trainer.forward_backward(samples)
         await run.trainer.optim_step()
 
-docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run`, then `started_run`.
+docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run`, then
+`started_run`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Run(CheckedRun):
     publisher: GeneratorPool
     rewarder: Rewarder
     limits: RunLimits | None
-    """Measured limits of the machine, with which steps are compared; None if unknown or turned off."""
+    """Measured limits of the machine, with which steps are compared; None if unknown or turned off.
+    """
 
     @property
     def task(self) -> Task:
@@ -103,11 +105,12 @@ class Run(CheckedRun):
 
 @asynccontextmanager
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
-    """Check a config, start its actors, load the starting weights, and end everything with the block.
+    """Check a config, start its actors, load the starting weights, and end everything with the
+    block.
 
-    Nothing is published yet: the first call is a push. A process that dies is replaced as in a controller run; only
-    the loss of the trainer is an error, after which `run.cluster.restart_trainer(error)` starts a new one with the
-    starting weights.
+    Nothing is published yet: the first call is a push. A process that dies is replaced as in a
+    controller run; only the loss of the trainer is an error, after which
+    `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
 
     Raises:
         ValueError: the config cannot run, as in `checked_run`.
@@ -131,8 +134,9 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
     """Check a config, then open the folder of a new or resumed run, with its log and its events.
 
     Raises:
-        ValueError: the config cannot run; an earlier run of that name is as it was. Nothing was written, except that a
-            checkpoint folder outside of the run's folder was made and has a lock file.
+        ValueError: the config cannot run; an earlier run of that name is as it was. Nothing was
+            written, except that a checkpoint folder outside of the run's folder was made and has a
+            lock file.
     """
     check_fields(config)
     with ExitStack() as stack:
@@ -213,7 +217,9 @@ def _resumed_folder(
 
 
 def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
-    """Write what the run is; raise ValueError if a file cannot be written, as nothing is started yet."""
+    """Write what the run is; raise ValueError if a file cannot be written, as nothing is started
+    yet.
+    """
     with folder_errors(folder.config_json, "written"):
         write_json(source, folder.config_json)
     if source.defaults is not None:
@@ -274,8 +280,8 @@ async def started_run(
 ) -> AsyncIterator[Run]:
     """Start the actors of a run, and end them with the block, however it ends.
 
-    The trainer holds the starting point's weights; `load_start` loads the checkpoint of the config or makes
-    the warm-up.
+    The trainer holds the starting point's weights; `load_start` loads the checkpoint of the config
+    or makes the warm-up.
 
     Args:
         stop: gets the first Ctrl-C, SIGTERM or SIGHUP while a loop listens to it.
@@ -337,7 +343,9 @@ async def started_run(
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Return the config with the run's optimizer steps where the schedule of the learning rate leaves them open."""
+    """Return the config with the run's optimizer steps where the schedule of the learning rate
+    leaves them open.
+    """
     if config.trainer.lr_scheduler.total_steps:
         return config
     total = config.loop.num_steps * config.loop.num_minibatches
@@ -359,7 +367,8 @@ def make_router(
 
 
 async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) -> RunLimits | None:
-    """Let the actors measure the machines of each role in turn; return None if that is disabled or fails.
+    """Let the actors measure the machines of each role in turn; return None if that is disabled or
+    fails.
 
     A failure is logged, since a run does not need the limits.
     """
@@ -406,7 +415,9 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
 
 
 def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
-    """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its cores."""
+    """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its
+    cores.
+    """
     if on_cluster or count_gpus():
         return num_ranks
     return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))

@@ -1,7 +1,7 @@
 """Secrets of the environment, which actors do not get.
 
-The code that an actor runs can read its environment, and so can who gets into its process. The controller keeps its
-own: it downloads models and writes metrics.
+The code that an actor runs can read its environment, and so can who gets into its process. The
+controller keeps its own: it downloads models and writes metrics.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ NAMED = re.compile(
     r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)|(^|_)AUTH(_|$)|_(PWD|PAT|PASS)$",
     re.IGNORECASE,
 )
-"""Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not TOKENIZERS_PARALLELISM."""
+"""Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not
+TOKENIZERS_PARALLELISM.
+"""
 PASSWORD = re.compile(r"PASS|PWD", re.IGNORECASE)
 SETTING = re.compile(r"\d{1,9}|true|false", re.IGNORECASE)
-"""Values that are no secret, unless the name is that of a password: VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024."""
+"""Values that are no secret, unless the name is that of a password:
+VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024.
+"""
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def secret_names(keep: Collection[str] = ()) -> list[str]:
-    """Return the variables of this process's environment that hold a secret, by their name or their value.
+    """Return the variables of this process's environment that hold a secret, by their name or their
+    value.
 
     A proxy's address stays, even with a password: without it an actor has no network.
     """
@@ -40,7 +45,8 @@ def _is_secret(name: str, value: str) -> bool:
 def without_secrets(keep: Collection[str] = ()) -> dict[str, str]:
     """Return empty values for the secrets in the environment of a process to be started.
 
-    Monarch lets a process inherit the environment and can only replace values. `forget_empty_secrets` does the rest.
+    Monarch lets a process inherit the environment and can only replace values.
+    `forget_empty_secrets` does the rest.
     """
     return dict.fromkeys(secret_names(keep), "")
 

@@ -21,16 +21,18 @@ logger = logging.getLogger(__name__)
 ENDED = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY"}
 """Final states of a job that Monarch does not know; it would wait on."""
 COMMAND_TIMEOUT_S = 120.0
-"""Longest wait for a command of SLURM, whose own limit for a controller that is away is shorter by default."""
+"""Longest wait for a command of SLURM, whose own limit for a controller that is away is shorter by
+default.
+"""
 MAX_FAILURES = 30
 """Failures of squeue one after another, at least 2 s apart, with which a job counts as lost."""
 
 OUTLIVE_A_NODE = ("--no-kill", "--no-requeue", "--export=ALL,SLURM_NO_KILL=set")
-"""Options of sbatch with which a failed node ends neither the job nor its step (`srun` reads the variable). Otherwise
-SLURM would also queue the job again, whose new workers nobody would use."""
+"""Options of sbatch with which a failed node ends neither the job nor its step (`srun` reads the
+variable). Otherwise SLURM would also queue the job again, whose new workers nobody would use."""
 SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0")
-"""Start of the workers, whatever a cluster's defaults are: a worker starts the processes of its host, so it is not
-bound to one core, and its end does not end the others."""
+"""Start of the workers, whatever a cluster's defaults are: a worker starts the processes of its
+host, so it is not bound to one core, and its end does not end the others."""
 
 
 class NodesOfRun(SlurmJob):
@@ -43,8 +45,8 @@ class NodesOfRun(SlurmJob):
     def _submit_slurm_job(self, num_nodes: int, client_script: str | None = None) -> str:
         """Submit the job and return its number.
 
-        Options are on the command line: the directives that Monarch writes into the script give way to SBATCH_
-        variables of the user's environment, and break at spaces.
+        Options are on the command line: the directives that Monarch writes into the script give way
+        to SBATCH_ variables of the user's environment, and break at spaces.
         """
         self._ensure_service_proc_ids(num_nodes)
         folder = Path(self._log_dir)
@@ -59,7 +61,10 @@ class NodesOfRun(SlurmJob):
             "--parsable",
         ]
         identities, code = slurm_worker(self)
-        script = f"#!/bin/bash\nexport {identities}\n{shlex.join([*SRUN, self._python_exe, '-c', code])}\n"
+        script = (
+            "#!/bin/bash\nexport "
+            f"{identities}\n{shlex.join([*SRUN, self._python_exe, '-c', code])}\n"
+        )
         return (
             _output(["sbatch", *self._slurm_args, *own], stdin=script).split()[-1].partition(";")[0]
         )
@@ -67,8 +72,8 @@ class NodesOfRun(SlurmJob):
     def _get_job_info_json(self, job_id: str) -> dict[str, Any] | None:
         """Return the job's state and nodes in Monarch's form.
 
-        Monarch 0.7 reads `squeue --json`: before SLURM 24.05 the nodes have another form there, and 22.05 answers with
-        all jobs of the cluster, whichever was asked for.
+        Monarch 0.7 reads `squeue --json`: before SLURM 24.05 the nodes have another form there, and
+        22.05 answers with all jobs of the cluster, whichever was asked for.
         """
         query = ["squeue", "--job", job_id, "--states=all", "--noheader", "--format=%T|%N|%r"]
         try:
@@ -99,9 +104,11 @@ class NodesOfRun(SlurmJob):
 
 
 def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
-    """Return what a command of SLURM writes; raises RuntimeError with its message if it fails or does not end.
+    """Return what a command of SLURM writes; raises RuntimeError with its message if it fails or
+    does not end.
 
-    The command does not see the variables of a job that this process may be in, nor filters of squeue.
+    The command does not see the variables of a job that this process may be in, nor filters of
+    squeue.
     """
     env = {
         name: value
@@ -122,7 +129,9 @@ def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
 def make_job(
     launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
 ) -> NodesOfRun:
-    """Return the job of these groups of hosts; its nodes are alike, so each has the most devices that any needs."""
+    """Return the job of these groups of hosts; its nodes are alike, so each has the most devices
+    that any needs.
+    """
     slurm = launch.slurm
     asked = {
         "partition": slurm.partition,

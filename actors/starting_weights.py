@@ -31,7 +31,8 @@ async def load_start(
     find: Callable[[], LoadSource | None] | None = None,
     may_set_aside: Callable[[LoadSource], bool] = lambda source: False,
 ) -> LoadSource | None:
-    """Load the checkpoint to continue from, and return it; without one, make the warm-up and return None.
+    """Load the checkpoint to continue from, and return it; without one, make the warm-up and return
+    None.
 
     A checkpoint with damaged tensors is set aside, and `find` is called again.
 
@@ -66,7 +67,9 @@ async def load_start(
 async def _warm_up(
     trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path
 ) -> None:
-    """Train supervised steps, save them as a Hugging Face folder, and load it, as every later run does."""
+    """Train supervised steps, save them as a Hugging Face folder, and load it, as every later run
+    does.
+    """
     assert config.warmup is not None
     if not destination.exists():  # else a trainer that was lost since has made it
         warmup: SupervisedWarmup = config.warmup.build(

@@ -27,13 +27,15 @@ from rl.utils.threads import run_now
 logger = logging.getLogger(__name__)
 
 NUM_PROBED_PROBLEMS = 64
-"""Training problems whose prompts are rendered before the start; the others when their turn comes."""
+"""Training problems whose prompts are rendered before the start; the others when their turn comes.
+"""
 
 
 def check_problems(
     source: LoadSource | None, task: Task, *, seed: int, exclude: Iterable[str]
 ) -> list[str]:
-    """Check that a checkpoint to continue from was saved with this task's problems; return what to tell.
+    """Check that a checkpoint to continue from was saved with this task's problems; return what to
+    tell.
 
     Raises:
         ValueError: the training problems differ; says how, and what accepts them.
@@ -48,9 +50,10 @@ def check_problems(
     changes, of_sets = describe_changes(saved, task, seed=seed)
     if changes and not excluded(PROBLEMS, exclude):
         raise ValueError(
-            f"{source.path} was saved by a run with other training problems: {'; '.join(changes)}. To go on would "
-            "repeat some and leave out others: give the run the problems, seed and settings that it had, or add "
-            f"{PROBLEMS} to trainer.checkpoint.exclude_from_loading to go on with these"
+            f"{source.path} was saved by a run with other training problems: {'; '.join(changes)}. "
+            "To go on would repeat some and leave out others: give the run the problems, seed and "
+            f"settings that it had, or add {PROBLEMS} to trainer.checkpoint.exclude_from_loading "
+            "to go on with these"
         )
     return [f"going on with other problems: {change}" for change in (*changes, *of_sets)]
 
@@ -68,14 +71,16 @@ def check_task(
     rewards_in_actors: bool = False,
     start_timeout_s: float = START_S,
 ) -> Prompt:
-    """Try a few problems: prompts must fit, environments must work, and the rubric must give finite numbers.
+    """Try a few problems: prompts must fit, environments must work, and the rubric must give finite
+    numbers.
 
-    The rubric is tried in a process of its own, as in the run; with `rewards_in_actors` it must reach their machines.
-    With `loop.max_failed_rewards` above 0, a rubric that fails, or an environment that breaks after it has opened,
-    is only a warning.
+    The rubric is tried in a process of its own, as in the run; with `rewards_in_actors` it must
+    reach their machines. With `loop.max_failed_rewards` above 0, a rubric that fails, or an
+    environment that breaks after it has opened, is only a warning.
 
     Returns:
-        The prompt of the first evaluation problem, or of the first training problem where there is none.
+        The prompt of the first evaluation problem, or of the first training problem where there is
+        none.
 
     Raises:
         ValueError: names the problem or the reward function, and what it did.
@@ -132,9 +137,9 @@ def _check_sample_limit(
     shortest = min(len(renderer.opening(messages)) for messages in openings)
     if not shortest < limit < max_model_len:
         raise ValueError(
-            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
-            f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a "
-            "limit already; or None"
+            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt "
+            f"has {shortest} tokens, to {max_model_len - 1}, as "
+            f"generator.max_model_len={max_model_len} is a limit already; or None"
         )
 
 
@@ -160,15 +165,17 @@ async def _open_all(
 
 
 def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
-    """Return the problems of all evaluation sets; raise ValueError if problems are `needed` and there are none."""
+    """Return the problems of all evaluation sets; raise ValueError if problems are `needed` and
+    there are none.
+    """
     sets = task.eval_sets()
     for name, problems in sets.items():
         if needed and not problems:
             raise ValueError(f"the task has no evaluation problems in its set {name!r}")
     if needed and not sets:
         raise ValueError(
-            "the task has no evaluation problems: give it some (a task of files: task.eval_files, or "
-            "task.held_out above 0), or set loop.eval_every to 0"
+            "the task has no evaluation problems: give it some (a task of files: task.eval_files, "
+            "or task.held_out above 0), or set loop.eval_every to 0"
         )
     return [problem for problems in sets.values() for problem in problems]
 
@@ -186,14 +193,15 @@ def _check_rubric(
     """Score a group of the example, ended as it is, without words and with other words.
 
     Raises:
-        ValueError: the rubric does not reach a process, or a reward function fails. With `loop.max_failed_rewards`,
-            for a judge that may not be up yet, and for an example that is not a complete episode, a function that
-            fails is a warning.
+        ValueError: the rubric does not reach a process, or a reward function fails. With
+            `loop.max_failed_rewards`, for a judge that may not be up yet, and for an example that
+            is not a complete episode, a function that fails is a warning.
     """
     if loop.group_size == 1 and rubric.comparing:
         raise ValueError(
-            f"loop.group_size=1: the reward functions {', '.join(rubric.comparing)} compare the rollouts of a group: "
-            "raise it to at least 2, or set needs_group=False if they can grade one alone"
+            f"loop.group_size=1: the reward functions {', '.join(rubric.comparing)} compare the "
+            "rollouts of a group: raise it to at least 2, or set needs_group=False if they can "
+            "grade one alone"
         )
     *before, last = example.turns
     size = loop.group_size if rubric.has_group_functions else 1
@@ -238,9 +246,11 @@ async def _scores(
 def _demonstration(
     prompt: Prompt, environments: Environments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
-    """Return the problem's demonstration, played against its environment; None where there is none that fits.
+    """Return the problem's demonstration, played against its environment; None where there is none
+    that fits.
 
-    A demonstration that does not fit is an error only of a run that warms up on it (`check_demonstrations`).
+    A demonstration that does not fit is an error only of a run that warms up on it
+    (`check_demonstrations`).
     """
     if not prompt.problem.demonstrations:
         return None
@@ -268,14 +278,15 @@ def check_demonstrations(
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         if longest > max_tokens:
             raise ValueError(
-                f"the demonstration of problem {problem.id!r} has {longest} tokens in one reply, more than "
-                f"loop.sampling.max_tokens={max_tokens}: no reply could be as long; raise it"
+                f"the demonstration of problem {problem.id!r} has {longest} tokens in one reply, "
+                f"more than loop.sampling.max_tokens={max_tokens}: no reply could be as long; "
+                "raise it"
             )
         sample = run_now(demonstrated(problem, environments, renderer=renderer))
         if len(sample.token_ids) > max_model_len:
             raise ValueError(
-                f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens with its "
-                f"prompt, more than generator.max_model_len={max_model_len}: raise it"
+                f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens "
+                f"with its prompt, more than generator.max_model_len={max_model_len}: raise it"
             )
 
 

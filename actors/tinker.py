@@ -1,8 +1,8 @@
 """The Tinker backend over actors: a trainer of any layout, and vLLM generators.
 
-All models in training are in the trainer's processes; those with LoRA share the base's frozen weights. A snapshot is a
-version in the weight store with adapters merged, which the generators pull when its turn comes. All hosts of the
-trainer need to see the folders that models are saved in.
+All models in training are in the trainer's processes; those with LoRA share the base's frozen
+weights. A snapshot is a version in the weight store with adapters merged, which the generators pull
+when its turn comes. All hosts of the trainer need to see the folders that models are saved in.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class ActorBackend(TinkerBackend):
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
         trainer: TinkerTrainer.Config = field(default_factory=TinkerTrainer.Config)
-        """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to the client."""
+        """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to
+        the client.
+        """
         generator: VLLMGenerator.Config = field(
             default_factory=lambda: VLLMGenerator.Config(dtype="float32", max_model_len=1024)
         )
@@ -104,7 +106,9 @@ class ActorBackend(TinkerBackend):
         weights: WeightStore.Config = field(
             default_factory=lambda: WeightStore.Config(keep_versions=16)
         )
-        """Its `keep_versions` is the largest number of snapshots, the base among them: whole models each."""
+        """Its `keep_versions` is the largest number of snapshots, the base among them: whole models
+        each.
+        """
         timeouts: Timeouts = field(default_factory=lambda: Timeouts(close_s=5.0))
         launch: LaunchConfig = field(default_factory=LaunchConfig)
         log_folder: str | None = None
@@ -120,8 +124,8 @@ class ActorBackend(TinkerBackend):
         check_config(config.trainer)
         if config.launch.share_gpus:
             raise ValueError(
-                "launch.share_gpus=True: must be False, as models train while others are sampled from; give "
-                "trainer and generators devices of their own"
+                "launch.share_gpus=True: must be False, as models train while others are sampled "
+                "from; give trainer and generators devices of their own"
             )
         if config.generator.can_sleep:
             raise ValueError(
@@ -133,8 +137,9 @@ class ActorBackend(TinkerBackend):
             and config.log_folder is None
         ):
             raise ValueError(
-                f"weights.transport='files' with launch.hosts={config.launch.hosts!r} and log_folder=None: set "
-                "log_folder to a folder that all hosts share, where the files lie"
+                f"weights.transport='files' with launch.hosts={config.launch.hosts!r} and "
+                "log_folder=None: set log_folder to a folder that all hosts share, where the files "
+                "lie"
             )
         self._cluster = ClusterConfig(
             trainer=config.trainer,
@@ -215,7 +220,9 @@ def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Turn errors of one request, which leave the generator alive, into those that end nothing else."""
+    """Turn errors of one request, which leave the generator alive, into those that end nothing
+    else.
+    """
     try:
         yield
     except DivergedError as error:
@@ -259,8 +266,8 @@ class ActorWorkers:
         most, version = self._cluster.store.config.keep_versions, next(self._numbers)
         if len(self._versions) >= most:
             raise LimitReachedError(
-                f"there are {most} snapshots in memory, which is the limit (weights.keep_versions): end a session "
-                "that has some, or save the weights"
+                f"there are {most} snapshots in memory, which is the limit "
+                "(weights.keep_versions): end a session that has some, or save the weights"
             )
         try:
             await self._pool.push(model_id=model_id, version=version)

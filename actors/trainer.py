@@ -1,10 +1,11 @@
 """The policy trainer: endpoints over the training engine, one actor a rank.
 
-The engine computes in a thread of its own, call after call in the order in which the controller made them, which
-collectives need to be the same on every rank. Meanwhile the actor answers, and pushes weights. Only a call that changes
-weights waits for a running push.
+The engine computes in a thread of its own, call after call in the order in which the controller
+made them, which collectives need to be the same on every rank. Meanwhile the actor answers, and
+pushes weights. Only a call that changes weights waits for a running push.
 
-Extend it by subclassing: a run spawns the class whose `Config(PolicyTrainer.Config)` its root config holds.
+Extend it by subclassing: a run spawns the class whose `Config(PolicyTrainer.Config)` its root
+config holds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ STOP_TIMEOUT_S = 10.0
 def _on_engine(
     method: Callable[..., Any], *, span_name: str | None = None, changes_weights: bool = False
 ) -> Any:
-    """Return the endpoint of an engine's method, with the same arguments; rank 0 answers, other ranks return None."""
+    """Return the endpoint of an engine's method, with the same arguments; rank 0 answers, other
+    ranks return None.
+    """
     name = method.__name__
 
     @concurrent_endpoint
@@ -149,7 +152,8 @@ class PolicyTrainer(Actor, Configurable):
     async def push_model_state_dict(
         self, model_id: str | None = None, version: int | None = None
     ) -> Shard:
-        """Put this rank's shards into the store under the current or the given version; not yet announced.
+        """Put this rank's shards into the store under the current or the given version; not yet
+        announced.
 
         The engine computes on meanwhile. Calls that change weights, made later, wait.
         """
@@ -157,7 +161,8 @@ class PolicyTrainer(Actor, Configurable):
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def begin() -> tuple[int, dict[str, Tensor]]:
-            # The weights as they are between two calls of the engine; collective where adapters are merged.
+            # The weights as they are between two calls of the engine; collective where adapters are
+            # merged.
             state_dict = engine.model_state_dict()
             self._pushes.add(pushed)
             return engine.policy_version if version is None else version, state_dict
@@ -184,7 +189,8 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("sleep")
     async def sleep(self) -> int:
-        """Leave the device to another role and return the freed bytes; raise ValueError with an accumulated gradient.
+        """Leave the device to another role and return the freed bytes; raise ValueError with an
+        accumulated gradient.
 
         Until `wake`, every other endpoint but `close` raises.
         """
@@ -224,8 +230,9 @@ class PolicyTrainer(Actor, Configurable):
         self._rank = world.rank
         if world.size != self.config.num_procs:
             raise ValueError(
-                f"trainer.num_procs={self.config.num_procs}, but this actor runs on {world.size} processes: spawn "
-                "it on a mesh of num_procs processes after setup_process_group_env, or change num_procs"
+                f"trainer.num_procs={self.config.num_procs}, but this actor runs on {world.size} "
+                "processes: spawn it on a mesh of num_procs processes after "
+                "setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
         if self.model_spec.batch_invariant and torch.cuda.is_available():

@@ -1,10 +1,12 @@
-"""Training on the actors of a run, from its starting weights to its end, through losses of the trainer.
+"""Training on the actors of a run, from its starting weights to its end, through losses of the
+trainer.
 
     load     the run's latest checkpoint, or what the config starts from (starting_weights.py)
     loop     from the state in that checkpoint
     export   Hugging Face folder, adapter, learning curve
 
-After the loss of the trainer all of this begins again, with the same generators; a resumed run does the same.
+After the loss of the trainer all of this begins again, with the same generators; a resumed run does
+the same.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Training:
         """Names of the folders that were set aside and reported."""
 
     async def run(self) -> None:
-        """Train to the end; raise StopRequestedError if the run was asked to stop, RunError if it cannot go on."""
+        """Train to the end; raise StopRequestedError if the run was asked to stop, RunError if it
+        cannot go on.
+        """
         async with open_sinks(
             self.config.sinks,
             folder=self.folder.path,
@@ -123,7 +127,9 @@ class Training:
         return find_load_source(self.config.trainer.checkpoint, repairs=True)
 
     def _may_set_aside(self, source: LoadSource) -> bool:
-        """Return whether a damaged checkpoint is in the run's own folder; others belong to other runs."""
+        """Return whether a damaged checkpoint is in the run's own folder; others belong to other
+        runs.
+        """
         return (
             self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
         )
@@ -209,7 +215,9 @@ def _position(source: LoadSource) -> LoopPosition | None:
 
 
 def _can_answer(trainer: Role, error: Exception) -> bool:
-    """Return whether a call to the trainer makes sense: no process of this host is dead and none may hang."""
+    """Return whether a call to the trainer makes sense: no process of this host is dead and none
+    may hang.
+    """
     return not trainer.group.dead() and not may_hang(trainer.name, after=error)
 
 

@@ -1,12 +1,13 @@
-"""Samples per second and idle time of each actor: the synchronous loop against the asynchronous one.
+"""Samples per second and idle time of each actor: the synchronous loop against the asynchronous
+one.
 
     python -m benchmarks.async_overlap [--quick] [--tokens 32]
 
-The tiny model trains from the same seeded weights on the same prompts, 32 prompts x 8 samples a step. In the
-synchronous side trainer and generator take turns with all threads each; in the asynchronous side they run at the
-same time with half of the threads each, and generation is up to `--ages` steps ahead. Each measurement is a run
-with all actors, alternating between sides. The last line is a JSON object with medians over the repeats and idle
-times as shares of a step.
+The tiny model trains from the same seeded weights on the same prompts, 32 prompts x 8 samples a
+step. In the synchronous side trainer and generator take turns with all threads each; in the
+asynchronous side they run at the same time with half of the threads each, and generation is up to
+`--ages` steps ahead. Each measurement is a run with all actors, alternating between sides. The last
+line is a JSON object with medians over the repeats and idle times as shares of a step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def main() -> None:
 
 
 def run_side(age: int, num_threads: int, **how: Any) -> dict[str, float]:
-    """Run one side and return its samples per second and the share of time in which each role was idle."""
+    """Run one side and return its samples per second and the share of time in which each role was
+    idle.
+    """
     from configs.sum_digits import tiny, tiny_async
 
     config = tiny_async() if age else tiny()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.batch_invariant [--quick]
 
-Each measurement is a run with all actors from the same random weights, 32 x 8 completions of 32 tokens a step; the
-sides alternate, so that other load affects both. The last line is a JSON object of medians; `cost` is the step time
-with the mode over the step time without it, minus 1.
+Each measurement is a run with all actors from the same random weights, 32 x 8 completions of 32
+tokens a step; the sides alternate, so that other load affects both. The last line is a JSON object
+of medians; `cost` is the step time with the mode over the step time without it, minus 1.
 """
 
 from __future__ import annotations

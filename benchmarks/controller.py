@@ -1,20 +1,23 @@
-"""CPU time of the controller, by the number of samples of a step: is it linear, and how long does it block?
+"""CPU time of the controller, by the number of samples of a step: is it linear, and how long does
+it block?
 
     python -m benchmarks.controller [--quick] [--repeats 3] [--tokens 64]
 
-The loop of every run, with actors that answer at once: they cost nothing, so that what is left is the controller's
-own work from problems to samples, metrics and recordings. Groups of 16 samples arrive one by one, up to one step
-ahead of training. Half of the runs have a straggler: one group of each step that arrives after all others.
+The loop of every run, with actors that answer at once: they cost nothing, so that what is left is
+the controller's own work from problems to samples, metrics and recordings. Groups of 16 samples
+arrive one by one, up to one step ahead of training. Half of the runs have a straggler: one group of
+each step that arrives after all others.
 
     us_per_sample   CPU time of the whole process over the samples trained on, microseconds, median of the repeats
     loop            the part of it in the event loop's thread
     pause_ms        longest time without a turn of the event loop, milliseconds of its CPU time, to about 5
 
-A second part lets 1,280 calls of actors wait for five seconds: `waiting_calls` is the share of a core that they take.
+A second part lets 1,280 calls of actors wait for five seconds: `waiting_calls` is the share of a
+core that they take.
 
-CPU time is not what other processes take, but a busy machine makes caches cold: compare within one run. The last
-line is a JSON object; `ratio` has the CPU time a sample of the largest step over that of the smallest one, with and
-without a straggler.
+CPU time is not what other processes take, but a busy machine makes caches cold: compare within one
+run. The last line is a JSON object; `ratio` has the CPU time a sample of the largest step over that
+of the smallest one, with and without a straggler.
 """
 
 from __future__ import annotations
@@ -105,7 +108,9 @@ class Answers:
 
 @dataclass(eq=False)
 class Endpoint:
-    """An endpoint whose answers arrive later, one in each turn of the event loop, the last straggler at the end."""
+    """An endpoint whose answers arrive later, one in each turn of the event loop, the last
+    straggler at the end.
+    """
 
     answer: Any
     waiting: deque[tuple[asyncio.Future[Answers], Any]] = field(default_factory=deque)
@@ -391,7 +396,9 @@ def recording(logs: Path) -> Iterator[None]:
 
 
 def figures(costs: dict[tuple[int, bool], list[Cost]], *, waiting_calls: float) -> dict[str, Any]:
-    """Return the medians by samples of a step, and the ratio of the largest step to the smallest one."""
+    """Return the medians by samples of a step, and the ratio of the largest step to the smallest
+    one.
+    """
     rows = []
     for (samples, straggler), repeats in costs.items():
         medians = {

@@ -1,11 +1,13 @@
-"""Learning curves on a CPU: reverse-text and alphabet-sort, each with a control whose reward is noise.
+"""Learning curves on a CPU: reverse-text and alphabet-sort, each with a control whose reward is
+noise.
 
     python -m benchmarks.curves [--quick] [--seeds 0 1] [--dump_folder outputs/curves]
 
-Whole runs with warm-up, one after another: `tiny` of each task for each seed, and `tiny_noise` for the first seed
-(`--controls`: for each). All runs are evaluated greedily on held-out problems. The rewards of a control are coin
-tosses, so its share of right answers, `correct`, must stay flat. The last line is a JSON object with all
-evaluations. The exit status is 1 if a reward rose by less than 0.2 or a control's `correct` moved by more than
+Whole runs with warm-up, one after another: `tiny` of each task for each seed, and `tiny_noise` for
+the first seed (`--controls`: for each). All runs are evaluated greedily on held-out problems. The
+rewards of a control are coin tosses, so its share of right answers, `correct`, must stay flat. The
+last line is a JSON object with all evaluations. The exit status is 1 if a reward rose by less than
+0.2 or a control's `correct` moved by more than
 0.05.
 """
 
@@ -75,7 +77,8 @@ def shortfalls(curves: Sequence[Mapping[str, Any]]) -> list[str]:
         if made["config"] == "tiny_noise":
             if abs(made["correct_rose"]) > MAX_DRIFT:
                 missed.append(
-                    f"{run}: correct moved by {made['correct_rose']:+}, at most {MAX_DRIFT} is noise"
+                    f"{run}: correct moved by {made['correct_rose']:+}, at most {MAX_DRIFT} is "
+                    "noise"
                 )
         elif made["reward_rose"] < MIN_RISE:
             missed.append(
@@ -105,7 +108,8 @@ def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, A
 
 
 def curve(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the evaluations of a run in order, and the rise of the share of right answers and of the reward.
+    """Return the evaluations of a run in order, and the rise of the share of right answers and of
+    the reward.
 
     Raises:
         ValueError: an evaluation before or after the first step is missing.

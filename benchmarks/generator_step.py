@@ -1,12 +1,14 @@
 """Cost of a generator step by part, and of vLLM's own model in the same engine.
 
     python -m benchmarks.generator_step [--quick]
-    python -m benchmarks.generator_step --model FOLDER --dtype bfloat16 --threads 2 --sequences 32 128 --vllm
+    python -m benchmarks.generator_step --model FOLDER --dtype bfloat16 --threads 2 --sequences 32
+    128 --vllm
 
-Prompts x 8 samples go through the engine as in training; without `--model`, those of the tiny model. `ms_per_step`
-and `tokens_per_s` are wall-clock figures of the whole call, the best of the repeats, because other processes only
-add time. `of_limit` is the share of the machine's measured limit for the products and the bytes read. The parts are
-time of the thread that steps the engine, exclusive of nested parts:
+Prompts x 8 samples go through the engine as in training; without `--model`, those of the tiny
+model. `ms_per_step` and `tokens_per_s` are wall-clock figures of the whole call, the best of the
+repeats, because other processes only add time. `of_limit` is the share of the machine's measured
+limit for the products and the bytes read. The parts are time of the thread that steps the engine,
+exclusive of nested parts:
 
     model      forward
     head       output head
@@ -16,8 +18,9 @@ time of the thread that steps the engine, exclusive of nested parts:
     output     vLLM's results, and ours from them
     hand over  the rest of the process: event loop, completions
 
-With `--vllm`, vLLM's own model of that folder takes turns with ours, call by call: the same weights, scheduler,
-cache and sampler. `ratio` is its time for a call over ours, the median of the pairs: above 1 ours is faster.
+With `--vllm`, vLLM's own model of that folder takes turns with ours, call by call: the same
+weights, scheduler, cache and sampler. `ratio` is its time for a call over ours, the median of the
+pairs: above 1 ours is faster.
 
 The last line is a JSON object.
 """
@@ -105,7 +108,9 @@ def watch_engine(engine: GeneratorEngine, models: list[nn.Module]) -> PartClock:
 
 
 def vllms_model(engine: GeneratorEngine, folder: str) -> nn.Module:
-    """Return vLLM's own model with the folder's weights, over the cache of ours; call it in the engine's thread."""
+    """Return vLLM's own model with the folder's weights, over the cache of ours; call it in the
+    engine's thread.
+    """
     from safetensors.torch import load_file
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import (
@@ -171,7 +176,9 @@ def summary(
 def least_s(
     work: ModelWork, limits: MachineLimits, *, sequences: int, tokens: int, itemsize: int
 ) -> float:
-    """Return the shortest possible duration of a call, as runs report it (`rl.observability.machine`)."""
+    """Return the shortest possible duration of a call, as runs report it
+    (`rl.observability.machine`).
+    """
     drawn = sequences * tokens
     attended = drawn * (PROMPT_LENGTH + tokens / 2)
     flops = work.sampling_flops(

@@ -3,10 +3,11 @@
     python -m benchmarks.grpo_vs_trl [--quick]
     python -m benchmarks.grpo_vs_trl --model smollm2 [--dtype bfloat16 float32]
 
-All sides start from the same weights, see the same prompts, sample 16 prompts x 8 completions a step with the same
-token limit, and train on all of them on the same number of threads (asynchronous: half of them for each of trainer and
-generator). Each measurement is a separate process, alternating between sides. A step includes generation, reward,
-training and publishing the weights.
+All sides start from the same weights, see the same prompts, sample 16 prompts x 8 completions a
+step with the same token limit, and train on all of them on the same number of threads
+(asynchronous: half of them for each of trainer and generator). Each measurement is a separate
+process, alternating between sides. A step includes generation, reward, training and publishing the
+weights.
 
     relay, relay_async   float32 master weights; forward, backward and generation in the dtype
     relay_invariant      synchronous, in the batch-invariant mode, which TRL does not have
@@ -15,10 +16,11 @@ training and publishing the weights.
     trl_vllm             generation by vLLM in the trainer's process, which keeps its first weights: on a CPU vLLM packs
                          its weights, and TRL's update of them fails. A bound for a TRL that could
 
-tiny is a random model of 0.8M parameters. smollm2 is SmolLM2-135M-Instruct (or another model of the Llama family:
-`--assets`) on sums of two digits through its chat template; its end token is replaced by one that it never writes, so
-that every completion has 64 tokens. Samples/s divide by the mean step. Phases are the seconds that the step waited for
-them: what an asynchronous step generates meanwhile is not in `generate_s`. The last line is a JSON object.
+tiny is a random model of 0.8M parameters. smollm2 is SmolLM2-135M-Instruct (or another model of the
+Llama family: `--assets`) on sums of two digits through its chat template; its end token is replaced
+by one that it never writes, so that every completion has 64 tokens. Samples/s divide by the mean
+step. Phases are the seconds that the step waited for them: what an asynchronous step generates
+meanwhile is not in `generate_s`. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -46,12 +48,16 @@ MODELS = ("tiny", "smollm2")
 RELAY_SIDES = ("relay", "relay_async", "relay_invariant")
 TRL_SIDES = ("trl", "trl_autocast", "trl_vllm")
 TRL_MICRO_BATCH = {"tiny": 128, "smollm2": 8}
-"""Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16 and 32 for smollm2; all for tiny."""
+"""Samples of a forward and backward pass of TRL: the fastest of 4, 8, 16 and 32 for smollm2; all
+for tiny.
+"""
 REAL_WARMUP_STEPS = 1
 """A step of the real model takes so long that what happens once does not count after the first."""
 MAX_MODEL_LEN, KV_CACHE_GIB = 256, 2.0
 MAX_TOKENS = 8192
-"""Tokens of a micro-batch of relay for smollm2, shared prompts counted each time: a quarter faster than 4096."""
+"""Tokens of a micro-batch of relay for smollm2, shared prompts counted each time: a quarter faster
+than 4096.
+"""
 PHASES = {"generate": "generate", "reward": "score", "train": "train", "sync": "publish"}
 """Name of each phase in relay's metrics."""
 

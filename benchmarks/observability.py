@@ -2,17 +2,18 @@
 
     python -m benchmarks.observability [--quick] [--rounds 60] [--tokens 32]
 
-The loop of every run with the tiny model, trainer and generator in this process, so that all recording counts
-against one step. The sides alternate step by step, in an order that changes from round to round:
+The loop of every run with the tiny model, trainer and generator in this process, so that all
+recording counts against one step. The sides alternate step by step, in an order that changes from
+round to round:
 
     off        no spans, no records, no rollouts
     timeline   spans
     all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline) and trackio
     control    off again: the noise between equal sides
 
-A step ends when all of its output is written. `overhead` is the median over the rounds of a side's time over the
-time of `off` in the same round, minus 1; `interval` is its bootstrapped 95% interval. The last line is a JSON
-object; `ratio` is all over off.
+A step ends when all of its output is written. `overhead` is the median over the rounds of a side's
+time over the time of `off` in the same round, minus 1; `interval` is its bootstrapped 95% interval.
+The last line is a JSON object; `ratio` is all over off.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[f
 
 
 def order(number: int) -> list[str]:
-    """Return the order of sides in a round; over all rounds every side takes every place equally often."""
+    """Return the order of sides in a round; over all rounds every side takes every place equally
+    often.
+    """
     turned = [*SIDES[number % len(SIDES) :], *SIDES[: number % len(SIDES)]]
     return turned[::-1] if number // len(SIDES) % 2 else turned
 

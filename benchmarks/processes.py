@@ -118,7 +118,9 @@ def measure_steps(
     args: argparse.Namespace,
     tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """Measure steps of the tiny model from the same random weights, with all actors, on each side in turn."""
+    """Measure steps of the tiny model from the same random weights, with all actors, on each side
+    in turn.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return medians_of_sides(
             function,
@@ -143,7 +145,8 @@ def medians_of_sides(
     threads: int,
     **arguments: Any,
 ) -> dict[str, dict[str, float]]:
-    """Call the function in new processes, alternating between sides; return the medians of its figures by side.
+    """Call the function in new processes, alternating between sides; return the medians of its
+    figures by side.
 
     Args:
         sides: arguments of each side; `arguments` are those of all.
@@ -204,7 +207,8 @@ def loop_steps(
     Args:
         threads: compute threads of the trainer and of the generator.
         num_warmup: first steps, which are not measured.
-        num_cooldown: last steps, which are not measured: a run that generates ahead has nothing left to generate.
+        num_cooldown: last steps, which are not measured: a run that generates ahead has nothing
+            left to generate.
 
     Returns:
         The metrics of each measured step.

@@ -1,4 +1,6 @@
-"""Sums as prompts of a chat model, for measurements: the same rows and tokens for every side, replies of one length."""
+"""Sums as prompts of a chat model, for measurements: the same rows and tokens for every side,
+replies of one length.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ def contains_answer(rollout: Rollout) -> bool:
 
 
 def reward(completion: str, answer: str) -> float:
-    """Return 1 if the completion contains the answer: often, but not always, so that groups have advantages."""
+    """Return 1 if the completion contains the answer: often, but not always, so that groups have
+    advantages.
+    """
     return float(answer in completion)
 
 
 def write_prompts(file: Path, *, assets: str, num_prompts: int) -> None:
-    """Write prompts and answers as JSON lines: sums of two digits through the folder's chat template."""
+    """Write prompts and answers as JSON lines: sums of two digits through the folder's chat
+    template.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets)
@@ -65,10 +71,11 @@ def read_prompts(file: Path) -> Sequence[tuple[str, str]]:
 
 
 def write_endless_model(folder: Path, *, assets: Path, dtype: str) -> None:
-    """Link a model's files into a folder, with another end token, so that every completion has the full length.
+    """Link a model's files into a folder, with another end token, so that every completion has the
+    full length.
 
-    The new end token is the tokenizer's last special one, which a model practically never writes. `dtype` replaces the
-    dtype in config.json, in which vLLM loads the weights.
+    The new end token is the tokenizer's last special one, which a model practically never writes.
+    `dtype` replaces the dtype in config.json, in which vLLM loads the weights.
     """
     end = json.loads((assets / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"][-1]
     new = {"eos_token_id": end["id"], "eos_token": end["content"], "dtype": dtype}

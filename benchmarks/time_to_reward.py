@@ -1,10 +1,12 @@
-"""Seconds of training until nine tenths are right: the synchronous loop against the asynchronous one.
+"""Seconds of training until nine tenths are right: the synchronous loop against the asynchronous
+one.
 
     python -m benchmarks.time_to_reward [--quick] [--seeds 0 1 2]
 
-Whole runs of `tiny` and `tiny_async` on sum-digits, from the same warmed-up weights for each seed, evaluated every
-few steps on 512 held-out problems. The clock counts steps without evaluations; the sides alternate. The last line is
-a JSON object with medians over the seeds; `ratio` is synchronous over asynchronous.
+Whole runs of `tiny` and `tiny_async` on sum-digits, from the same warmed-up weights for each seed,
+evaluated every few steps on 512 held-out problems. The clock counts steps without evaluations; the
+sides alternate. The last line is a JSON object with medians over the seeds; `ratio` is synchronous
+over asynchronous.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def main() -> None:
 
 
 def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, float]:
-    """Return the first step evaluated at `goal`, the seconds of steps before it, and the largest staleness.
+    """Return the first step evaluated at `goal`, the seconds of steps before it, and the largest
+    staleness.
 
     Raises:
         ValueError: the goal was never reached.

@@ -4,21 +4,23 @@
     python -m benchmarks.train_step --flavor SmolLM2-135M --lengths 32 256 --dtype mixed
     python -m benchmarks.train_step --flavor 1.7B --compile
 
-All sides train one model on the same batch of sequences of different lengths: forward, cross-entropy of every target
-token, backward, clipping and a step of fused AdamW, from the same seeded weights, in the same dtype, on the same
-number of threads, with the same token limit of a micro-batch. In dtype `bfloat16` everything is bfloat16; in `mixed`
-weights and optimizer are float32, forward and backward bfloat16: `param_dtype` in relay, autocast in transformers.
-Three sides alternate, each in its own process:
+All sides train one model on the same batch of sequences of different lengths: forward,
+cross-entropy of every target token, backward, clipping and a step of fused AdamW, from the same
+seeded weights, in the same dtype, on the same number of threads, with the same token limit of a
+micro-batch. In dtype `bfloat16` everything is bfloat16; in `mixed` weights and optimizer are
+float32, forward and backward bfloat16: `param_dtype` in relay, autocast in transformers. Three
+sides alternate, each in its own process:
 
     relay                sequences packed on one axis, no padding
     transformers         its own implementation (sdpa), padded to the longest sequence of each micro-batch, in the given
                          order: the side that `ratio` compares with
-    transformers_sorted  the same, longest sequences first, so that there is little padding: `ratio_sorted`
+    transformers_sorted  the same, longest sequences first, so that there is little padding:
+    `ratio_sorted`
 
-Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond imports on a CPU.
-Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x head size x length over the device's
-rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). The losses of the first step must agree. The last line
-is a JSON object.
+Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond
+imports on a CPU. Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x
+head size x length over the device's rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
+The losses of the first step must agree. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ NUM_WARMUP_STEPS = 2
 """Steps at the start that are not measured: they allocate and compile."""
 
 TakeTurn = Callable[[int], dict[str, Any]]
-"""Function that runs the given number of steps of a side and returns the median `step_s`, all `losses` and the
-`peak_memory_bytes`."""
+"""Function that runs the given number of steps of a side and returns the median `step_s`, all
+`losses` and the `peak_memory_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,8 @@ class Workload:
     microbatch_tokens: int
     """Largest number of tokens of a micro-batch, padding included."""
     logits_chunk_tokens: int | None
-    """Tokens per chunk of the engine's logits; None computes all logits of a micro-batch at once."""
+    """Tokens per chunk of the engine's logits; None computes all logits of a micro-batch at once.
+    """
     compile: bool
     seed: int = 0
 
@@ -208,7 +211,8 @@ def compare(
     steps: int,
     threads: int,
 ) -> dict[str, Any]:
-    """Warm up all sides, compare their losses, measure them in turns and return the benchmark's last line.
+    """Warm up all sides, compare their losses, measure them in turns and return the benchmark's
+    last line.
 
     Raises:
         LossesDifferError: their first losses differ.
@@ -218,7 +222,8 @@ def compare(
     first_difference = largest_difference(first)
     if not first_difference <= workload.loss_tolerance():  # NaN is not
         raise LossesDifferError(
-            f"losses of the first step are {first}: they differ by more than {workload.loss_tolerance():g}"
+            f"losses of the first step are {first}: they differ by more than "
+            f"{workload.loss_tolerance():g}"
         )
     lengths = workload.lengths()
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -265,7 +270,9 @@ def largest_difference(losses: Mapping[str, float]) -> float:
 def padded_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, by_length: bool = False
 ) -> list[list[int]]:
-    """Split sequences, in the given order or longest first, into micro-batches whose padded grid fits."""
+    """Split sequences, in the given order or longest first, into micro-batches whose padded grid
+    fits.
+    """
     order = range(len(lengths))
     plan: list[list[int]] = []
     longest = 0

@@ -47,7 +47,9 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
 }
-"""Dense bfloat16 FLOP/s by NVIDIA's data sheets; the first key contained in the device's name applies."""
+"""Dense bfloat16 FLOP/s by NVIDIA's data sheets; the first key contained in the device's name
+applies.
+"""
 
 
 def model_spec(flavor: str) -> ModelSpec:
@@ -89,7 +91,8 @@ def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
 class EngineSide:
     """relay's engine: `forward_backward` on all samples, then `optim_step`.
 
-    `step`, of all sides, trains one step on the batch and returns the loss averaged over all tokens.
+    `step`, of all sides, trains one step on the batch and returns the loss averaged over all
+    tokens.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -264,7 +267,9 @@ class Runner:
         return describe(self._workload)
 
     def turn(self, num_steps: int) -> dict[str, Any]:
-        """Measure `num_steps` steps; on a GPU after one more step, releasing cached memory at the end."""
+        """Measure `num_steps` steps; on a GPU after one more step, releasing cached memory at the
+        end.
+        """
         on_gpu = self.device.type == "cuda"
         losses = [self.side.step()] if on_gpu else []
         if on_gpu:

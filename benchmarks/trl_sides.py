@@ -1,12 +1,14 @@
-"""The peer of `benchmarks.grpo_vs_trl`: TRL's GRPOTrainer on the same weights, prompts and sampling settings.
+"""The peer of `benchmarks.grpo_vs_trl`: TRL's GRPOTrainer on the same weights, prompts and sampling
+settings.
 
-TRL generates with transformers, or with a vLLM engine in its own process (`use_vllm`, `vllm_mode="colocate"`). On a CPU
-that engine starts and generates, but cannot take new weights: vLLM packs each layer's weights for its kernels and drops
-the parameters that TRL's `sync_weights` writes to (AttributeError: no `weight_loader`). Server mode needs NCCL. So the
-vLLM side here keeps its first weights.
+TRL generates with transformers, or with a vLLM engine in its own process (`use_vllm`,
+`vllm_mode="colocate"`). On a CPU that engine starts and generates, but cannot take new weights:
+vLLM packs each layer's weights for its kernels and drops the parameters that TRL's `sync_weights`
+writes to (AttributeError: no `weight_loader`). Server mode needs NCCL. So the vLLM side here keeps
+its first weights.
 
-The phases are timed around public calls: the model's or the engine's `generate`, the reward function, and the trainer's
-`training_step`.
+The phases are timed around public calls: the model's or the engine's `generate`, the reward
+function, and the trainer's `training_step`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Workload:
 
 
 class PhaseClock:
-    """Stopwatch of the phases of each step; a phase inside another one is not part of the outer one."""
+    """Stopwatch of the phases of each step; a phase inside another one is not part of the outer
+    one.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -94,7 +98,9 @@ class PhaseClock:
         self.begin()
 
     def callback(self) -> Any:
-        """Return a transformers callback that ends a step when the trainer does, and times the optimizer."""
+        """Return a transformers callback that ends a step when the trainer does, and times the
+        optimizer.
+        """
         from transformers import TrainerCallback
 
         clock = self

@@ -3,10 +3,11 @@
     python -m benchmarks.weight_sync [--quick]
     python -m benchmarks.weight_sync --device cuda --model 8b --layers 4 --only fsdp2_to_tp2
 
-Tensors are the layers of Qwen3 in bfloat16: 28 layers of 0.6B are 308 tensors and 0.88 GB. A measurement is a whole
-call as the controller sees it, from the first message to the last answer, on all ranks; checksums are included and
-compared after each pull. The first versions, which touch their memory for the first time, are not measured. Each
-figure is the median of several repeats. In the same run:
+Tensors are the layers of Qwen3 in bfloat16: 28 layers of 0.6B are 308 tensors and 0.88 GB. A
+measurement is a whole call as the controller sees it, from the first message to the last answer, on
+all ranks; checksums are included and compared after each pull. The first versions, which touch
+their memory for the first time, are not measured. Each figure is the median of several repeats. In
+the same run:
 
     layouts      one process to one, FSDP2 on two to one and to TP on two, TP on two to TP on two
     float32      one to one, from float32 weights that are cast while they are written
@@ -210,7 +211,8 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, A
     for name, took_s in (("push", push_s), ("pull", pull_s)):
         first, later = took_s[:NUM_WARM_UP], statistics.median(took_s[NUM_WARM_UP:])
         print(
-            f"{case.name}: {name} {later:.3f} s, the first {', '.join(f'{took:.3f}' for took in first)} s"
+            f"{case.name}: {name} {later:.3f} s, the first "
+            f"{', '.join(f'{took:.3f}' for took in first)} s"
         )
     figures = speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
     return figures | {"foreign_contexts": foreign}

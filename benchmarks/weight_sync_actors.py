@@ -38,7 +38,9 @@ def _as_async(method: Any) -> Any:
 
 
 class AsyncController(torchstore.api.Controller):
-    """torchstore's controller with async endpoints only: Monarch 0.7 refuses a mix of `def` and `async def`."""
+    """torchstore's controller with async endpoints only: Monarch 0.7 refuses a mix of `def` and
+    `async def`.
+    """
 
     get_controller_strategy = _as_async(torchstore.api.Controller.get_controller_strategy)
     locate_volumes = _as_async(torchstore.api.Controller.locate_volumes)
@@ -61,7 +63,9 @@ ROWWISE = ("o_proj", "down_proj")
 
 
 def shapes(num_layers: int, model: Model = "0.6b") -> dict[str, tuple[int, ...]]:
-    """Return the shapes of Qwen3's layers, 11 tensors each; 28 layers of 0.6B are 0.88 GB in bfloat16."""
+    """Return the shapes of Qwen3's layers, 11 tensors each; 28 layers of 0.6B are 0.88 GB in
+    bfloat16.
+    """
     width, heads, kv_heads, hidden = SIZES[model]
     layer: Mapping[str, tuple[int, ...]] = {
         "q_proj": (heads, width),

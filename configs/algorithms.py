@@ -1,10 +1,11 @@
-"""Named algorithms: functions that edit a config in a few lines, and sum-digits on a CPU with each of them.
+"""Named algorithms: functions that edit a config in a few lines, and sum-digits on a CPU with each
+of them.
 
     python -m rl.train --module algorithms --config tiny_gspo
     config = dapo(my_config())
 
-An algorithm is a loss, an advantage and the treatment of groups; model, task and optimizer stay unchanged. Losses and
-advantages are described in docs/losses.md.
+An algorithm is a loss, an advantage and the treatment of groups; model, task and optimizer stay
+unchanged. Losses and advantages are described in docs/losses.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from rl.rollouts.advantage import Advantage, KLReward, OverlongPunishment
 
 
 def grpo(config: Controller.Config) -> Controller.Config:
-    """Rewards minus their group's mean, divided by its standard deviation; every sequence has the same weight.
+    """Rewards minus their group's mean, divided by its standard deviation; every sequence has the
+    same weight.
 
     Add the paper's KL term with `with_kl`.
     """
@@ -50,7 +52,9 @@ def dr_grpo(config: Controller.Config) -> Controller.Config:
 
 
 def dapo(config: Controller.Config) -> Controller.Config:
-    """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong punishment."""
+    """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong
+    punishment.
+    """
     config.loop.drop_zero_advantage_groups = True
     config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=None)
     return _with(config, DAPOLoss(), Advantage(scale="group_std"))
@@ -72,7 +76,9 @@ def rloo(config: Controller.Config) -> Controller.Config:
 
 
 def reinforce_plus_plus(config: Controller.Config) -> Controller.Config:
-    """Returns of each token, with a KL penalty to the initial policy, whitened over all tokens of the batch."""
+    """Returns of each token, with a KL penalty to the initial policy, whitened over all tokens of
+    the batch.
+    """
     config.loop.kl_reward = KLReward(coef=0.001)
     config.trainer.reference.enable = True
     advantage = Advantage(baseline="batch_mean", scale="batch_std", credit="token")

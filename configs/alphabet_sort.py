@@ -33,6 +33,7 @@ def qwen3_0_6b() -> Controller.Config:
     config = sum_digits.on_task(
         sum_digits.qwen3_0_6b(), "alphabet-sort", task, max_model_len=4096, max_tokens=1024
     )
-    # Qwen3's own template removes the reasoning from earlier replies, so a conversation would not keep its tokens.
+    # Qwen3's own template removes the reasoning from earlier replies, so a conversation would not
+    # keep its tokens.
     config.renderer = RendererConfig(kind="qwen3")
     return config

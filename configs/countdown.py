@@ -8,7 +8,9 @@ from rl.tasks.countdown import Countdown
 
 
 def tiny() -> Controller.Config:
-    """Two numbers; a model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
+    """Two numbers; a model of 0.8M parameters that the run creates and warms up itself; two CPU
+    cores, no GPU.
+    """
     # Two small numbers make few problems: 119 of them are held out.
     task = Countdown.Config(num_numbers=2, largest=20, operations="+-", instruction="", num_eval=96)
     return sum_digits.on_task(sum_digits.tiny(), "countdown", task)

@@ -2,8 +2,8 @@
 
     qwen3_8b = _on(gpu.QWEN3_8B)    # in a task's module, whose `_on` hands task and lengths to `gpu.config`
 
-Where trainer and generators share GPUs they take turns (`launch.share_gpus`). Where each has GPUs of its own,
-generation is a step ahead of training.
+Where trainer and generators share GPUs they take turns (`launch.share_gpus`). Where each has GPUs
+of its own, generation is a step ahead of training.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ QWEN3_14B = Layout(
     recompute="full",
     compile=True,
 )
-# The trainer needs all eight. While generators compute it waits in 490 GB of the machine's memory, which has to hold
-# up to three versions of the weights too, 61 GB each.
+# The trainer needs all eight. While generators compute it waits in 490 GB of the machine's memory,
+# which has to hold up to three versions of the weights too, 61 GB each.
 QWEN3_30B_A3B = Layout(
     size="30B-A3B", num_gpus=8, shares=True, shards=8, expert_parallel=8, num_replicas=4, generator_gpus=2,
     recompute="full",
@@ -99,7 +99,9 @@ QWEN3_32B = Layout(
 def config(
     layout: Layout, *, name: str, task: Configurable.Config, max_model_len: int, max_tokens: int
 ) -> Controller.Config:
-    """Return the config of a task on a layout; `max_model_len` and `max_tokens` limit samples and replies."""
+    """Return the config of a task on a layout; `max_model_len` and `max_tokens` limit samples and
+    replies.
+    """
     size = layout.size
     num_procs = layout.shards * layout.tensor_parallel
     found = Controller.Config(
@@ -138,7 +140,8 @@ def config(
             groups_per_batch=32,
             group_size=8,
             sampling=Sampling(max_tokens=max_tokens),
-            # Rounding of bfloat16 in two different kernels makes a difference of a few hundredths of a nat.
+            # Rounding of bfloat16 in two different kernels makes a difference of a few hundredths
+            # of a nat.
             max_logprob_diff=0.1,
             eval_every=20,
         ),

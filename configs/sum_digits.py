@@ -31,7 +31,8 @@ def tiny() -> Controller.Config:
     """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
-        # On CPUs runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the cost.
+        # On CPUs runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the
+        # cost.
         batch_invariant=None,
         model=model_registry("tiny"),
         any_model_size=True,
@@ -104,8 +105,8 @@ def tiny_moe() -> Controller.Config:
     config.generator.enforce_eager = (
         True  # On a GPU the products of experts in float32 wait for the host.
     )
-    # If two experts score almost the same, trainer and generator may choose differently. That is rare, but
-    # the logprobs then differ by the difference between two experts.
+    # If two experts score almost the same, trainer and generator may choose differently. That is
+    # rare, but the logprobs then differ by the difference between two experts.
     config.loop.max_logprob_diff = 1e-3
     return config
 

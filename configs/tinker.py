@@ -1,4 +1,6 @@
-"""Servers of the Tinker API: `tiny` in one process on a CPU; `tiny_actors` and, on a pretrained model, `smollm2`."""
+"""Servers of the Tinker API: `tiny` in one process on a CPU; `tiny_actors` and, on a pretrained
+model, `smollm2`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def tiny() -> TinkerServer.Config:
 
 
 def tiny_actors() -> TinkerServer.Config:
-    """The same model, trained by one actor and sampled by vLLM in another; on a CPU, or on two GPUs."""
+    """The same model, trained by one actor and sampled by vLLM in another; on a CPU, or on two
+    GPUs.
+    """
     # These imports take seconds, and `tiny` does not need them.
     from actors.generator import VLLMGenerator
     from actors.tinker import ActorBackend

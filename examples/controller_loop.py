@@ -1,7 +1,9 @@
-"""GRPO on sum-digits over the actors of a run, written out: `python examples/controller_loop.py --steps 20`.
+"""GRPO on sum-digits over the actors of a run, written out: `python examples/controller_loop.py
+--steps 20`.
 
-`open_run` starts trainer, generator and reward actors from a run config, and ends them with the block. The loop is
-four calls: generate, forward_backward, optim_step, publish. `python -m rl.train` adds checkpoints and evaluations.
+`open_run` starts trainer, generator and reward actors from a run config, and ends them with the
+block. The loop is four calls: generate, forward_backward, optim_step, publish. `python -m rl.train`
+adds checkpoints and evaluations.
 
 Shape legend: P prompts of a step, G samples of each, C tokens of a completion.
 """

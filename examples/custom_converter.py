@@ -4,8 +4,8 @@
         --trainer.converters.0.num_trained_blocks 2 --trainer.converters.0.max_abs 0.5
 
 It freezes everything but the last blocks before the model is sharded, and after each optimizer step
-brings their weights back between -max_abs and max_abs. Its fields are options of the command line and
-lines in config.json like any other; which converters there are, a config function says.
+brings their weights back between -max_abs and max_abs. Its fields are options of the command line
+and lines in config.json like any other; which converters there are, a config function says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class TopBlocks(ModelConverter):
         assert isinstance(model, Decoder)
         if self.config.num_trained_blocks > len(model.layers):
             raise ValueError(
-                f"num_trained_blocks={self.config.num_trained_blocks}: the model has {len(model.layers)}"
+                f"num_trained_blocks={self.config.num_trained_blocks}: the model has "
+                f"{len(model.layers)}"
             )
         model.requires_grad_(False)
         for block in list(model.layers)[-self.config.num_trained_blocks :]:
@@ -50,7 +51,9 @@ class TopBlocks(ModelConverter):
 
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
-        """Called on every rank after each step. A weight is sharded now: each rank has its own part."""
+        """Called on every rank after each step. A weight is sharded now: each rank has its own
+        part.
+        """
         for parameter in model.parameters():
             if parameter.requires_grad:
                 local_tensor(parameter).clamp_(-self.config.max_abs, self.config.max_abs)
@@ -59,7 +62,8 @@ class TopBlocks(ModelConverter):
 def tiny_top_blocks() -> Controller.Config:
     """The tiny run with the converter above: call another config, edit what it returns.
 
-    The warm-up of the tiny run is made with the same converter, so its starting point is another one.
+    The warm-up of the tiny run is made with the same converter, so its starting point is another
+    one.
     """
     config = tiny()
     config.trainer.converters = (TopBlocks.Config(num_trained_blocks=2, max_abs=2.0),)

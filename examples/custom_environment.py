@@ -6,10 +6,11 @@
     user   lower     model  11
     user   higher    model  12     found: the episode is over
 
-An environment says what the model is told; a task makes problems, an environment for each episode, and says
-what an episode earns. Here the environment also takes something off for every wrong guess, at that guess, and
-the task's reward function gives 1 for the number. The warm-up's demonstrations mostly guess one number after
-another from below, which finds 3 numbers of 7; what rewards have to find is to halve what is left.
+An environment says what the model is told; a task makes problems, an environment for each episode,
+and says what an episode earns. Here the environment also takes something off for every wrong guess,
+at that guess, and the task's reward function gives 1 for the number. The warm-up's demonstrations
+mostly guess one number after another from below, which finds 3 numbers of 7; what rewards have to
+find is to halve what is left.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ class GuessNumber(GeneratedTask):
         wrong_guess: float = -0.1
         """Cost of each guess."""
         halving: float = 0.3
-        """Share of the warm-up's guesses that halve what is left; the others are the lowest number left."""
+        """Share of the warm-up's guesses that halve what is left; the others are the lowest number
+        left.
+        """
 
         def __post_init__(self) -> None:
-            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            # Not super(): a dataclass with slots is another class than the one that `super` was
+            # compiled in.
             GeneratedTask.Config.__post_init__(self)
             check_bounds(self, "width", at_least=2, at_most=20)
             check_bounds(self, "max_guesses", at_least=1)

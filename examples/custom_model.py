@@ -1,10 +1,12 @@
 """A model family of your own: IBM's Granite, which is Llama with four multipliers (docs/models.md).
 
     python -m rl.train --module examples.custom_model --config tiny
-    python -m rl.train --module examples.custom_model --config granite --hf_assets_path /models/granite-3.3-2b
+    python -m rl.train --module examples.custom_model --config granite --hf_assets_path
+    /models/granite-3.3-2b
 
-The layers, both parallel plans, LoRA, the loading of folders and the generator's attention are relay's own. A family
-says where it computes differently, and what its config.json and its tensors are called.
+The layers, both parallel plans, LoRA, the loading of folders and the generator's attention are
+relay's own. A family says where it computes differently, and what its config.json and its tensors
+are called.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class GraniteDecoder(Decoder):
         return super().embed(ids) * self.config.embedding_multiplier
 
     def tables(self, rope: RoPE, positions: Tensor, *, dtype: Any) -> tuple[Tensor, Tensor]:
-        # Queries and keys are multiplied by the same tables, and so the scores by the square of this factor.
+        # Queries and keys are multiplied by the same tables, and so the scores by the square of
+        # this factor.
         factor = (
             self.config.attention_multiplier * self.config.block.attention.head_dim**0.5
         ) ** 0.5

@@ -28,7 +28,8 @@ class AnnealedClipTrainer(PolicyTrainer):
         """Steps over which the clip norm falls."""
 
         def __post_init__(self) -> None:
-            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            # Not super(): a dataclass with slots is another class than the one that `super` was
+            # compiled in.
             PolicyTrainer.Config.__post_init__(self)
             check_bounds(self, "final_max_norm", above=0)
             check_bounds(self, "anneal_steps", at_least=1)

@@ -6,8 +6,9 @@
     user   37*48    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
     tool   1776     model  = 1776       a reply without a call: the episode is over
 
-Products are for the calculator, binary numbers for Python. The tiny model's demonstrations mostly answer at
-once, with a number that is wrong; what rewards have to find is that to ask a tool is worth it.
+Products are for the calculator, binary numbers for Python. The tiny model's demonstrations mostly
+answer at once, with a number that is wrong; what rewards have to find is that to ask a tool is
+worth it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Arithmetic(GeneratedTask):
         python_share: float = 0.25
         """Share of the problems that are for Python."""
         announce: bool = True
-        """Tell the model in a system message which tools there are, and what to do. Off for a tiny model,
-        which knows them from its warm-up."""
+        """Tell the model in a system message which tools there are, and what to do. Off for a tiny
+        model, which knows them from its warm-up."""
         guesses: float = 0.0
         """Share of the warm-up's demonstrations that answer without a tool, and wrong."""
         num_digits: int = 2
@@ -55,7 +56,8 @@ class Arithmetic(GeneratedTask):
         sandbox: PythonSandbox.Config = field(default_factory=PythonSandbox.Config)
 
         def __post_init__(self) -> None:
-            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            # Not super(): a dataclass with slots is another class than the one that `super` was
+            # compiled in.
             GeneratedTask.Config.__post_init__(self)
             check_bounds(self, "python_share", "guesses", at_least=0, at_most=1)
             check_bounds(self, "num_digits", at_least=2, at_most=9)

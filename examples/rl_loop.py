@@ -1,12 +1,13 @@
-"""The whole of GRPO in one file, on four calls: generate, forward_backward, optim_step, push and serve.
+"""The whole of GRPO in one file, on four calls: generate, forward_backward, optim_step, push and
+serve.
 
     python examples/rl_loop.py --steps 50 --seed 0 --output outputs/rl_loop
 
 In one process, without actors: a random Qwen3 of 0.8M parameters is warmed up on demonstrations of
-sum-digits (`47 82` -> `4+7=11 11+8=19 19+2=21 [ANSWER] 21`), most of which leave out a last digit of 4 or
-more; then rewards alone teach it to add that one too. What is printed is greedy accuracy on problems that are
-held out. The same four calls drive actors on many machines (rl/protocols.py), and `rl/loop/loop.py` is this loop
-with all that a long run needs.
+sum-digits (`47 82` -> `4+7=11 11+8=19 19+2=21 [ANSWER] 21`), most of which leave out a last digit
+of 4 or more; then rewards alone teach it to add that one too. What is printed is greedy accuracy on
+problems that are held out. The same four calls drive actors on many machines (rl/protocols.py), and
+`rl/loop/loop.py` is this loop with all that a long run needs.
 
 Shape legend: P prompts of a step, G samples of each, C tokens of a completion.
 """
@@ -99,7 +100,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     task: SumDigits = SumDigits.Config(num_integers=2, haste=0.85, num_eval=args.num_eval).build()
     held_out = task.eval_sets()["held_out"]
 
-    # A random model with a tokenizer of bytes, as a Hugging Face folder; any other Qwen3 folder would do.
+    # A random model with a tokenizer of bytes, as a Hugging Face folder; any other Qwen3 folder
+    # would do.
     spec = model_registry("tiny")
     folder = write_random_model(output / "random", spec=spec, seed=args.seed)
     tokenizer, ends = open_tokenizer(folder)
@@ -110,7 +112,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     )
 
     async with LocalBackend(config, spec=spec, hf_assets_path=str(folder)) as local:
-        # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then decays.
+        # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then
+        # decays.
         demonstrated = task.warmup_problems(seed=args.seed)
         for step in range(args.warmup_steps):
             samples = []
@@ -135,7 +138,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         await local.serve(await local.push())
         curve = [(0, await accuracy(local, renderer, held_out))]
         print(
-            f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  {time.perf_counter() - started:.0f} s"
+            f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  "
+            f"{time.perf_counter() - started:.0f} s"
         )
 
         train_problems = task.train_problems(seed=args.seed)
@@ -155,7 +159,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
                 [prompt.token_ids for prompt in prompts], sampling=sampling
             )
 
-            # Reward each; its advantage is what it is better than the mean of its group, for all its tokens.
+            # Reward each; its advantage is what it is better than the mean of its group, for all
+            # its tokens.
             samples, rewards_PG = [], []
             for prompt, completions_G in zip(prompts, groups_PG, strict=True):
                 rollouts_G = [

@@ -1,11 +1,14 @@
-"""A supervised loop on conversations: cross-entropy on what the assistant says, and on nothing else.
+"""A supervised loop on conversations: cross-entropy on what the assistant says, and on nothing
+else.
 
     python examples/sft_loop.py --data chats.jsonl --hf_assets_path Qwen/Qwen3-0.6B --steps 200
     python examples/sft_loop.py                # a tiny random model, on conversations that it writes itself
-    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 --output outputs/sft_loop_300
+    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 --output
+    outputs/sft_loop_300
 
-A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}, of
-any number of turns, the last of them the assistant's. Every tenth conversation is held out.
+A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...},
+...]}, of any number of turns, the last of them the assistant's. Every tenth conversation is held
+out.
 """
 
 from __future__ import annotations
@@ -108,7 +111,9 @@ def write_running_sums(path: Path, *, num: int, seed: int) -> None:
 
 
 def batch_of_step(step: int, *, num_samples: int, batch_size: int, seed: int) -> list[int]:
-    """Places of the samples of step 0, 1, ...: every epoch in an order of its own, which needs no state."""
+    """Places of the samples of step 0, 1, ...: every epoch in an order of its own, which needs no
+    state.
+    """
     numbers = range(step * batch_size, (step + 1) * batch_size)
     epochs = {n // num_samples for n in numbers}
     order_of = {e: np.random.default_rng((seed, e)).permutation(num_samples) for e in epochs}
@@ -116,7 +121,9 @@ def batch_of_step(step: int, *, num_samples: int, batch_size: int, seed: int) ->
 
 
 def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of a step: linear for `warmup_steps`, then a cosine down to a tenth of the peak."""
+    """Return the learning rate of a step: linear for `warmup_steps`, then a cosine down to a tenth
+    of the peak.
+    """
     rise = min(1.0, (step + 1) / max(args.warmup_steps, 1))
     return args.lr * rise * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
 
@@ -181,8 +188,9 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
             if done % args.eval_every == 0 or done == args.steps:
                 curve.append((done, await held_out_loss(local, held_out)))
                 print(
-                    f"step {done:4}  held-out loss {curve[-1][1]:.4f}  loss {gradient.loss_mean:.4f}  "
-                    f"lr {update.lr:.2e}  gradient norm {update.grad_norm:.2f}",
+                    f"step {done:4}  held-out loss {curve[-1][1]:.4f}  loss "
+                    f"{gradient.loss_mean:.4f}  lr {update.lr:.2e}  gradient norm "
+                    f"{update.grad_norm:.2f}",
                     flush=True,
                 )
             if done % args.save_every == 0 or done == args.steps:

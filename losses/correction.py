@@ -1,11 +1,12 @@
 """Importance correction for data that an older or different policy sampled.
 
-Three policies are involved. q is the generator's policy that sampled a token; it may be older than the
-trainer's, computed by other kernels, and change within a sequence. p_prox is the trainer's policy before its
-first optimizer step on the data. p is the policy being trained. PPO's surrogate compares p with p_prox to bound
-the step; the correction weighs the data by p_prox against q. Hilton et al., "Batch size-invariance for policy
-optimization" (arXiv:2110.00641), separate the two; Fu et al., "AReaL" (arXiv:2505.24298), section 5, use the
-separation for asynchronous training of language models.
+Three policies are involved. q is the generator's policy that sampled a token; it may be older than
+the trainer's, computed by other kernels, and change within a sequence. p_prox is the trainer's
+policy before its first optimizer step on the data. p is the policy being trained. PPO's surrogate
+compares p with p_prox to bound the step; the correction weighs the data by p_prox against q. Hilton
+et al., "Batch size-invariance for policy optimization" (arXiv:2110.00641), separate the two; Fu et
+al., "AReaL" (arXiv:2505.24298), section 5, use the separation for asynchronous training of language
+models.
 
 Shape legend: T packed tokens of one micro-batch.
 """
@@ -49,26 +50,27 @@ class ImportanceCorrection:
         w = min(rho, high)                      mode "truncate"
         w = rho if low <= rho <= high else 0    mode "mask"
 
-    Truncation is Ionides, "Truncated Importance Sampling" (2008), and rho-bar of Espeholt et al., "IMPALA"
-    (arXiv:1802.01561), equation 1. Two-sided masking of tokens is IcePop (Ling Team, "Every Step Evolves",
-    arXiv:2510.18855). The geometric mean is the ratio of GSPO (Zheng et al., arXiv:2507.18071, equation 7).
+    Truncation is Ionides, "Truncated Importance Sampling" (2008), and rho-bar of Espeholt et al.,
+    "IMPALA" (arXiv:1802.01561), equation 1. Two-sided masking of tokens is IcePop (Ling Team,
+    "Every Step Evolves", arXiv:2510.18855). The geometric mean is the ratio of GSPO (Zheng et al.,
+    arXiv:2507.18071, equation 7).
 
-    With the unbounded ratio of a whole sequence the expected gradient equals that of the trainer's own samples.
-    The ratio of a token ignores that the tokens before it were sampled from q too: a bias, in exchange for a
-    variance that does not grow with the length. Bounds add a bias of their own. `sequence_mean` is meant for
-    masks: it measures the distance of a sequence from p_prox independently of its length, and its weights do
-    not make the gradient unbiased.
+    With the unbounded ratio of a whole sequence the expected gradient equals that of the trainer's
+    own samples. The ratio of a token ignores that the tokens before it were sampled from q too: a
+    bias, in exchange for a variance that does not grow with the length. Bounds add a bias of their
+    own. `sequence_mean` is meant for masks: it measures the distance of a sequence from p_prox
+    independently of its length, and its weights do not make the gradient unbiased.
 
-    Masked tokens stay in the denominator, so masking does not enlarge the steps of the remaining tokens. For w
-    log rho is clamped to +-20 nats; a mask compares rho itself with its bounds.
+    Masked tokens stay in the denominator, so masking does not enlarge the steps of the remaining
+    tokens. For w log rho is clamped to +-20 nats; a mask compares rho itself with its bounds.
 
     Raises:
         ValueError: if the bounds exclude 1, the ratio of on-policy data, or `low` has no effect.
     """
 
     level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Ratio that weighs a token: its own, the product over its sequence's trained tokens, or their geometric
-    mean."""
+    """Ratio that weighs a token: its own, the product over its sequence's trained tokens, or their
+    geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of ratios out of bounds: replaced by the upper bound, or by 0."""
     low: float = 0.0
@@ -89,10 +91,11 @@ class ImportanceCorrection:
             )
 
     def __call__(self, inputs: LossInputs, valid_T: Tensor) -> CorrectedTokens:
-        """Compute weights and metrics from the valid tokens; values elsewhere, including NaN, have no effect.
+        """Compute weights and metrics from the valid tokens; values elsewhere, including NaN, have
+        no effect.
 
-        Without `proximal_logprobs` the current p stands for p_prox, which is exact until the first optimizer
-        step on the data.
+        Without `proximal_logprobs` the current p stands for p_prox, which is exact until the first
+        optimizer step on the data.
         """
         given_T = inputs.proximal_logprobs
         proximal_T = inputs.logprobs.detach() if given_T is None else given_T
@@ -124,9 +127,10 @@ class ImportanceCorrection:
 
 
 def effective_sample_share(*, mean_weight: float, mean_squared_weight: float) -> float:
-    """Return Kong's effective sample size divided by the number of samples, (sum w)^2 / (N sum w^2).
+    """Return Kong's effective sample size divided by the number of samples, (sum w)^2 / (N sum
+    w^2).
 
-    1 if all weights are equal, 1 / N if a single sample has all the weight, 0 if all weights are 0. Kong, "A note
-    on importance sampling using standardized weights" (1992).
+    1 if all weights are equal, 1 / N if a single sample has all the weight, 0 if all weights are 0.
+    Kong, "A note on importance sampling using standardized weights" (1992).
     """
     return mean_weight**2 / mean_squared_weight if mean_squared_weight else 0.0

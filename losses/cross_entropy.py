@@ -15,9 +15,10 @@ from losses.types import LossInputs, LossOutput
 class CrossEntropyLoss(NormalizedLoss):
     """-w p for every token under the mask, by default averaged over all of them in a step.
 
-    With w = 1 this is Shannon's cross entropy of the data under the model. With `weights` "advantages" w is the
-    sample's advantage, of any sign: for example the gradient of a loss with respect to p that a caller computed
-    elsewhere. The generator's logprobs are not read, and weights do not change the denominator.
+    With w = 1 this is Shannon's cross entropy of the data under the model. With `weights`
+    "advantages" w is the sample's advantage, of any sign: for example the gradient of a loss with
+    respect to p that a caller computed elsewhere. The generator's logprobs are not read, and
+    weights do not change the denominator.
     """
 
     weights: Literal["one", "advantages"] = "one"

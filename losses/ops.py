@@ -29,7 +29,9 @@ def bounded_exp(log_ratios_T: Tensor) -> Tensor:
 
 
 def masked_sum(values_T: Tensor, valid_T: Tensor, *, shares_T: Tensor | None = None) -> Tensor:
-    """Return the sum over valid tokens, [], weighted by `shares_T`; invalid ones add 0, also to gradients."""
+    """Return the sum over valid tokens, [], weighted by `shares_T`; invalid ones add 0, also to
+    gradients.
+    """
     weighted_T = values_T if shares_T is None else values_T * shares_T
     return torch.where(valid_T, weighted_T, 0.0).sum()
 
@@ -37,14 +39,16 @@ def masked_sum(values_T: Tensor, valid_T: Tensor, *, shares_T: Tensor | None = N
 def over_sequences(
     values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool, to_T: Tensor | None = None
 ) -> Tensor:
-    """Return for each token its sequence's sum or mean of values over valid tokens, [T]. Differentiable.
+    """Return for each token its sequence's sum or mean of values over valid tokens, [T].
+    Differentiable.
 
-    The sum runs in float64, so that a sequence's ratio hardly depends on packing or on the order in which a
-    GPU adds.
+    The sum runs in float64, so that a sequence's ratio hardly depends on packing or on the order in
+    which a GPU adds.
 
     Args:
         values_T: 0 for invalid tokens.
-        to_T: [T] bool, the tokens that receive the result instead of the valid ones; all others get 0.
+        to_T: [T] bool, the tokens that receive the result instead of the valid ones; all others get
+            0.
     """
     sums_S = _sum_by_sequence(values_T.double(), inputs)
     if mean:
@@ -55,7 +59,9 @@ def over_sequences(
 
 
 def _token_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:
-    """Return one over the number of valid tokens in each token's sequence, [T]; 0 for invalid tokens."""
+    """Return one over the number of valid tokens in each token's sequence, [T]; 0 for invalid
+    tokens.
+    """
     counts_S = _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
     return torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0).to(
         inputs.logprobs.dtype
@@ -67,12 +73,13 @@ def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
 
 
 # KL estimators k1, k2 and k3 of Schulman, "Approximating KL divergence" (2020),
-# http://joschu.net/blog/kl-approx.html. Tang and Munos, "On a few pitfalls in KL divergence gradient estimation
-# for RL" (arXiv:2506.09477), derive what their gradients estimate.
+# http://joschu.net/blog/kl-approx.html. Tang and Munos, "On a few pitfalls in KL divergence
+# gradient estimation for RL" (arXiv:2506.09477), derive what their gradients estimate.
 
 
 def kl_k1(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return k1 = p - p_ref, [T], an unbiased estimate of KL(policy || reference) on the policy's samples.
+    """Return k1 = p - p_ref, [T], an unbiased estimate of KL(policy || reference) on the policy's
+    samples.
 
     The mean of its gradient is 0: a loss term needs the importance ratio as a factor.
     """
@@ -80,9 +87,11 @@ def kl_k1(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 
 def kl_k2(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return k2 = (p - p_ref)^2 / 2, [T], a biased estimate with low variance that is never negative.
+    """Return k2 = (p - p_ref)^2 / 2, [T], a biased estimate with low variance that is never
+    negative.
 
-    On the policy's samples its gradient is an unbiased estimate of the gradient of KL(policy || reference).
+    On the policy's samples its gradient is an unbiased estimate of the gradient of KL(policy ||
+    reference).
     """
     return 0.5 * (logprobs_T - reference_logprobs_T).square()
 
@@ -90,9 +99,9 @@ def kl_k2(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 def kl_k3(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Return k3 = exp(d) - 1 - d, [T], with d = p_ref - p clamped to +-20 nats; never negative.
 
-    The value is unbiased, with lower variance than k1. On the policy's samples its gradient estimates that of
-    the other direction, KL(reference || policy); the importance ratio as a factor restores
-    KL(policy || reference).
+    The value is unbiased, with lower variance than k1. On the policy's samples its gradient
+    estimates that of the other direction, KL(reference || policy); the importance ratio as a factor
+    restores KL(policy || reference).
     """
     d_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d_T) - d_T
@@ -107,7 +116,8 @@ Normalization = Literal["token_mean", "sequence_mean", "constant", "none"]
 class NormalizedLoss(ABC):
     """Base of losses that sum over tokens, with a choice of length normalization.
 
-    With l_t the loss of a token, n the number of valid tokens in its sequence, S the sequences and N the valid
+    With l_t the loss of a token, n the number of valid tokens in its sequence, S the sequences and
+    N the valid
     tokens of a step:
 
         token_mean       sum l_t / N              every token counts alike
@@ -115,12 +125,12 @@ class NormalizedLoss(ABC):
         constant         sum l_t / (S c)          c = tokens_per_sequence, whatever the actual lengths
         none             sum l_t
 
-    Sums and denominators are added over micro-batches, calls and ranks before the one division, so the
-    normalization is that of the whole step. A sequence without valid tokens counts in S.
+    Sums and denominators are added over micro-batches, calls and ranks before the one division, so
+    the normalization is that of the whole step. A sequence without valid tokens counts in S.
 
     Raises:
-        ValueError: if `tokens_per_sequence` is missing or not positive with "constant", or set with another
-            normalization.
+        ValueError: if `tokens_per_sequence` is missing or not positive with "constant", or set with
+            another normalization.
     """
 
     normalization: Normalization = "token_mean"
@@ -133,13 +143,13 @@ class NormalizedLoss(ABC):
         if self.normalization == "constant":
             if length is None or not 0.0 < length < float("inf"):
                 raise ValueError(
-                    f"tokens_per_sequence={length}: must be a finite number above 0 with normalization "
-                    "'constant', for example the maximum number of generated tokens"
+                    f"tokens_per_sequence={length}: must be a finite number above 0 with "
+                    "normalization 'constant', for example the maximum number of generated tokens"
                 )
         elif length is not None:
             raise ValueError(
-                f"tokens_per_sequence={length} has no effect with normalization={self.normalization!r}: must "
-                "be None, or normalization 'constant'"
+                f"tokens_per_sequence={length} has no effect with "
+                f"normalization={self.normalization!r}: must be None, or normalization 'constant'"
             )
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""Policy-gradient losses: PPO, GRPO, Dr. GRPO, DAPO, CISPO, GSPO, RLOO, REINFORCE++, importance sampling, DRO.
+"""Policy-gradient losses: PPO, GRPO, Dr. GRPO, DAPO, CISPO, GSPO, RLOO, REINFORCE++, importance
+sampling, DRO.
 
-With p the logprob under the policy being trained, q the logprob recorded when the token was sampled, A the
-advantage and m = mask and finite(q), each algorithm defines a token's surrogate J, to be maximised, from A and
-the token's ratio
+With p the logprob under the policy being trained, q the logprob recorded when the token was
+sampled, A the advantage and m = mask and finite(q), each algorithm defines a token's surrogate J,
+to be maximised, from A and the token's ratio
 
         r = exp(clamp(p - q, -20, 20))
 
@@ -10,13 +11,14 @@ or a ratio of its sequence. The loss of a token is
 
         l = m (-J + kl_coef k - entropy_coef H)
 
-where k estimates the KL divergence from the reference policy (`losses.ops`) and H is the entropy of the policy
-at that token. `losses.ops.NormalizedLoss` defines the divisor of the sum of l.
+where k estimates the KL divergence from the reference policy (`losses.ops`) and H is the entropy of
+the policy at that token. `losses.ops.NormalizedLoss` defines the divisor of the sum of l.
 
-With a `correction` p_prox replaces q in the ratio, and J is multiplied by the weight w of p_prox against q
-(`losses.correction`): the decoupled objective of Hilton et al. (arXiv:2110.00641). Masked tokens (w = 0) also
-lose their KL and entropy terms. Those terms are not weighted otherwise, except the KL with
-`kl_importance_weighted`: by w r, which without bounds is the whole ratio of p against q.
+With a `correction` p_prox replaces q in the ratio, and J is multiplied by the weight w of p_prox
+against q (`losses.correction`): the decoupled objective of Hilton et al. (arXiv:2110.00641). Masked
+tokens (w = 0) also lose their KL and entropy terms. Those terms are not weighted otherwise, except
+the KL with `kl_importance_weighted`: by w r, which without bounds is the whole ratio of p against
+q.
 
 Shape legend: T packed tokens of one micro-batch.
 """
@@ -65,14 +67,16 @@ class PolicyTokens:
 
     def ratios(self) -> Tensor:
         """Return r of each token, [T]; 1 without gradient for invalid tokens."""
-        # Invalid entries are replaced before the exponential: a NaN there would reach the gradient as 0 * NaN.
+        # Invalid entries are replaced before the exponential: a NaN there would reach the gradient
+        # as 0 * NaN.
         return bounded_exp(self.log_ratios)
 
     def mean_ratios(self) -> Tensor:
-        """Return the geometric mean of the ratios of each token's sequence, [T], its log clamped to +-20.
+        """Return the geometric mean of the ratios of each token's sequence, [T], its log clamped to
+        +-20.
 
-        The mean runs over the valid tokens or, with a `ratio_mask`, over the sampled tokens under that mask. It
-        is 1 for sequences without such tokens and for invalid tokens.
+        The mean runs over the valid tokens or, with a `ratio_mask`, over the sampled tokens under
+        that mask. It is 1 for sequences without such tokens and for invalid tokens.
         """
         inputs, counted_T = self.inputs, self.valid
         if inputs.ratio_mask is not None:
@@ -101,12 +105,12 @@ class Surrogate:
 class PolicyLoss(NormalizedLoss):
     """Base of all policy losses: everything around the surrogate.
 
-    Metrics: `ratio`, and `clipped_fraction`, the share of tokens at which a bound took effect; `kl` with a
-    reference policy; the correction's metrics with a correction.
+    Metrics: `ratio`, and `clipped_fraction`, the share of tokens at which a bound took effect; `kl`
+    with a reference policy; the correction's metrics with a correction.
 
     Raises:
-        ValueError: if a setting is out of range; when called, if `kl_coef` or `entropy_coef` is above 0 and the
-            inputs hold no reference logprobs or no entropy.
+        ValueError: if a setting is out of range; when called, if `kl_coef` or `entropy_coef` is
+            above 0 and the inputs hold no reference logprobs or no entropy.
     """
 
     uses_reference: ClassVar[bool] = True
@@ -116,12 +120,14 @@ class PolicyLoss(NormalizedLoss):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator; with d = p_ref - p: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d."""
     kl_importance_weighted: bool = False
-    """Multiply the estimate by r, and by w with a correction, which makes the gradients of k1 and k3 unbiased.
-    Without it the gradient of k1 is 0 on average."""
+    """Multiply the estimate by r, and by w with a correction, which makes the gradients of k1 and
+    k3 unbiased. Without it the gradient of k1 is 0 on average."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which keeps the policy from narrowing down."""
     correction: ImportanceCorrection | None = None
-    """Weighting of data that another policy sampled; None leaves the comparison of p with q to r alone."""
+    """Weighting of data that another policy sampled; None leaves the comparison of p with q to r
+    alone.
+    """
 
     @property
     def uses_proximal(self) -> bool:
@@ -184,14 +190,18 @@ class PolicyLoss(NormalizedLoss):
         )
 
     def _kl(self, inputs: LossInputs, ratios_T: Tensor, valid_T: Tensor) -> Tensor | None:
-        """Return the KL estimate, [T] nats, times the ratio if configured; None without a reference policy."""
+        """Return the KL estimate, [T] nats, times the ratio if configured; None without a reference
+        policy.
+        """
         if inputs.reference_logprobs is None:
             if self.kl_coef:
                 raise ValueError(
-                    f"kl_coef={self.kl_coef}: needs the logprobs of a reference policy (reference.enable)"
+                    f"kl_coef={self.kl_coef}: needs the logprobs of a reference policy "
+                    "(reference.enable)"
                 )
             return None
-        # Both are masked before the estimate, so that a NaN in an invalid token reaches no gradient.
+        # Both are masked before the estimate, so that a NaN in an invalid token reaches no
+        # gradient.
         kl_T = KL_ESTIMATORS[self.kl_estimator](
             logprobs_T=torch.where(valid_T, inputs.logprobs, 0.0),
             reference_logprobs_T=torch.where(valid_T, inputs.reference_logprobs, 0.0),
@@ -203,14 +213,18 @@ class PolicyLoss(NormalizedLoss):
 class PPOLoss(PolicyLoss):
     """J = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), equation 7. There is no
-    critic: the samples bring their advantages.
+    Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), equation 7. There
+    is no critic: the samples bring their advantages.
     """
 
     clip_low: float = 0.2
-    """Distance of the lower bound from 1; below 1 - clip_low tokens with negative advantage get no gradient."""
+    """Distance of the lower bound from 1; below 1 - clip_low tokens with negative advantage get no
+    gradient.
+    """
     clip_high: float = 0.2
-    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no gradient."""
+    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no
+    gradient.
+    """
 
     def __post_init__(self) -> None:
         PolicyLoss.__post_init__(self)
@@ -240,11 +254,13 @@ class PPOLoss(PolicyLoss):
 
 @dataclass(kw_only=True, slots=True)
 class GRPOLoss(PPOLoss):
-    """PPO's surrogate with advantages relative to a group, averaged over all valid tokens of a step.
+    """PPO's surrogate with advantages relative to a group, averaged over all valid tokens of a
+    step.
 
-    Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
-    (arXiv:2402.03300), equation 3. The paper averages by sequence (`normalization` "sequence_mean") and has
-    `kl_coef` 0.04 with k3; the defaults here are DAPO's token mean and no KL term.
+    Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
+    Models" (arXiv:2402.03300), equation 3. The paper averages by sequence (`normalization`
+    "sequence_mean") and has `kl_coef` 0.04 with k3; the defaults here are DAPO's token mean and no
+    KL term.
     """
 
 
@@ -252,10 +268,10 @@ class GRPOLoss(PPOLoss):
 class DrGRPOLoss(PPOLoss):
     """PPO's surrogate, divided by the number of sequences times `tokens_per_sequence`.
 
-    Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv:2503.20783), section 3.2:
-    a mean over each sequence's own tokens makes long wrong answers cheap, so the sum is divided by a constant,
-    the generation budget. The other half of the method, no division by the standard deviation, is part of the
-    advantage.
+    Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv:2503.20783),
+    section 3.2: a mean over each sequence's own tokens makes long wrong answers cheap, so the sum
+    is divided by a constant, the generation budget. The other half of the method, no division by
+    the standard deviation, is part of the advantage.
     """
 
     normalization: Normalization = "constant"
@@ -266,22 +282,25 @@ class DrGRPOLoss(PPOLoss):
 class DAPOLoss(PPOLoss):
     """PPO's surrogate with a higher upper bound, averaged over all valid tokens of a step.
 
-    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476), equation 8:
-    the bounds are its section 3.1, the token mean its section 3.3. The other two parts are dynamic sampling
-    (the loop drops groups with equal rewards) and the soft overlong punishment (`rl.rollouts.advantage`).
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476),
+    equation 8: the bounds are its section 3.1, the token mean its section 3.3. The other two parts
+    are dynamic sampling (the loop drops groups with equal rewards) and the soft overlong punishment
+    (`rl.rollouts.advantage`).
     """
 
     clip_high: float = 0.28
-    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no gradient."""
+    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no
+    gradient.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
 class CISPOLoss(PPOLoss):
     """J = sg(clip(r, 1 - clip_low, 1 + clip_high)) A p, with sg the stop-gradient.
 
-    MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (arXiv:2506.13585),
-    equations 4 and 5. A token with a ratio out of bounds keeps its gradient, weighted by the bound; in PPO it
-    loses its gradient.
+    MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
+    (arXiv:2506.13585), equations 4 and 5. A token with a ratio out of bounds keeps its gradient,
+    weighted by the bound; in PPO it loses its gradient.
     """
 
     clip_low: float = 1.0
@@ -306,19 +325,24 @@ class GSPOLoss(PPOLoss):
         s   = exp(mean over the sequence of p - q)            level "sequence"
         s_t = sg(s) exp(p - sg(p))                            level "token", sg: stop-gradient
 
-    Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), equations 5 and 7; equations 13 and
-    14 for the token variant. Both levels have the same values, and the same gradients if the advantages within
-    each sequence are equal. Otherwise a token's advantage moves its whole sequence at level "sequence" and only
-    the token itself at level "token". The log of s is clamped to +-20 nats. Samples may restrict the mean to
-    some tokens by a `ratio_mask`; the default is the trained tokens.
+    Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), equations 5 and 7;
+    equations 13 and 14 for the token variant. Both levels have the same values, and the same
+    gradients if the advantages within each sequence are equal. Otherwise a token's advantage moves
+    its whole sequence at level "sequence" and only the token itself at level "token". The log of s
+    is clamped to +-20 nats. Samples may restrict the mean to some tokens by a `ratio_mask`; the
+    default is the trained tokens.
     """
 
     normalization: Normalization = "sequence_mean"
     """Divisor of the sum over tokens."""
     clip_low: float = 3e-4
-    """Distance of the lower bound from 1; below 1 - clip_low tokens with negative advantage get no gradient."""
+    """Distance of the lower bound from 1; below 1 - clip_low tokens with negative advantage get no
+    gradient.
+    """
     clip_high: float = 4e-4
-    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no gradient."""
+    """Distance of the upper bound from 1; above 1 + clip_high tokens with positive advantage get no
+    gradient.
+    """
     level: Literal["sequence", "token"] = "sequence"
     """Tokens that a token's advantage moves: its whole sequence, or itself."""
 
@@ -334,14 +358,15 @@ class GSPOLoss(PPOLoss):
 class RLOOLoss(PPOLoss):
     """PPO's surrogate with a whole sequence as one action: the product of its tokens' ratios.
 
-    Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-    in LLMs" (arXiv:2402.14740), the RLOO estimator: the mean over the k samples y of a prompt of
+    Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
+    Human Feedback in LLMs" (arXiv:2402.14740), the RLOO estimator: the mean over the k samples y of
+    a prompt of
 
         (R(y) - mean of the other samples' R) grad log p(y)
 
-    The leave-one-out baseline, after Kool et al. (2019), is part of the advantage. On policy the ratio is 1 and
-    the gradient is the estimator; the clip serves further steps on the same data. The log of the ratio is
-    clamped to +-20 nats.
+    The leave-one-out baseline, after Kool et al. (2019), is part of the advantage. On policy the
+    ratio is 1 and the gradient is the estimator; the clip serves further steps on the same data.
+    The log of the ratio is clamped to +-20 nats.
     """
 
     normalization: Normalization = "sequence_mean"
@@ -360,10 +385,11 @@ class ReinforcePlusPlusLoss(PPOLoss):
     Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization"
     (arXiv:2501.03262). The method is its advantage: for token t of a sample with reward R
 
-        A_t = R - beta (sum of the KL penalties k1 from t on),  (A_t - mean) / std over the batch's tokens
+        A_t = R - beta (sum of the KL penalties k1 from t on),  (A_t - mean) / std over the batch's
+        tokens
 
-    The variant with a baseline subtracts the group's mean from R, divides by the batch's standard deviation, and
-    puts the KL into the loss, as k2.
+    The variant with a baseline subtracts the group's mean from R, divides by the batch's standard
+    deviation, and puts the KL into the loss, as k2.
     """
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
@@ -374,9 +400,10 @@ class ReinforcePlusPlusLoss(PPOLoss):
 class ImportanceSamplingLoss(PolicyLoss):
     """J = r A.
 
-    The surrogate of conservative policy iteration, Kakade and Langford (2002), in the notation of Schulman et al.
-    (arXiv:1707.06347), equation 6. On policy its gradient is that of REINFORCE. Only the clamp of log r bounds
-    the ratio; a `correction` bounds the part that stems from stale data.
+    The surrogate of conservative policy iteration, Kakade and Langford (2002), in the notation of
+    Schulman et al. (arXiv:1707.06347), equation 6. On policy its gradient is that of REINFORCE.
+    Only the clamp of log r bounds the ratio; a `correction` bounds the part that stems from stale
+    data.
     """
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
@@ -391,10 +418,11 @@ class ImportanceSamplingLoss(PolicyLoss):
 class DROLoss(PolicyLoss):
     """J = A p - beta / 2 (p - q)^2.
 
-    Richemond et al., "Offline Regularised Reinforcement Learning for Large Language Models Alignment"
-    (arXiv:2405.19107): the mean squared error of its policy loss, (R - V - beta (p - q))^2 / (2 beta), without
-    the terms that do not depend on p, by token, with A for R - V and the generator as the reference. The maximum
-    is p = q + A / beta. Data counts as it was sampled: a `correction` is refused.
+    Richemond et al., "Offline Regularised Reinforcement Learning for Large Language Models
+    Alignment" (arXiv:2405.19107): the mean squared error of its policy loss, (R - V - beta (p -
+    q))^2 / (2 beta), without the terms that do not depend on p, by token, with A for R - V and the
+    generator as the reference. The maximum is p = q + A / beta. Data counts as it was sampled: a
+    `correction` is refused.
     """
 
     beta: float = 0.05
@@ -406,8 +434,9 @@ class DROLoss(PolicyLoss):
             raise ValueError(f"beta={self.beta}: must be a finite number of at least 0")
         if self.correction is not None:
             raise ValueError(
-                "correction: must be None with DRO, which has no ratio to correct: it is a regression on the "
-                "data as sampled, and its square compares p with the generator's q"
+                "correction: must be None with DRO, which has no ratio to correct: it is a "
+                "regression on the data as sampled, and its square compares p with the generator's "
+                "q"
             )
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:

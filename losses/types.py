@@ -14,27 +14,33 @@ class LossInputs:
     """One packed micro-batch. Entry t of each tensor belongs to target token t."""
 
     logprobs: Tensor
-    """[T] float32, nats: logprobs under the policy being trained; carries the gradient. Meaningless where neither
-    `mask` nor `ratio_mask` is True."""
+    """[T] float32, nats: logprobs under the policy being trained; carries the gradient. Meaningless
+    where neither `mask` nor `ratio_mask` is True."""
     generator_logprobs: Tensor
-    """[T] float32, nats: logprobs recorded when the tokens were sampled; NaN for tokens that no generator
-    sampled."""
+    """[T] float32, nats: logprobs recorded when the tokens were sampled; NaN for tokens that no
+    generator sampled."""
     advantages: Tensor
     """[T] float32."""
     mask: Tensor
     """[T] bool, True where the loss applies. Padding is always False."""
     sequence_ids: Tensor
-    """[T] int64 index of each token's sequence, 0 .. num_sequences - 1; padding holds num_sequences."""
+    """[T] int64 index of each token's sequence, 0 .. num_sequences - 1; padding holds
+    num_sequences.
+    """
     num_sequences: int
     reference_logprobs: Tensor | None = None
     """[T] float32, nats: logprobs under the frozen reference policy, without gradient."""
     proximal_logprobs: Tensor | None = None
-    """[T] float32, nats: the trainer's logprobs before its first optimizer step on this data, without
-    gradient; None stands for the current `logprobs`."""
+    """[T] float32, nats: the trainer's logprobs before its first optimizer step on this data,
+    without gradient; None stands for the current `logprobs`."""
     ratio_mask: Tensor | None = None
-    """[T] bool, the tokens over which a sequence's ratio is averaged; None selects the trained tokens."""
+    """[T] bool, the tokens over which a sequence's ratio is averaged; None selects the trained
+    tokens.
+    """
     entropy: Tensor | None = None
-    """[T] float32, nats: entropy of each token's distribution, with gradient; None unless the loss reads it."""
+    """[T] float32, nats: entropy of each token's distribution, with gradient; None unless the loss
+    reads it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,29 +50,32 @@ class LossOutput:
     loss_sum: Tensor
     """[] float32, summed over valid tokens; carries the gradient."""
     denominator: Tensor | None
-    """[] float32, this micro-batch's part of the step's denominator; None leaves the sum undivided."""
+    """[] float32, this micro-batch's part of the step's denominator; None leaves the sum undivided.
+    """
     num_tokens: Tensor
     """[] float32, number of valid tokens: the weight of this micro-batch in averaged metrics."""
     metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """[] float32 each, summed over valid tokens, without gradient. A step reports the means over its valid
-    tokens as `loss/<name>` (`ratio` as `loss/ratio_mean`)."""
+    """[] float32 each, summed over valid tokens, without gradient. A step reports the means over
+    its valid tokens as `loss/<name>` (`ratio` as `loss/ratio_mean`)."""
 
 
 class Loss(Protocol):
     """A callable settings dataclass: pure, without modules, collectives or I/O.
 
-    A micro-batch may hold no valid token, and on a rank that has run out of data no sequence. The sum, the
-    denominator and every metric are then 0.
+    A micro-batch may hold no valid token, and on a rank that has run out of data no sequence. The
+    sum, the denominator and every metric are then 0.
 
-    Losses announce optional inputs by attributes or properties: `uses_reference`, `uses_proximal` and
-    `uses_entropy`, all False by default.
+    Losses announce optional inputs by attributes or properties: `uses_reference`, `uses_proximal`
+    and `uses_entropy`, all False by default.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
 def uses_proximal_logprobs(loss: Loss) -> bool:
-    """Return whether the loss reads `proximal_logprobs` when a batch gets more than one optimizer step."""
+    """Return whether the loss reads `proximal_logprobs` when a batch gets more than one optimizer
+    step.
+    """
     return bool(getattr(loss, "uses_proximal", False))
 
 

@@ -1,13 +1,15 @@
 """Diagnosis of a run: `python -m rl.doctor outputs/x`.
 
-Prints the run's status, its last step, the open spans of each process, the latest events, and the stacks of all
-processes of this machine. Nothing in the folder is written or locked, and the run is not disturbed.
+Prints the run's status, its last step, the open spans of each process, the latest events, and the
+stacks of all processes of this machine. Nothing in the folder is written or locked, and the run is
+not disturbed.
 
-Exit status: 0 for a run that is healthy, has finished, or was stopped by its user; 1 for a run that ended by an error,
-or if something is dead, stopped or waits for too long; 2 for a folder that is not a run's.
+Exit status: 0 for a run that is healthy, has finished, or was stopped by its user; 1 for a run that
+ended by an error, or if something is dead, stopped or waits for too long; 2 for a folder that is
+not a run's.
 
-The folder may come from anybody: nothing in it is followed or believed, and a process gets a signal only if it writes
-into this folder (`rl.observability.stacks`).
+The folder may come from anybody: nothing in it is followed or believed, and a process gets a signal
+only if it writes into this folder (`rl.observability.stacks`).
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class RunHealth:
     text: str
     """Lines for the user, without stacks."""
     states: dict[ProcessState, str]
-    """Each process with its liveness: alive, STOPPED, dead, ended (with its run), or elsewhere (on another
-    machine, or in another container)."""
+    """Each process with its liveness: alive, STOPPED, dead, ended (with its run), or elsewhere (on
+    another machine, or in another container)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,8 +75,9 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     """Examine a run, while it runs or afterwards.
 
     Args:
-        expected_s: the longest that the controller should wait for one thing; None: five times the longest
-            step or evaluation so far, but at least a minute, and `timeouts.setup_s` before the first one.
+        expected_s: the longest that the controller should wait for one thing; None: five times the
+            longest step or evaluation so far, but at least a minute, and `timeouts.setup_s` before
+            the first one.
 
     Raises:
         ValueError: the folder is not that of a run, or holds something else in place of its files.
@@ -108,7 +111,8 @@ def _judge(
     end: Mapping[str, Any] | None,
     expected_s: float,
 ) -> tuple[Literal["running", "finished", "ended"], list[str], str | None]:
-    """Return the status, the problems, and the last line for the user if there is one besides the problems.
+    """Return the status, the problems, and the last line for the user if there is one besides the
+    problems.
 
     Args:
         end: the event by which the run says that it has stopped, if it has.
@@ -137,7 +141,9 @@ def _end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _signal_of(reason: str) -> str | None:
-    """Return the name of the signal by which a user has stopped the run, from the reason of its event."""
+    """Return the name of the signal by which a user has stopped the run, from the reason of its
+    event.
+    """
     if reason.startswith("KeyboardInterrupt"):
         return "Ctrl-C"
     status = reason.removeprefix("SystemExit: ")
@@ -175,8 +181,8 @@ def _problems(
     waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
     if silent_s > expected_s:
         found.append(
-            f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open spans: "
-            f"{controller.describe()}"
+            f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open "
+            f"spans: {controller.describe()}"
         )
     elif waits and (waits_s := max(controller.age_s(wait.since_s) for wait in waits)) > expected_s:
         found.append(f"the controller {waits[0].name} for {waits_s:.0f} s, {expected}")
@@ -217,8 +223,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--expected_s",
         type=float,
-        help="longest time that the controller should wait for one thing; by default five times the longest "
-        "step or evaluation so far, at least a minute",
+        help="longest time that the controller should wait for one thing; by default five times "
+        "the longest step or evaluation so far, at least a minute",
     )
     options = parser.parse_args(argv)
     if options.expected_s is not None and not options.expected_s > 0:

@@ -1,7 +1,7 @@
 """Trainer, generator and publisher in this process on one device, without actors or vLLM.
 
-The training engine and the model definition are the same; `rl.models.generate` samples. Published weights are copies,
-so that the sampler never sees a half-finished step.
+The training engine and the model definition are the same; `rl.models.generate` samples. Published
+weights are copies, so that the sampler never sees a half-finished step.
 
     async with LocalBackend(config, spec=..., hf_assets_path=...) as local:
         await local.serve(await local.push())
@@ -76,9 +76,10 @@ def _engine_call(
 class LocalBackend:
     """A `Trainer`, a `TokenGenerator` and a `Publisher`.
 
-    The trainer's calls run one after another in one thread and the generator's in another, so that a loop can
-    overlap them. A call that is cancelled while it is queued is never made. A call that is cancelled later returns
-    at once: `generate` ends at its next token, and a call of the trainer runs to its end before the next one.
+    The trainer's calls run one after another in one thread and the generator's in another, so that
+    a loop can overlap them. A call that is cancelled while it is queued is never made. A call that
+    is cancelled later returns at once: `generate` ends at its next token, and a call of the trainer
+    runs to its end before the next one.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class LocalBackend:
         """Take the arguments of `TrainingEngine`.
 
         Args:
-            models: have models by id (`rl.training.models`), none at the start. Published adapters are not merged, and
-                calls of `generate` that come within `GATHER_S` are answered together.
+            models: have models by id (`rl.training.models`), none at the start. Published adapters
+                are not merged, and calls of `generate` that come within `GATHER_S` are answered
+                together.
 
         Raises:
             ValueError: the engine refuses the config, or this process is one of several.
@@ -102,19 +104,21 @@ class LocalBackend:
         world = World.from_env()
         if world.size > 1:
             raise ValueError(
-                f"WORLD_SIZE={world.size}: a local backend is a single process; layouts of several are for "
-                "the actors (python -m rl.train)"
+                f"WORLD_SIZE={world.size}: a local backend is a single process; layouts of several "
+                "are for the actors (python -m rl.train)"
             )
         self._config = config
         self.threads = {"trainer": WorkerThread("trainer"), "generator": WorkerThread("generator")}
         self._closed = threading.Event()
         self._has_models = models
         self.num_sequences = 0
-        """Sequences that several owners of models draw at once: the sampler draws one group after another."""
+        """Sequences that several owners of models draw at once: the sampler draws one group after
+        another.
+        """
         self._num_interruptions = 0
         self._pushed: dict[int, tuple[LoRA.Config | None, dict[str, Tensor]]] = {}
-        """Unmerged adapters and copies of the weights by version, in the order of the pushes; the base of adapters
-        is shared."""
+        """Unmerged adapters and copies of the weights by version, in the order of the pushes; the
+        base of adapters is shared."""
         self._numbers = itertools.count(1)
         self._served_version: int | None = None
         if models:
@@ -176,7 +180,8 @@ class LocalBackend:
         await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
-        """End both threads after the trainer's running call and the generator's next token; idempotent.
+        """End both threads after the trainer's running call and the generator's next token;
+        idempotent.
 
         Queued and later calls raise RuntimeError.
         """
@@ -188,7 +193,9 @@ class LocalBackend:
     async def _run_in(
         self, thread: str, name: str, function: Callable[..., ResultT], *args: Any
     ) -> ResultT:
-        """Return the result of a function in a thread, unless the call is cancelled before its turn."""
+        """Return the result of a function in a thread, unless the call is cancelled before its
+        turn.
+        """
         self._check_open()
 
         def run() -> ResultT:
@@ -210,8 +217,8 @@ class LocalBackend:
         """See `TokenGenerator.generate`.
 
         Raises:
-            ValueError: a prompt is empty or fills the context, a setting is out of range, or there are stop texts
-                and no tokenizer.
+            ValueError: a prompt is empty or fills the context, a setting is out of range, or there
+                are stop texts and no tokenizer.
             RuntimeError: no weights were published yet, or the backend is closed.
         """
         done = await self.generate_in_turns(prompts, sampling=sampling)
@@ -255,7 +262,9 @@ class LocalBackend:
         return by_prompt(own.completions, sampling=own.sampling)
 
     def _answer(self, own: DrawCall, interruption: int) -> None:
-        """Draw a call's completions until an interruption, together with those of the waiting calls that fit."""
+        """Draw a call's completions until an interruption, together with those of the waiting calls
+        that fit.
+        """
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
         is_interrupted = (
@@ -318,7 +327,9 @@ class LocalBackend:
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
-        """Copy the present weights, and return their version: the policy version of a run, with adapters merged."""
+        """Copy the present weights, and return their version: the policy version of a run, with
+        adapters merged.
+        """
         return await self._run_in("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:

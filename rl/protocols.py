@@ -1,7 +1,8 @@
-"""The roles that a loop drives. Actors implement these protocols, and so do in-process backends and fakes.
+"""The roles that a loop drives. Actors implement these protocols, and so do in-process backends and
+fakes.
 
-An algorithm is four calls: generate, forward_backward, optim_step, publish. Scoring is a fifth, which any function
-could do in place.
+An algorithm is four calls: generate, forward_backward, optim_step, publish. Scoring is a fifth,
+which any function could do in place.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class TokenGenerator(Protocol):
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        """Return `sampling.num_samples` completions for each prompt ([T] int32 token ids), in order.
+        """Return `sampling.num_samples` completions for each prompt ([T] int32 token ids), in
+        order.
 
-        Calls may overlap. Cancelling a call ends its requests. Calls of one `session` may be routed to the generator
-        whose cache has their keys and values.
+        Calls may overlap. Cancelling a call ends its requests. Calls of one `session` may be routed
+        to the generator whose cache has their keys and values.
         """
         ...
 
@@ -52,16 +54,18 @@ class ResumableGenerator(TokenGenerator, Protocol):
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """Generate like `TokenGenerator.generate`, or continue the completions of an interrupted call.
+        """Generate like `TokenGenerator.generate`, or continue the completions of an interrupted
+        call.
 
         Args:
-            begun: the result of an earlier call with the same prompts and `sampling`. Completions with finish reason
-                "abort" are continued, others are returned unchanged.
+            begun: the result of an earlier call with the same prompts and `sampling`. Completions
+                with finish reason "abort" are continued, others are returned unchanged.
         """
         ...
 
     async def abort(self) -> int:
-        """Interrupt all running calls of `generate`, which return what they have; return the number of completions.
+        """Interrupt all running calls of `generate`, which return what they have; return the number
+        of completions.
 
         Incomplete completions have finish reason "abort".
         """
@@ -76,10 +80,12 @@ class Trainer(Protocol):
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
-        """Add the gradient of the summed loss (None: the configured one); k calls on parts equal one call.
+        """Add the gradient of the summed loss (None: the configured one); k calls on parts equal
+        one call.
 
         Args:
-            return_logprobs: True to return the logprobs of all samples; or the indices of some, in this order.
+            return_logprobs: True to return the logprobs of all samples; or the indices of some, in
+                this order.
         """
         ...
 
@@ -88,7 +94,8 @@ class Trainer(Protocol):
     ) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
 
-        Where no token was trained on, that is an error, or with `allow_empty` a step with a gradient of zero.
+        Where no token was trained on, that is an error, or with `allow_empty` a step with a
+        gradient of zero.
         """
         ...
 
@@ -97,7 +104,9 @@ class Trainer(Protocol):
         ...
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return the logprobs of each sample, [T] float32 nats; entry t belongs to token t, entry 0 is 0."""
+        """Return the logprobs of each sample, [T] float32 nats; entry t belongs to token t, entry 0
+        is 0.
+        """
         ...
 
     async def compute_reference_logprobs(
@@ -116,7 +125,8 @@ class Trainer(Protocol):
     ) -> None:
         """Save a checkpoint folder atomically, with the loop's `position`.
 
-        With `wait` False the call may return before the folder exists; the next call raises a later error.
+        With `wait` False the call may return before the folder exists; the next call raises a later
+        error.
         """
         ...
 
@@ -126,12 +136,15 @@ class Trainer(Protocol):
 
 
 class Publisher(Protocol):
-    """Publishes weights in two parts, push and serve; the trainer may compute meanwhile, and step after the push."""
+    """Publishes weights in two parts, push and serve; the trainer may compute meanwhile, and step
+    after the push.
+    """
 
     async def push(self) -> int:
         """Copy the trainer's weights to the weight store and return their policy version.
 
-        The request to the trainer is sent before the call first waits, and so before any later request.
+        The request to the trainer is sent before the call first waits, and so before any later
+        request.
         """
         ...
 
@@ -148,8 +161,8 @@ class Rewarder(Protocol):
 
         Args:
             groups: rollouts by problem; reward functions of a whole group receive them together.
-            alone: score every rollout by itself, like the greedy reply of an evaluation; reward functions that
-                compare rollouts are left out.
+            alone: score every rollout by itself, like the greedy reply of an evaluation; reward
+                functions that compare rollouts are left out.
         """
         ...
 
@@ -157,15 +170,16 @@ class Rewarder(Protocol):
 class Environment(Protocol):
     """One episode of a problem, used once.
 
-    An environment works with messages and never with tokens. `step` and `close` of all environments of a run are
-    called in one event loop, in a thread beside the controller's, from the checks before the start to the last
-    evaluation. So a `step` may create what belongs to an event loop (a session, a semaphore) and share it with
-    other environments of the task. `opening` may be called in any event loop.
+    An environment works with messages and never with tokens. `step` and `close` of all environments
+    of a run are called in one event loop, in a thread beside the controller's, from the checks
+    before the start to the last evaluation. So a `step` may create what belongs to an event loop (a
+    session, a semaphore) and share it with other environments of the task. `opening` may be called
+    in any event loop.
 
-    Two optional attributes: `runs_inline = True` promises that the environment never blocks and shares nothing that
-    belongs to an event loop; it is then called in the controller's loop, without a change of threads.
-    `single_turn = True` promises that it never answers a reply with messages; otherwise the run's renderer must be
-    able to continue after a reply.
+    Two optional attributes: `runs_inline = True` promises that the environment never blocks and
+    shares nothing that belongs to an event loop; it is then called in the controller's loop,
+    without a change of threads. `single_turn = True` promises that it never answers a reply with
+    messages; otherwise the run's renderer must be able to continue after a reply.
     """
 
     def opening(self) -> Sequence[Message]:
@@ -175,8 +189,8 @@ class Environment(Protocol):
     async def step(self, reply: Reply) -> Observation:
         """Answer a reply; slow code has to await, or run in a thread or process.
 
-        Called until an observation has no messages, or a limit of the run is reached. An error makes the rollout a
-        failed one: it is logged, counted and not trained on.
+        Called until an observation has no messages, or a limit of the run is reached. An error
+        makes the rollout a failed one: it is logged, counted and not trained on.
         """
         ...
 

@@ -1,4 +1,6 @@
-"""GRPO on sum-digits; the tiny default runs on a laptop's CPU: `python -m rl.simple_grpo_sum_digits`."""
+"""GRPO on sum-digits; the tiny default runs on a laptop's CPU: `python -m
+rl.simple_grpo_sum_digits`.
+"""
 
 from __future__ import annotations
 

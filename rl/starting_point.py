@@ -1,7 +1,8 @@
-"""Initial weights and tokenizer of a run: a user's folder, a random model, or a warmed-up tiny model.
+"""Initial weights and tokenizer of a run: a user's folder, a random model, or a warmed-up tiny
+model.
 
-The warmed-up model is made once and cached under a key of everything that it depends on: the model, the seed,
-the demonstrations, the warm-up and the trainer's arithmetic.
+The warmed-up model is made once and cached under a key of everything that it depends on: the model,
+the seed, the demonstrations, the warm-up and the trainer's arithmetic.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rl.models.tokenizer import (
 from rl.types import TrainingSample
 
 RECIPE = 3
-"""Part of the key; incremented when a change of the warm-up, the tokenizer or the initialization changes the
-result."""
+"""Part of the key; incremented when a change of the warm-up, the tokenizer or the initialization
+changes the result."""
 NUM_KEYED_DEMONSTRATIONS = 256
 """Number of demonstrations in the key; the others follow from the same settings."""
 
@@ -85,11 +86,14 @@ def given_folder(
         batch_invariant: value for a spec that is taken from the folder.
 
     Raises:
-        ValueError: names a missing file or tensor, an unsupported field, all fields that differ from the expected
-            model's, or the first tensor with another shape.
+        ValueError: names a missing file or tensor, an unsupported field, all fields that differ
+            from the expected model's, or the first tensor with another shape.
     """
     folder = HFFolder(path, tokenizer=True)
-    take = "set any_model_size=True to take the model from the folder, or choose a folder of that model"
+    take = (
+        "set any_model_size=True to take the model from the folder, or choose a folder of that "
+        "model"
+    )
     spec = (
         replace(folder.spec(), batch_invariant=batch_invariant)
         if spec is None
@@ -118,7 +122,8 @@ def warmed_up_model(
     demonstrations: Iterable[TrainingSample],
     arithmetic: dict[str, Any],
 ) -> StartingPoint:
-    """Return the cached model after its warm-up, or else the random model that the warm-up starts from.
+    """Return the cached model after its warm-up, or else the random model that the warm-up starts
+    from.
 
     Args:
         demonstrations: training samples of the warm-up, in order.

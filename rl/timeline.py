@@ -1,7 +1,7 @@
 """Timeline of a run for Perfetto: `python -m rl.timeline outputs/x`.
 
-Writes outputs/x/timeline.json, also of a run that is running or was killed. Open the file at ui.perfetto.dev or in
-chrome://tracing.
+Writes outputs/x/timeline.json, also of a run that is running or was killed. Open the file at
+ui.perfetto.dev or in chrome://tracing.
 
 Exit status: 0, or 2 for a folder that is not a run's or has no spans.
 """
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
         say(
-            f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in chrome://tracing"
+            f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in "
+            "chrome://tracing"
         )
     except (ValueError, OSError) as error:
         say_error(f"error: {error}")

@@ -19,7 +19,9 @@ from rl.utils.sharing import ReadOnlyDict, Shareable, copy_data, freeze_arrays, 
 FinishReason = Literal["stop", "length", "abort"]
 Role = Literal["system", "user", "assistant", "tool"]
 EndReason = Literal["done", "turns", "tokens", "time", "failed"]
-"""done: the environment ended the episode; turns, tokens, time: a limit was reached; failed: the environment broke."""
+"""done: the environment ended the episode; turns, tokens, time: a limit was reached; failed: the
+environment broke.
+"""
 
 RUN = ""
 """Model id of a run, which has one model."""
@@ -45,11 +47,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the stop token is part of the completion."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end a completion, the text included. Needs an engine with a tokenizer; `rl.models.generate` has
-    none."""
+    """Texts that end a completion, the text included. Needs an engine with a tokenizer;
+    `rl.models.generate` has none."""
     seed: int | None = None
-    """Seed of the whole call, from which each request derives its own. None: in a run one that no other call has,
-    derived from the run's seed; else the engine's random state."""
+    """Seed of the whole call, from which each request derives its own. None: in a run one that no
+    other call has, derived from the run's seed; else the engine's random state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,9 @@ class Message:
 
 
 def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
-    """Return the messages of a list, a generator or any other iterable; raise ValueError if it is none."""
+    """Return the messages of a list, a generator or any other iterable; raise ValueError if it is
+    none.
+    """
     if type(messages) is tuple:
         return messages
     hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
@@ -76,8 +80,8 @@ def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]
 class Problem(Shareable):
     """One instance of a task: a question, and what its answer is graded against.
 
-    Each episode and each call of a reward function gets a private copy, so that changing `info` changes it for
-    nobody else.
+    Each episode and each call of a reward function gets a private copy, so that changing `info`
+    changes it for nobody else.
     """
 
     id: str
@@ -161,11 +165,15 @@ class Observation:
     """An environment's answer to a reply."""
 
     messages: tuple[Message, ...] = ()
-    """The next messages to the model; none ends the episode. Any iterable of messages is kept as a tuple."""
+    """The next messages to the model; none ends the episode. Any iterable of messages is kept as a
+    tuple.
+    """
     reward: float = 0.0
     """Reward of this reply alone, added to the rubric's."""
     metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
-    """Numbers to report, such as calls of a tool; they are summed over the turns of a rollout. Kept read-only."""
+    """Numbers to report, such as calls of a tool; they are summed over the turns of a rollout. Kept
+    read-only.
+    """
 
     def __post_init__(self) -> None:
         if type(self.messages) is not tuple:
@@ -187,12 +195,12 @@ class Turn:
     messages: tuple[Message, ...]
     """Messages since the last reply."""
     prompt_ids: np.ndarray
-    """[T] int32, the messages as tokens, with everything that the chat template puts between the last reply and this
-    reply; in the first turn the whole prompt."""
+    """[T] int32, the messages as tokens, with everything that the chat template puts between the
+    last reply and this reply; in the first turn the whole prompt."""
     completion: Completion
     text: str
-    """The completion decoded, without the tokens that end or begin a turn. If the prompt ended in an opened thought,
-    the text begins with its mark."""
+    """The completion decoded, without the tokens that end or begin a turn. If the prompt ended in
+    an opened thought, the text begins with its mark."""
     observation: Observation = field(default_factory=Observation)
     """The environment's answer to the reply."""
 
@@ -221,7 +229,8 @@ class Rollout:
     end: EndReason = "done"
     """Reason why there are no more turns."""
     failure: str | None = None
-    """Reason why the environment failed (an error, a timeout); a failed rollout is not trained on."""
+    """Reason why the environment failed (an error, a timeout); a failed rollout is not trained on.
+    """
 
     def __post_init__(self) -> None:
         if type(self.turns) is not tuple:
@@ -270,26 +279,30 @@ class Score:
     """A rubric's result for a rollout."""
 
     reward: float
-    """Reward of the rubric, always finite; training optimises the sum of `reward` and `overlong`."""
+    """Reward of the rubric, always finite; training optimises the sum of `reward` and `overlong`.
+    """
     correct: bool
     """True if the answer is right, regardless of reward shaping."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted value of each reward function, by name."""
     failure: str | None = None
-    """Reason why scoring failed (an error, a timeout, not finite); a failed rollout is not trained on."""
+    """Reason why scoring failed (an error, a timeout, not finite); a failed rollout is not trained
+    on.
+    """
     unparsed: tuple[str, ...] = ()
     """Names of the reward functions that found no answer in the reply."""
     overlong: float = 0.0
-    """Penalty for the length of a training rollout (loop.overlong), at most 0. It is not part of `reward`, so a
-    group of correct replies counts as one of equal rewards, however long the replies are."""
+    """Penalty for the length of a training rollout (loop.overlong), at most 0. It is not part of
+    `reward`, so a group of correct replies counts as one of equal rewards, however long the replies
+    are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingSample:
     """A sequence with the loss's inputs for each of its tokens.
 
-    Entry t of every array belongs to token t as a *target*. Token 0 is never a target, so `mask[0]` is False. With
-    `targets` of K columns, mask, advantages and all logprobs are [T, K].
+    Entry t of every array belongs to token t as a *target*. Token 0 is never a target, so `mask[0]`
+    is False. With `targets` of K columns, mask, advantages and all logprobs are [T, K].
     """
 
     token_ids: np.ndarray
@@ -297,23 +310,28 @@ class TrainingSample:
     mask: np.ndarray
     """[T] bool, True where the token is trained on."""
     generator_logprobs: np.ndarray
-    """[T] float32, nats, as recorded by the generator; NaN for tokens that the generator did not sample."""
+    """[T] float32, nats, as recorded by the generator; NaN for tokens that the generator did not
+    sample.
+    """
     advantages: np.ndarray
     """[T] float32."""
     policy_versions: np.ndarray
     """[T] int32; -1 for tokens that the generator did not sample."""
     temperature: float = 1.0
-    """Temperature of the distribution that was sampled from; the trainer divides its logits by it."""
+    """Temperature of the distribution that was sampled from; the trainer divides its logits by it.
+    """
     reference_logprobs: np.ndarray | None = None
-    """[T] float32, nats, of a reference policy. None: the trainer computes them if its own is enabled."""
+    """[T] float32, nats, of a reference policy. None: the trainer computes them if its own is
+    enabled.
+    """
     proximal_logprobs: np.ndarray | None = None
-    """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, for a loss with an
-    importance correction. None: the policy's logprobs in the forward pass."""
+    """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, for
+    a loss with an importance correction. None: the policy's logprobs in the forward pass."""
     targets: np.ndarray | None = None
     """[T] or [T, K] int64, targets that replace token t itself; entry 0 is ignored."""
     ratio_mask: np.ndarray | None = None
-    """[T] bool, tokens over which a loss with sequence ratios (GSPO) takes the mean. None: the trained tokens. Not
-    allowed with K targets."""
+    """[T] bool, tokens over which a loss with sequence ratios (GSPO) takes the mean. None: the
+    trained tokens. Not allowed with K targets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,7 +371,9 @@ class Packing:
     num_room: int
     """Capacity of the micro-batches in tokens, by max_tokens_per_microbatch."""
     num_attended: int = 0
-    """Sum over packed tokens of the tokens attended to, the token itself included; 0 if not counted."""
+    """Sum over packed tokens of the tokens attended to, the token itself included; 0 if not
+    counted.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,8 +424,8 @@ class ForwardBackwardResult:
     memory: DeviceMemory | None = field(default=None, compare=False)
     """Peak memory since the beginning of the latest optimizer step; None on a CPU."""
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
-    """[T] float32 nats of each requested sample, entry t for token t, entry 0 is 0; [T, K] with K targets. None if
-    no logprobs were requested."""
+    """[T] float32 nats of each requested sample, entry t for token t, entry 0 is 0; [T, K] with K
+    targets. None if no logprobs were requested."""
 
     @property
     def loss_mean(self) -> float:
@@ -420,8 +440,8 @@ class RoundingResult:
     rounded_away: float
     """Share of the weights with an update whose stored number stayed the same."""
     applied: float
-    """Sum of the changes of the stored numbers, in the directions of their updates, over the sum of the updates: about
-    1 with stochastic rounding, about 0 if updates are lost for good."""
+    """Sum of the changes of the stored numbers, in the directions of their updates, over the sum of
+    the updates: about 1 with stochastic rounding, about 0 if updates are lost for good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -453,8 +473,8 @@ class ServeResult:
     """All generators have pulled a version and passed the parity check."""
 
     canary_diff: float | None = None
-    """Largest mean difference of any generator's logprobs of a fixed text from the trainer's, in nats a token; None
-    if it was not checked."""
+    """Largest mean difference of any generator's logprobs of a fixed text from the trainer's, in
+    nats a token; None if it was not checked."""
     canary_s: float = 0.0
     """Seconds that the check took after the pulls."""
 

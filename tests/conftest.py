@@ -1,5 +1,5 @@
-"""Set-up of all tests: no network, a time limit for each test, a check for leaks at the end, and groups for
-pytest-xdist."""
+"""Set-up of all tests: no network, a time limit for each test, a check for leaks at the end, and
+groups for pytest-xdist."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
 
 __all__ = ["pytest_sessionfinish", "pytest_sessionstart"]
 
-# Set before any import that reads them, and inherited by the actors. Several tests and actors share the cores:
-# a compute thread that spins between two operations takes the time of another that has work.
+# Set before any import that reads them, and inherited by the actors. Several tests and actors share
+# the cores: a compute thread that spins between two operations takes the time of another that has
+# work.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
@@ -35,8 +36,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Tests in this process are small: a second compute thread costs more than it gains, and on a busy machine
-    # it waits for a core at every operation. Actors set their own number.
+    # Tests in this process are small: a second compute thread costs more than it gains, and on a
+    # busy machine it waits for a core at every operation. Actors set their own number.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.freeze()
@@ -56,7 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.timeout(limit_s))
                 break
-    # The longest scope first, as far as the limits tell: then all processes end at about the same time.
+    # The longest scope first, as far as the limits tell: then all processes end at about the same
+    # time.
     limits_s = Counter[str]()
     for item in items:
         limit = item.get_closest_marker("timeout")

@@ -1,7 +1,7 @@
 """The rules of CONTRIBUTING.md: layers, imports of heavy packages, sizes, unique names, wording.
 
-Each rule is a function from sources (path -> text) to violations, so that made-up trees can show that violations are
-caught.
+Each rule is a function from sources (path -> text) to violations, so that made-up trees can show
+that violations are caught.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def layer(module: str) -> int | None:
 
 
 def upward_arrows(sources: Sources) -> list[str]:
-    """Return the imports of a higher layer, of an entry, and static imports of actors or configs by an entry."""
+    """Return the imports of a higher layer, of an entry, and static imports of actors or configs by
+    an entry.
+    """
     violations = []
     for imported in imports(sources):
         source, target = layer(imported.source), layer(imported.target)
@@ -194,8 +196,8 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def misplaced_imports(sources: Sources) -> list[str]:
-    """Return imports of heavy packages and model families where they are not allowed, and imports of other packages
-    than torch in the losses."""
+    """Return imports of heavy packages and model families where they are not allowed, and imports
+    of other packages than torch in the losses."""
     violations = []
     for imported in imports(sources):
         package, top = imported.target.partition(".")[0], imported.path.partition("/")[0]
@@ -216,7 +218,9 @@ def misplaced_imports(sources: Sources) -> list[str]:
 
 
 def repeated_names(sources: Sources) -> list[str]:
-    """Return public classes of the product that have the same name, and files with a name that is too general."""
+    """Return public classes of the product that have the same name, and files with a name that is
+    too general.
+    """
     places: dict[str, list[str]] = {}
     for path, text in sources.items():
         if path.partition("/")[0] not in LAYERS:
@@ -281,7 +285,9 @@ for name in {modules!r}:
 
 
 def import_with_blocked(root: Path, modules: list[str], blocked: tuple[str, ...]) -> str:
-    """Return the error of importing modules in a fresh interpreter without the blocked packages, or ""."""
+    """Return the error of importing modules in a fresh interpreter without the blocked packages, or
+    "".
+    """
     code = IMPORT_WITHOUT.format(modules=modules, blocked=blocked)
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -313,11 +319,14 @@ def of_lines(head: str, num: int) -> str:
     ("rule", "sources", "says"),
     [
         (upward_arrows, {"losses/a.py": "import rl.types"}, "losses/a.py:1: losses.a -> rl.types: "),
-        (upward_arrows, {"rl/a.py": "def f():\n    from configs import tiny"}, "rl/a.py:2: rl.a -> configs: "),
+        (upward_arrows, {"rl/a.py": "def f():\n    from configs import tiny"}, "rl/a.py:2: rl.a -> "
+                                                                               "configs: "),
         (upward_arrows, {"rl/a.py": "import_module('actors.b')"}, "rl/a.py:1: rl.a -> actors.b: "),
         (upward_arrows, {"configs/a.py": "from examples.x import x"}, ": configs.a -> examples.x: "),
-        (upward_arrows, {"actors/a.py": "from rl import train"}, ": actors.a -> rl.train: nothing imports an entry"),
-        (upward_arrows, {"rl/train.py": "from actors.b import B"}, ": rl.train -> actors.b: entries load these"),
+        (upward_arrows, {"actors/a.py": "from rl import train"}, ": actors.a -> rl.train: nothing "
+                                                                 "imports an entry"),
+        (upward_arrows, {"rl/train.py": "from actors.b import B"}, ": rl.train -> actors.b: "
+                                                                   "entries load these"),
         (upward_arrows, {"rl/a.py": "if TYPE_CHECKING:\n    import actors.b"}, ": rl.a -> actors.b: "),
         (misplaced_imports, {"actors/generator.py": "def f():\n    import vllm.config"}, "vllm is for actors/vllm/"),
         (misplaced_imports, {"rl/models/a.py": "from torchao.float8 import x"}, "torchao is for rl/models/"),
@@ -330,7 +339,8 @@ def of_lines(head: str, num: int) -> str:
          "rl.p.a"),
         (cycles, {"rl/a.py": "if TYPE_CHECKING:\n    import rl.b", "rl/b.py": "import rl.a"}, "rl.a -> rl.b -> rl.a"),
         (repeated_names, {"rl/a.py": CLASS, "actors/b.py": CLASS}, "Place: actors/b.py, rl/a.py"),
-        (repeated_names, {"rl/errors.py": "", "rl/x/errors.py": ""}, "errors.py: rl/errors.py, rl/x/errors.py"),
+        (repeated_names, {"rl/errors.py": "", "rl/x/errors.py": ""}, "errors.py: rl/errors.py, "
+                                                                     "rl/x/errors.py"),
         (oversized, {"rl/a.py": of_lines("def f():", 61)}, "61 lines, at most 60"),
         (oversized, {"rl/a.py": of_lines("async def f():", 61)}, "61 lines, at most 60"),
         (oversized, {"rl/a.py": of_lines("class A:", 401)}, "401 lines, at most 400"),
@@ -345,7 +355,10 @@ def test_violation_is_caught(rule, sources, says):
 
 
 def test_bad_opening_of_a_docstring_is_caught(tmp_path):
-    text = '"""A module."""\nx = 1\n"""Of what x is."""\ndef f():\n    """Whether it is."""\n    return "What?"\n'
+    text = (
+        '"""A module."""\nx = 1\n"""Of what x is."""\ndef f():\n    """Whether it is."""\n    '
+        'return "What?"\n'
+    )
     (tmp_path / "a.py").write_text(text)
     bad, total = bad_openings([tmp_path])
     assert total == 3

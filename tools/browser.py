@@ -1,7 +1,8 @@
 """Find or install the headless browser of `make test-report`: `python -m tools.browser`.
 
-The browser is the one that RELAY_BROWSER names, a Chromium on PATH, or, for root on Debian, the package that apt-get
-installs. Playwright, of the dependency group `report`, drives it and brings no browser.
+The browser is the one that RELAY_BROWSER names, a Chromium on PATH, or, for root on Debian, the
+package that apt-get installs. Playwright, of the dependency group `report`, drives it and brings no
+browser.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Kill a process in each phase of a run and check that the run recovers: `make chaos`.
 
-An undisturbed run comes first. Then each case is a run in which one process is killed once (several in the short
-version); the run must finish by itself (after the loss of its controller: with --resume) with the same metrics and
-the same trained rollouts. The last line is a JSON object; exit status 1: a case failed.
+An undisturbed run comes first. Then each case is a run in which one process is killed once (several
+in the short version); the run must finish by itself (after the loss of its controller: with
+--resume) with the same metrics and the same trained rollouts. The last line is a JSON object; exit
+status 1: a case failed.
 """
 
 from __future__ import annotations

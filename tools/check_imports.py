@@ -1,6 +1,8 @@
-"""Import what a run needs, and explain each failure: `.venv/bin/python -m tools.check_imports cpu|gpu [GROUP ...]`.
+"""Import what a run needs, and explain each failure: `.venv/bin/python -m tools.check_imports
+cpu|gpu [GROUP ...]`.
 
-The GPU builds are imported without a GPU as well: an image of a container is made where there is none.
+The GPU builds are imported without a GPU as well: an image of a container is made where there is
+none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ ROLES = (
     "actors.generator",
     "actors.reward",
 )
-"""Modules that the processes of a run import. They need nothing beyond `CORE`; Python keeps their compiled files."""
+"""Modules that the processes of a run import. They need nothing beyond `CORE`; Python keeps their
+compiled files.
+"""
 GROUPS = {
     "float8": ("torchao.float8",),
     "gguf": ("gguf",),
@@ -41,10 +45,13 @@ GROUPS = {
     "trl": ("trl",),
 }  # fmt: skip
 HINTS = (
-    ("torchvision::nms", "a CUDA build of torchvision stands beside PyTorch's CPU build: uninstall torchvision"),
-    ("cannot open shared object file", "a system library is missing: install the package that holds the named file "
-     "(Debian and Ubuntu: libnuma1 for libnuma.so.1, libgomp1 for libgomp.so.1)"),
-    ("GLIBC", "this Linux is older than the builds: use one with glibc 2.35 or newer, or a container of one"),
+    ("torchvision::nms", "a CUDA build of torchvision stands beside PyTorch's CPU build: uninstall "
+                         "torchvision"),
+    ("cannot open shared object file", "a system library is missing: install the package that "
+     "holds the named file (Debian and Ubuntu: libnuma1 for libnuma.so.1, libgomp1 for "
+     "libgomp.so.1)"),
+    ("GLIBC", "this Linux is older than the builds: use one with glibc 2.35 or newer, or a "
+              "container of one"),
     ("", "run `make clean-venv` and try again; if the error stays, report it with the lines above"),
 )  # fmt: skip
 
@@ -56,8 +63,9 @@ def find_problem(device: str) -> str | None:
     if device == "gpu" and not torch.cuda.is_available():
         if has_gpu():
             return (
-                f"PyTorch {torch.__version__} sees no GPU: compare the driver's CUDA version (nvidia-smi) with "
-                f"PyTorch's ({torch.version.cuda}), or choose the CPU with RELAY_DEVICE=cpu"
+                f"PyTorch {torch.__version__} sees no GPU: compare the driver's CUDA version "
+                f"(nvidia-smi) with PyTorch's ({torch.version.cuda}), or choose the CPU with "
+                "RELAY_DEVICE=cpu"
             )
         print(
             f"  no GPU answers on this machine; a run needs one, with driver {MIN_DRIVER} or newer",

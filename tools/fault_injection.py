@@ -1,11 +1,13 @@
 """A process of a run that is killed at a chosen moment, to see that the run recovers.
 
     export RELAY_HOOK=tools.fault_injection
-    RELAY_FAULT='{"phase": "push", "count": 2, "victim": "generator", "delay_s": 0.05}' python -m rl.train ...
+    RELAY_FAULT='{"phase": "push", "count": 2, "victim": "generator", "delay_s": 0.05}' python -m
+    rl.train ...
 
-The process in which `phase` (a name of `rl.observability.spans.span`) begins for the count-th time kills
-the victim, after the delay: once in a run, however often it goes on or is resumed. Of several processes of
-the victim's role the victim is the one that is in the phase itself, else the last. A JSON list holds several faults.
+The process in which `phase` (a name of `rl.observability.spans.span`) begins for the count-th time
+kills the victim, after the delay: once in a run, however often it goes on or is resumed. Of several
+processes of the victim's role the victim is the one that is in the phase itself, else the last. A
+JSON list holds several faults.
 """
 
 from __future__ import annotations

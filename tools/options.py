@@ -1,5 +1,5 @@
-"""Write docs/options.md, every option of a run with its default and meaning, from the config classes, and
-docs/known_names.md, the options of other trainers: `make docs`.
+"""Write docs/options.md, every option of a run with its default and meaning, from the config
+classes, and docs/known_names.md, the options of other trainers: `make docs`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def sections(cls: type, *, path: str) -> Iterator[tuple[str, type, list[dataclasses.Field[Any]]]]:
-    """Yield (path, class, leaf fields) of a config class and of the components below it, depth first."""
+    """Yield (path, class, leaf fields) of a config class and of the components below it, depth
+    first.
+    """
     hints = typing.get_type_hints(cls)
     leaves, nodes = [], []
     for field in dataclasses.fields(cls):

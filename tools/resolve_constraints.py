@@ -1,7 +1,8 @@
-"""Resolve pyproject.toml into tools/constraints-cpu.txt and tools/constraints-gpu.txt: `make constraints`.
+"""Resolve pyproject.toml into tools/constraints-cpu.txt and tools/constraints-gpu.txt: `make
+constraints`.
 
-The files hold names and versions only, so that any index serves them. Both are resolved for Python 3.11 on
-x86_64 Linux, the older of the two supported Pythons.
+The files hold names and versions only, so that any index serves them. Both are resolved for Python
+3.11 on x86_64 Linux, the older of the two supported Pythons.
 """
 
 from __future__ import annotations

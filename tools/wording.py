@@ -1,7 +1,8 @@
-"""Docstrings that open with a word that hides the subject; tests/test_architecture.py bounds their share.
+"""Docstrings that open with a word that hides the subject; tests/test_architecture.py bounds their
+share.
 
-A docstring that opens with "Of", "What" or "Whether" names no subject and no action. A function's docstring is an
-imperative sentence, a class's names the concept, a field's is a noun phrase.
+A docstring that opens with "Of", "What" or "Whether" names no subject and no action. A function's
+docstring is an imperative sentence, a class's names the concept, a field's is a noun phrase.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ BAD_OPENING = re.compile(
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every string that stands as a statement: docstrings, also those of fields."""
+    """Yield line and text of every string that stands as a statement: docstrings, also those of
+    fields.
+    """
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Expr)
@@ -29,7 +32,9 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def bad_openings(folders: Sequence[Path]) -> tuple[list[str], int]:
-    """Return the docstrings with a bad opening, as `path:line text`, and the number of all docstrings."""
+    """Return the docstrings with a bad opening, as `path:line text`, and the number of all
+    docstrings.
+    """
     bad, total = [], 0
     for folder in folders:
         for path in [folder] if folder.is_file() else sorted(folder.rglob("*.py")):

@@ -1,9 +1,10 @@
-"""vLLM 0.32's private parts that relay uses, each with its reason. vllm is imported inside the functions.
+"""vLLM 0.32's private parts that relay uses, each with its reason. vllm is imported inside the
+functions.
 
-`adapt_vllm` replaces the builtin `hasattr` in `vllm.triton_utils.dispatcher`: when an engine starts, vLLM
-looks for kernels in everything that any loaded module holds. With numba loaded (relay's checksums) the
-builtin crashes: llvmlite's `lib` pretends to have every attribute, so `vars(lib).get` raises
-AttributeError; flask's `request` raises RuntimeError.
+`adapt_vllm` replaces the builtin `hasattr` in `vllm.triton_utils.dispatcher`: when an engine
+starts, vLLM looks for kernels in everything that any loaded module holds. With numba loaded
+(relay's checksums) the builtin crashes: llvmlite's `lib` pretends to have every attribute, so
+`vars(lib).get` raises AttributeError; flask's `request` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:
         cleanup_dist_env_and_memory()
         raise
     finally:
-        # On a CPU vLLM replaces this function by one that does nothing, for the rest of the process.
+        # On a CPU vLLM replaces this function by one that does nothing, for the rest of the
+        # process.
         torch.set_num_threads = set_num_threads
 
 
@@ -110,9 +112,9 @@ def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
         """One rank among processes that Monarch has started."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            # vLLM names a shared memory for CPU collectives after the end of the address. relay's model does
-            # not use it, and a killed process leaves it behind. With a different name on each rank it is not
-            # created; PyTorch ignores the query.
+            # vLLM names a shared memory for CPU collectives after the end of the address. relay's
+            # model does not use it, and a killed process leaves it behind. With a different name on
+            # each rank it is not created; PyTorch ignores the query.
             address = f"tcp://{world.master_addr}:{world.master_port}?own={world.rank}"
             return address, world.rank, world.local_rank
 
@@ -145,10 +147,12 @@ MOST_TILED_ROWS = 512
 
 
 def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return `F.linear` with a copy of a weight on the CPU, in the order in which a kernel of vLLM reads it.
+    """Return `F.linear` with a copy of a weight on the CPU, in the order in which a kernel of vLLM
+    reads it.
 
-    vLLM itself takes oneDNN's kernel for all but the smallest weights. On two cores with AMX its own, of SGLang's
-    origin, took 24 ms for the products of a 135M model with 128 rows in bfloat16, oneDNN's 29, PyTorch's 35.
+    vLLM itself takes oneDNN's kernel for all but the smallest weights. On two cores with AMX its
+    own, of SGLang's origin, took 24 ms for the products of a 135M model with 128 rows in bfloat16,
+    oneDNN's 29, PyTorch's 35.
     """
     from vllm import _custom_ops as ops
 

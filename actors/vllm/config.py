@@ -25,8 +25,8 @@ ENVIRONMENT = {
 }
 """Environment variables that vllm and Triton read when they are imported or compile."""
 CPU_BLOCK = 32
-"""Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would then share
-nothing."""
+"""Tokens of a cache block on a CPU. vLLM's default of 128 is longer than most prompts, which would
+then share nothing."""
 SMALLEST_CPU_HEAD_DIM = 32
 """Smaller heads take as much cache as heads of this size."""
 
@@ -36,7 +36,9 @@ class GeneratorConfig(Configurable.Config):
     """Settings of a `GeneratorEngine`, where they are called `GeneratorEngine.Config`."""
 
     tensor_parallel_degree: int = 1
-    """Processes that share one copy of the model; must divide the key-value heads and the vocabulary."""
+    """Processes that share one copy of the model; must divide the key-value heads and the
+    vocabulary.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of weights, activations and cache; the trainer's weights are cast to it."""
     max_model_len: int = 4096
@@ -56,19 +58,19 @@ class GeneratorConfig(Configurable.Config):
     on_update: Literal["drain", "keep", "recompute"] = "drain"
     """Treatment of running requests when weights are updated.
 
-    "drain": running requests finish first, and new ones wait meanwhile. A completion is of one version, and
-    so are its logprobs. Costs the wait for the longest completion, while the batch empties.
-    "keep": running requests go on under the new weights with the keys and values they have. Costs nothing.
-    A completion may be of several versions; a token's logprob is of the distribution it was drawn from,
-    which after an update belongs to no single version: new weights attend to old keys and values.
-    "recompute": like "keep", but keys and values are computed again under the new weights. Costs one
-    prefill of all running prompts and completions. A token's logprob is what its version gives for the
-    whole sequence before it."""
+    "drain": running requests finish first, and new ones wait meanwhile. A completion is of one
+    version, and so are its logprobs. Costs the wait for the longest completion, while the batch
+    empties. "keep": running requests go on under the new weights with the keys and values they
+    have. Costs nothing. A completion may be of several versions; a token's logprob is of the
+    distribution it was drawn from, which after an update belongs to no single version: new weights
+    attend to old keys and values. "recompute": like "keep", but keys and values are computed again
+    under the new weights. Costs one prefill of all running prompts and completions. A token's
+    logprob is what its version gives for the whole sequence before it."""
     can_sleep: bool = False
     """Allow `sleep`. On a GPU, vLLM's allocator then owns weights and cache."""
     seed: int = 0
-    """Seed of calls to this engine alone whose sampling settings have none. Without effect in a run, where the router
-    gives such calls a seed derived from the run's."""
+    """Seed of calls to this engine alone whose sampling settings have none. Without effect in a
+    run, where the router gives such calls a seed derived from the run's."""
     num_threads: int = 1
     """CPU threads of each rank."""
     rank_timeout_s: float = field(default=300.0, metadata=unless("tensor_parallel_degree", 1))
@@ -100,18 +102,21 @@ class GeneratorConfig(Configurable.Config):
         if torch.cuda.is_available() if on_gpu is None else on_gpu:
             if model.has_experts and self.dtype != "bfloat16" and not self.enforce_eager:
                 raise ValueError(
-                    f"generator.enforce_eager=False with generator.dtype={self.dtype}: must be True for a mixture of "
-                    "experts, whose products wait for the host in any dtype but bfloat16"
+                    f"generator.enforce_eager=False with generator.dtype={self.dtype}: must be "
+                    "True for a mixture of experts, whose products wait for the host in any dtype "
+                    "but bfloat16"
                 )
             return
         if self.max_model_len > (num_tokens := self.cpu_cache_tokens(model)):
             raise ValueError(
-                f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
-                f"{num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
+                f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values "
+                f"of {num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
             )
 
     def cpu_cache_tokens(self, model: Any) -> int:
-        """Return the tokens whose keys and values fit into one rank's cache on a CPU, in whole blocks."""
+        """Return the tokens whose keys and values fit into one rank's cache on a CPU, in whole
+        blocks.
+        """
         attention = model.block.attention
         num_rows = 2 * model.num_layers * attention.num_kv_heads // self.tensor_parallel_degree
         itemsize: int = getattr(torch, self.dtype).itemsize

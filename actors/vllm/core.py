@@ -1,7 +1,7 @@
 """vLLM's engine core of one rank, called from one thread.
 
-vLLM's outer engine (`LLMEngine`) turns every token of every request into an output object with text,
-logprob dictionaries and statistics. Here its core is driven directly, in this process.
+vLLM's outer engine (`LLMEngine`) turns every token of every request into an output object with
+text, logprob dictionaries and statistics. Here its core is driven directly, in this process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class VLLMCore:
         self._cache_is_tainted = False
         """True after a request with NaN logprobs has written keys and values."""
         self._lent = [local_tensor(tensor) for tensor in (*self.model.parameters(), *self._caches)]
-        """Tensors whose memory is given back while the engine sleeps; the tensors and views of them stay."""
+        """Tensors whose memory is given back while the engine sleeps; the tensors and views of them
+        stay.
+        """
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._lent]
         self.asleep = False
 
@@ -91,7 +93,9 @@ class VLLMCore:
         return bool(self._running)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers by the trainer's names, DTensors where sharded."""
+        """Return this rank's parameters and persistent buffers by the trainer's names, DTensors
+        where sharded.
+        """
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
@@ -137,7 +141,9 @@ class VLLMCore:
         return drawn
 
     def settle(self) -> Drawn | None:
-        """Return the tokens of a step that has begun and not ended, None if there is none; begin no other."""
+        """Return the tokens of a step that has begun and not ended, None if there is none; begin no
+        other.
+        """
         if not num_steps_ahead(self._client):
             return None
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -147,11 +153,12 @@ class VLLMCore:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def weights_changed(self) -> None:
-        """Adapt kernels, requests and prefix cache to the weights that were just written, between two steps.
+        """Adapt kernels, requests and prefix cache to the weights that were just written, between
+        two steps.
 
-        The prefix cache never mixes weights. Under "keep", blocks in use cannot be dropped from the cache, so
-        the cache is salted by the number of updates when a request starts; running requests go on with
-        their blocks, which later requests cannot find.
+        The prefix cache never mixes weights. Under "keep", blocks in use cannot be dropped from the
+        cache, so the cache is salted by the number of updates when a request starts; running
+        requests go on with their blocks, which later requests cannot find.
         """
         self._policy.weights_changed()
         self._num_updates += 1
@@ -241,7 +248,8 @@ def engine_args(config: GeneratorConfig, *, architecture: str, hf_assets_path: s
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_sleep_mode": config.can_sleep,
         "enforce_eager": config.enforce_eager,
-        # The next step is scheduled while the GPU computes; it takes the drawn tokens where they are.
+        # The next step is scheduled while the GPU computes; it takes the drawn tokens where they
+        # are.
         "async_scheduling": True,
     }
     if current_platform.is_cpu():

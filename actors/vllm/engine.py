@@ -1,13 +1,15 @@
 """The generator engine: concurrent completions from one vLLM engine, and its weight updates.
 
-Calls of `generate` and `compute_logprobs` overlap, and their requests share the engine's steps. `update_weights` writes
-the weights in place between two steps; `on_update` decides what happens to running requests. In every mode no request
-is dropped, each token's version is the version of the weights that drew it, and a request that comes after an update
-reads no keys or values from before it.
+Calls of `generate` and `compute_logprobs` overlap, and their requests share the engine's steps.
+`update_weights` writes the weights in place between two steps; `on_update` decides what happens to
+running requests. In every mode no request is dropped, each token's version is the version of the
+weights that drew it, and a request that comes after an update reads no keys or values from before
+it.
 
-One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's thread, and during a
-pause for the caller that writes the weights. With tensor parallelism each rank has an engine in its own process.
-Requests are given to rank 0 only, weight updates to all ranks; `actors.vllm.lockstep` keeps the ranks in step.
+One loop steps the engine. It waits for work (calls, aborts, pauses, the close), for the engine's
+thread, and during a pause for the caller that writes the weights. With tensor parallelism each rank
+has an engine in its own process. Requests are given to rank 0 only, weight updates to all ranks;
+`actors.vllm.lockstep` keeps the ranks in step.
 
 vllm is imported when the engine starts, so that a controller can read the config without it.
 """
@@ -92,8 +94,8 @@ class GeneratorEngine(Configurable):
         self.world = world or World()
         if self.world.size != config.tensor_parallel_degree:
             raise ValueError(
-                f"generator.tensor_parallel_degree={config.tensor_parallel_degree} needs as many processes: "
-                f"there are {self.world.size}"
+                f"generator.tensor_parallel_degree={config.tensor_parallel_degree} needs as many "
+                f"processes: there are {self.world.size}"
             )
         self.policy_version: int | None = None
         """Version of the weights in use; None while there are none."""
@@ -116,8 +118,8 @@ class GeneratorEngine(Configurable):
     async def start(self) -> None:
         """Import vllm, build the engine and make its first steps; collective over the ranks.
 
-        A process can have one engine, as vllm keeps much of its state in globals. Raises ValueError if
-        the settings do not fit the model or the memory.
+        A process can have one engine, as vllm keeps much of its state in globals. Raises ValueError
+        if the settings do not fit the model or the memory.
         """
         self.config.check_model(
             self._model_spec.adapter.config_from_hf(read_hf_config(self._hf_assets_path))
@@ -131,7 +133,9 @@ class GeneratorEngine(Configurable):
         self._task = asyncio.create_task(self._run(self._thread), name="generator engine")
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's weights (`VLLMCore.weights`); write to them only inside `update_weights`."""
+        """Return this rank's weights (`VLLMCore.weights`); write to them only inside
+        `update_weights`.
+        """
         return self._core.weights()
 
     async def generate(
@@ -148,9 +152,10 @@ class GeneratorEngine(Configurable):
 
         Args:
             call_id: identifies the call for `abort`.
-            begun: [prompt][sample] completions that an aborted call returned. Finished ones are returned
-                unchanged, the others continued: `max_tokens` counts the tokens they have. With a seed, equal
-                arguments and equal weights, they get the tokens that they would have got without the abort.
+            begun: [prompt][sample] completions that an aborted call returned. Finished ones are
+                returned unchanged, the others continued: `max_tokens` counts the tokens they have.
+                With a seed, equal arguments and equal weights, they get the tokens that they would
+                have got without the abort.
 
         Raises:
             ValueError: a prompt or a setting cannot be served, or `begun` does not fit them.
@@ -178,18 +183,21 @@ class GeneratorEngine(Configurable):
         ]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
-        """End the completions of these `generate` calls (None: every call) as they are; return their number on rank 0.
+        """End the completions of these `generate` calls (None: every call) as they are; return
+        their number on rank 0.
 
-        The calls return, with finish reason "abort" for unfinished completions. Unknown calls are ignored.
+        The calls return, with finish reason "abort" for unfinished completions. Unknown calls are
+        ignored.
         """
         self._check_serving()
         return self._queue.abort(call_ids)
 
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return [T] float32 nats for each sequence ([T] int token ids): the logprobs at temperature 1.
+        """Return [T] float32 nats for each sequence ([T] int token ids): the logprobs at
+        temperature 1.
 
-        Entry 0 is 0. Sequences are scored beside running requests and before waiting ones; all tokens of a
-        sequence under one version of the weights, without cached keys and values.
+        Entry 0 is 0. Sequences are scored beside running requests and before waiting ones; all
+        tokens of a sequence under one version of the weights, without cached keys and values.
 
         Raises:
             ValueError: a sequence is empty, too long, or has a token id out of range.
@@ -209,8 +217,9 @@ class GeneratorEngine(Configurable):
     ) -> T:
         """Let `write` overwrite `model_state_dict()` in place with the weights of `version`.
 
-        Call it on every rank; it returns the result of `write` when all ranks have written. After a failure
-        there are no valid weights: running requests fail, and nothing is generated until an update succeeds.
+        Call it on every rank; it returns the result of `write` when all ranks have written. After a
+        failure there are no valid weights: running requests fail, and nothing is generated until an
+        update succeeds.
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
@@ -220,10 +229,12 @@ class GeneratorEngine(Configurable):
             return await write(self.model_state_dict())
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and key-value cache until `wake`, for a device that is shared.
+        """Give back the memory of weights and key-value cache until `wake`, for a device that is
+        shared.
 
-        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After `wake`, a
-        version must be written before anything is generated. Raises ValueError if `can_sleep` is False.
+        Call it on every rank. Running requests finish first (see `abort`), waiting ones fail. After
+        `wake`, a version must be written before anything is generated. Raises ValueError if
+        `can_sleep` is False.
         """
         if not self.config.can_sleep:
             raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
@@ -247,7 +258,9 @@ class GeneratorEngine(Configurable):
         return await self._thread.run(function)
 
     async def close(self) -> None:
-        """End the engine and its thread; waiting calls fail. Idempotent. Other ranks end after rank 0."""
+        """End the engine and its thread; waiting calls fail. Idempotent. Other ranks end after rank
+        0.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -323,7 +336,8 @@ class GeneratorEngine(Configurable):
             logger.exception("the generator's engine failed")
             kind = EngineTimeoutError if isinstance(error, TimeoutError) else EngineFailedError
             failure = kind(
-                f"the engine of generator rank {self._lockstep.rank} failed: {type(error).__name__}: {error}"
+                f"the engine of generator rank {self._lockstep.rank} failed: "
+                f"{type(error).__name__}: {error}"
             )
             failure.__cause__ = error
             self._fail(failure)
@@ -361,7 +375,8 @@ class GeneratorEngine(Configurable):
         if turn.step:
             drawn: Drawn | None = self._core.step()
         else:
-            # The tokens of a step that vLLM has begun ahead belong to the weights from before the pause.
+            # The tokens of a step that vLLM has begun ahead belong to the weights from before the
+            # pause.
             drawn = None if turn.pause is None else self._core.settle()
         if drawn is not None:
             self._lockstep.record(drawn)
@@ -372,8 +387,8 @@ class GeneratorEngine(Configurable):
         wanted = await self._pauses.request_for(
             pause, rank=self._lockstep.rank, timeout_s=self._lockstep.timeout_s
         )
-        # The request stays in the list until it is over, so that a failure reaches its caller; until then the
-        # weights belong to no version.
+        # The request stays in the list until it is over, so that a failure reaches its caller;
+        # until then the weights belong to no version.
         self.policy_version, changed = None, False
         if not wanted.begun.cancelled():
             wanted.begun.set_result(True)

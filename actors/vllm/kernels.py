@@ -1,10 +1,12 @@
 """vLLM's kernels in relay's model; the trainer runs the same definition with PyTorch's.
 
-A norm or a rotation is one call here and several small ones in PyTorch. The kernels round otherwise than the
-trainer's, so the batch-invariant mode uses none of them. On a CPU, linear layers also multiply with packed weights; on
-a GPU, kernels do several operations at once, and tensor-parallel ranks sum with vLLM's all-reduce.
+A norm or a rotation is one call here and several small ones in PyTorch. The kernels round otherwise
+than the trainer's, so the batch-invariant mode uses none of them. On a CPU, linear layers also
+multiply with packed weights; on a GPU, kernels do several operations at once, and tensor-parallel
+ranks sum with vLLM's all-reduce.
 
-Shape legend: T tokens, H query heads, K key-value heads of this rank, D head size, G = H / K, X = T * K groups.
+Shape legend: T tokens, H query heads, K key-value heads of this rank, D head size, G = H / K, X = T
+* K groups.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def use_kernels(model: nn.Module, *, on_gpu: bool = False) -> None:
 
 
 def both_ways(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the trainer's hidden states [T, E] with PyTorch's kernels and with those of a GPU, to compare them."""
+    """Return the trainer's hidden states [T, E] with PyTorch's kernels and with those of a GPU, to
+    compare them.
+    """
     fused = copy.deepcopy(model)
     use_kernels(fused, on_gpu=True)
     with torch.no_grad():
@@ -63,7 +67,8 @@ def both_ways(model: Decoder, ids_T: Tensor, **inputs: Any) -> tuple[Tensor, Ten
 
 
 class PackedLinear(nn.Module):
-    """Linear layer that multiplies with a copy of its weight in the order in which the processor's kernel reads it.
+    """Linear layer that multiplies with a copy of its weight in the order in which the processor's
+    kernel reads it.
 
     The parameter is what an update writes. `pack` must follow, and costs about as much as a step.
     """
@@ -167,7 +172,9 @@ def _gated(kernel: Callable[[Tensor, Tensor], None], gate_up_TK2W: Tensor) -> Te
 
 
 class Rotation:
-    """`rl.models.rope.rotate` in one kernel, which reads cosines and sines from one table. Shared by all layers."""
+    """`rl.models.rope.rotate` in one kernel, which reads cosines and sines from one table. Shared
+    by all layers.
+    """
 
     def __init__(self, *, num_groups: int = 1) -> None:
         """`num_groups`: consecutive rows with the angles of one token."""
@@ -196,10 +203,12 @@ class Rotation:
 
 
 class Heads(nn.Module):
-    """`rl.models.decoder.split_heads` in two kernels where it can be: one normalizes and rotates, one sorts heads.
+    """`rl.models.decoder.split_heads` in two kernels where it can be: one normalizes and rotates,
+    one sorts heads.
 
-    The kernels expect the query heads of a token first, then its key heads, then its value heads. A projection's rows
-    are ordered by group, so they get each group of a token as a token of its own, with one key and one value head.
+    The kernels expect the query heads of a token first, then its key heads, then its value heads. A
+    projection's rows are ordered by group, so they get each group of a token as a token of its own,
+    with one key and one value head.
     """
 
     order: Tensor

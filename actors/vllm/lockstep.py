@@ -1,10 +1,12 @@
-"""The turns of an engine, which keep tensor-parallel ranks in step, and the pauses between its steps.
+"""The turns of an engine, which keep tensor-parallel ranks in step, and the pauses between its
+steps.
 
-With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They stay equal
-because rank 0 alone decides: before each engine step it broadcasts an `EngineTurn`, and every rank does exactly what
-the turn says, in order. Each turn carries a digest of the tokens that rank 0 drew in the step before; a rank that drew
-other tokens stops at once. While nothing runs, rank 0 sends an empty turn from time to time. A rank that hears nothing
-for longer than the deadline gives up; the connection to a dead rank closes at once.
+With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own
+process. They stay equal because rank 0 alone decides: before each engine step it broadcasts an
+`EngineTurn`, and every rank does exactly what the turn says, in order. Each turn carries a digest
+of the tokens that rank 0 drew in the step before; a rank that drew other tokens stops at once.
+While nothing runs, rank 0 sends an empty turn from time to time. A rank that hears nothing for
+longer than the deadline gives up; the connection to a dead rank closes at once.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class SilentRankError(ConnectionError, TimeoutError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """A time between two steps in which every rank writes weights, or gives memory back or takes it again."""
+    """A time between two steps in which every rank writes weights, or gives memory back or takes it
+    again.
+    """
 
     version: int | None = None
     """Policy version of the weights that are written; None to sleep or wake."""
@@ -81,7 +85,9 @@ class Pauses:
         return wanted
 
     def next(self) -> Pause | None:
-        """Return the pause to begin; weights come first, as they cannot be written once the engine sleeps."""
+        """Return the pause to begin; weights come first, as they cannot be written once the engine
+        sleeps.
+        """
         self._wanted = [wanted for wanted in self._wanted if not wanted.begun.cancelled()]
         pauses = (wanted.pause for wanted in self._wanted)
         return min(pauses, key=lambda pause: pause.version is None, default=None)
@@ -98,7 +104,8 @@ class Pauses:
                     await self._changed.wait()
         except TimeoutError as error:
             raise TimeoutError(
-                f"rank {rank}: rank 0 begins {pause}, but this rank was not asked for it within {timeout_s:g} s"
+                f"rank {rank}: rank 0 begins {pause}, but this rank was not asked for it within "
+                f"{timeout_s:g} s"
             ) from error
 
     def remove(self, wanted: PauseRequest) -> None:
@@ -173,7 +180,9 @@ class Lockstep:
             self._digest = zlib.crc32(tokens.tobytes(), self._digest)
 
     def all_agree(self, ok: bool) -> bool:
-        """Return whether `ok` is true on all ranks; raise ConnectionError if a rank is gone or silent."""
+        """Return whether `ok` is true on all ranks; raise ConnectionError if a rank is gone or
+        silent.
+        """
         if self._group is None:
             return ok
         answer = torch.tensor(int(ok))

@@ -57,7 +57,8 @@ class VLLMPolicy(nn.Module):
         config: Any = self.spec.adapter.config_from_hf(read_hf_config(folder))
         tp_size = get_tensor_model_parallel_world_size()
         device = torch.get_default_device()
-        # Each layer names its window; without one it must not take one that config.json has and the family ignores.
+        # Each layer names its window; without one it must not take one that config.json has and the
+        # family ignores.
         vllm_config.cache_config.sliding_window = None
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
@@ -142,8 +143,8 @@ class VLLMPolicy(nn.Module):
 class PagedAttention(nn.Module):
     """vLLM's attention over its paged cache, as the model's core attention.
 
-    Kernels exist for some head sizes only. Smaller heads are padded with zeros, which change no product;
-    the scale stays that of the real size.
+    Kernels exist for some head sizes only. Smaller heads are padded with zeros, which change no
+    product; the scale stays that of the real size.
     """
 
     def __init__(
@@ -185,7 +186,9 @@ class PagedAttention(nn.Module):
 
 
 class InvariantPagedAttention(PagedAttention):
-    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on a CPU."""
+    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on
+    a CPU.
+    """
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | None = None
@@ -227,7 +230,8 @@ def _kernel_head_dim(head_dim: int) -> int:
     sizes = backend.get_supported_head_sizes()
     if head_dim > max(sizes):
         raise ValueError(
-            f"head_dim={head_dim}: must be at most {max(sizes)}, the largest that {backend.get_name()} supports"
+            f"head_dim={head_dim}: must be at most {max(sizes)}, the largest that "
+            f"{backend.get_name()} supports"
         )
     return min(size for size in sizes if size > head_dim)
 

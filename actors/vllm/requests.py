@@ -52,8 +52,8 @@ class Request:
     num_begun: int = 0
     """Number of tokens at the end of `prompt` that belong to the completion."""
     scored: int | None = None
-    """Last token of a sequence to score: used in place of a drawn token, and the logprobs of `prompt` are
-    returned too."""
+    """Last token of a sequence to score: used in place of a drawn token, and the logprobs of
+    `prompt` are returned too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +65,8 @@ class Drawn:
     finished: dict[int, FinishReason] = field(default_factory=dict)
     """Requests that end with this token."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """[T - 1] float32 nats of the prompt's tokens but the first, of scored requests that end here."""
+    """[T - 1] float32 nats of the prompt's tokens but the first, of scored requests that end here.
+    """
     diverged: set[int] = field(default_factory=set)
     """Requests with a logprob that is NaN."""
 
@@ -127,7 +128,9 @@ class Queue:
         self._aborted: list[int] = []
 
     async def answers(self, samples: Sequence[Sample]) -> list[Any]:
-        """Add samples and return their answers once they are there; a cancellation ends what is left."""
+        """Add samples and return their answers once they are there; a cancellation ends what is
+        left.
+        """
         added = {sample.request.id: sample for sample in samples if not sample.answer.done()}
         self._samples |= added
         self._waiting += [sample.request for sample in added.values()]
@@ -209,7 +212,9 @@ def completion_samples(
     begun: Begun | None,
     end: End | None = None,
 ) -> list[Sample]:
-    """Return a sample for each completion, in order; finished completions of `begun` are their answers already."""
+    """Return a sample for each completion, in order; finished completions of `begun` are their
+    answers already.
+    """
     samples: list[Sample] = []
     seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
     for i, prompt in enumerate(prompts):
@@ -295,7 +300,9 @@ def check_sequences(
     max_model_len: int,
     vocab_size: int,
 ) -> None:
-    """Raise ValueError, naming the sequence, if it cannot be scored, or continued by `num_new` tokens."""
+    """Raise ValueError, naming the sequence, if it cannot be scored, or continued by `num_new`
+    tokens.
+    """
     for i, token_ids in enumerate(sequences):
         if len(token_ids) == 0:
             raise ValueError(f"{kind} {i} is empty")
@@ -307,5 +314,6 @@ def check_sequences(
         lowest, highest = int(np.min(token_ids)), int(np.max(token_ids))
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"{kind} {i} has token id {lowest if lowest < 0 else highest}: must be 0 to {vocab_size - 1}"
+                f"{kind} {i} has token id {lowest if lowest < 0 else highest}: must be 0 to "
+                f"{vocab_size - 1}"
             )

@@ -1,8 +1,9 @@
 """Sampling inside vLLM, from random numbers that belong to each request.
 
-vLLM's own sampler keeps a random generator per request. On a CPU it fails when a prompt is prefilled in
-parts, and a request's tokens depend on how often it was preempted. It also ranks the drawn token in the
-vocabulary, for which it compiles a kernel in the first request (up to 15 s); relay uses no ranks.
+vLLM's own sampler keeps a random generator per request. On a CPU it fails when a prompt is
+prefilled in parts, and a request's tokens depend on how often it was preempted. It also ranks the
+drawn token in the vocabulary, for which it compiles a kernel in the first request (up to 15 s);
+relay uses no ranks.
 
 Shape legend: B running requests, V vocabulary.
 """
@@ -31,7 +32,8 @@ NUMBERS_AT_ONCE = 2**19
 class PolicySampler(Sampler):
     """Replacement of a model runner's sampler, for temperature, top-k and top-p.
 
-    Logprobs are of the distribution that was sampled from. Greedy rows report logprobs at temperature 1.
+    Logprobs are of the distribution that was sampled from. Greedy rows report logprobs at
+    temperature 1.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -57,7 +59,9 @@ class PolicySampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the logprobs of a prompt's tokens, without ranks; `logprobs` [T, V], `token_ids` [T]."""
+        """Return the logprobs of a prompt's tokens, without ranks; `logprobs` [T, V], `token_ids`
+        [T].
+        """
         assert num_logprobs == 0, "only the tokens' own logprobs are gathered"
         token_ids_T1 = token_ids.unsqueeze(-1)
         return LogprobsTensors(
@@ -73,7 +77,9 @@ class PolicySampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be overwritten."""
+        """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be
+        overwritten.
+        """
         settings = sampling_metadata
         temperature_B = settings.temperature
         if (
@@ -97,7 +103,8 @@ class PolicySampler(Sampler):
             for i in range(0, len(logits), num_rows)
         ]
         tokens_B, logprobs_B = (torch.cat(part) for part in zip(*parts, strict=True))
-        # On a GPU they are on their way when the tokens, which vLLM sends after them and waits for, have arrived.
+        # On a GPU they are on their way when the tokens, which vLLM sends after them and waits for,
+        # have arrived.
         logprobs_B = logprobs_B.to("cpu", non_blocking=True)
         self._drawn.append((self.runner.input_batch.req_ids.copy(), logprobs_B))
         return SamplerOutput(
@@ -105,7 +112,8 @@ class PolicySampler(Sampler):
         )
 
     def drawn_logprobs(self, *, num_ahead: int) -> dict[str, float]:
-        """Return each request's logprob in nats in the step that has just ended; none if no step has.
+        """Return each request's logprob in nats in the step that has just ended; none if no step
+        has.
 
         Meaningless for a request still at its prompt. `num_ahead` steps have begun and not ended.
         """
@@ -125,7 +133,9 @@ class PolicySampler(Sampler):
         return to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
 
     def _forced_tokens(self, logits: Tensor) -> Tensor | None:
-        """Return [B] int64, the next token of each request that is scored and -1 for others; None if none is."""
+        """Return [B] int64, the next token of each request that is scored and -1 for others; None
+        if none is.
+        """
         if not self._scored:
             return None
         tokens = [

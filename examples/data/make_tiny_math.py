@@ -1,9 +1,10 @@
-"""Writes tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums, in GSM8K's columns.
+"""Writes tiny_math.jsonl, the problems of `configs/gsm8k.tiny`: one or two sums, in GSM8K's
+columns.
 
     python examples/data/make_tiny_math.py
 
-The same lines every time: each has a `question`, and an `answer` with the steps and, after `####`, the
-number.
+The same lines every time: each has a `question`, and an `answer` with the steps and, after `####`,
+the number.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The command line of a run: `--module NAME --config FUNCTION --trainer.optimizer.lr 1e-4`.
 
-A registry function returns a complete config, and every leaf of *that instance* is an option, fields of a subclass in a
-nested place included. An option is looked up in the instance's tree before tyro converts its value, so a misspelled
-option can never become a default. `--from_json outputs/x/config.json` starts from a run's file instead, without the
-fields marked `ONE_RUN`. `--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would
-be and starts nothing.
+A registry function returns a complete config, and every leaf of *that instance* is an option,
+fields of a subclass in a nested place included. An option is looked up in the instance's tree
+before tyro converts its value, so a misspelled option can never become a default. `--from_json
+outputs/x/config.json` starts from a run's file instead, without the fields marked `ONE_RUN`.
+`--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would be
+and starts nothing.
 
-tyro parses single values. `tyro.cli(type(config), default=config)` cannot be used: it does not resolve annotations of
-fields that are inherited from another module's class.
+tyro parses single values. `tyro.cli(type(config), default=config)` cannot be used: it does not
+resolve annotations of fields that are inherited from another module's class.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ from rl.utils.proxies import exempt_loopback
 SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
     "config": "Function of that module that returns the config.",
-    "from_json": "Start from a run's config.json instead of --module and --config, under a new name and without "
-    "its permission to overwrite. Runs code: imports the module that the file names.",
-    "resume": "Continue the run of this folder with its config.json; options change fields of it. Runs code: imports "
-    "the module that the file names.",
-    "explain": "Show as text or json what the run would be, and which options are refused; start nothing.",
+    "from_json": "Start from a run's config.json instead of --module and --config, under a new "
+    "name and without its permission to overwrite. Runs code: imports the module that the file "
+    "names.",
+    "resume": "Continue the run of this folder with its config.json; options change fields of it. "
+    "Runs code: imports the module that the file names.",
+    "explain": (
+        "Show as text or json what the run would be, and which options are refused; start nothing."
+    ),
 }
 USES_NETWORK = re.compile(r"launch\.(isolate_network [Ff]alse|hosts (slurm|kubernetes))")
 """Options with which the actors get no network namespace (`actors.isolation`)."""
@@ -97,10 +101,12 @@ def parse_cli(
     default_config: str | None = None,
     prog: str | None = None,
 ) -> ResolvedRun:
-    """Return the run that a command line describes; without `default_config` it must have `--config`.
+    """Return the run that a command line describes; without `default_config` it must have
+    `--config`.
 
     Raises:
-        SystemExit: 2 after errors on stderr that name what is wrong and what is valid; 0 after `--help`.
+        SystemExit: 2 after errors on stderr that name what is wrong and what is valid; 0 after
+            `--help`.
     """
     try:
         options, wants_help = _split(argv)
@@ -115,7 +121,9 @@ def parse_cli(
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
-    """Return the values by option name (with underscores), of which the last wins, and True for --help."""
+    """Return the values by option name (with underscores), of which the last wins, and True for
+    --help.
+    """
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
     for token in argv:
@@ -219,7 +227,8 @@ def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
         path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"
     }
     names |= {name: name for name in SOURCE_OPTIONS}
-    # Paths share so much that every neighbour of the intended option is close: the name must be close too.
+    # Paths share so much that every neighbour of the intended option is close: the name must be
+    # close too.
     parent, _, name = option.rpartition(".")
     close = difflib.get_close_matches(name, set(names.values()), n=3)
     paths = [path for path, its_name in names.items() if its_name in close]
@@ -276,8 +285,9 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
 
 def _describe_options(run: ResolvedRun, *, prog: str | None) -> Iterator[str]:
     yield (
-        f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: {type(run.config).__qualname__}. "
-        "Defaults are those of this config; choose another with --module and --config.\n"
+        f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: "
+        f"{type(run.config).__qualname__}. Defaults are those of this config; choose another with "
+        "--module and --config.\n"
     )
     for name, text in SOURCE_OPTIONS.items():
         yield from _describe_option(name, "str", text)

@@ -1,4 +1,5 @@
-"""Components that own their configuration, and metadata of its fields. `Owner.Config.build()` constructs `Owner`.
+"""Components that own their configuration, and metadata of its fields. `Owner.Config.build()`
+constructs `Owner`.
 
     class Optimizer(Configurable):
         @dataclass(kw_only=True, slots=True)
@@ -10,18 +11,20 @@
 
     Optimizer.Config(lr=3e-4).build(params=model.parameters())
 
-A config is plain data: it can be copied, compared, edited by a registry function, changed on the command line
-(`rl.config.cli`) and written as JSON (`rl.config.json`).
+A config is plain data: it can be copied, compared, edited by a registry function, changed on the
+command line (`rl.config.cli`) and written as JSON (`rl.config.json`).
 
 Fields tell whether they change anything, and which values are refused:
 
     num_tokens: int = field(default=32, metadata=only_if("enable", True))
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
-    export_dtype: Dtype = field(default="float32", metadata=all_of(only_if("enable", True), unless("a", 0)))
-    compiled_autograd: bool = field(default=False, metadata=refused("it does not follow FSDP's hooks"))
+    export_dtype: Dtype = field(default="float32", metadata=all_of(only_if("enable", True),
+        unless("a", 0)))
+    compiled_autograd: bool = field(default=False, metadata=refused("it does not follow FSDP's
+        hooks"))
 
-Conditions name a field of the same config, or a field below one ("generator.num_replicas"). They are shown and never
-enforced: to set an option without effect is no error.
+Conditions name a field of the same config, or a field below one ("generator.num_replicas"). They
+are shown and never enforced: to set an option without effect is no error.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ from typing import Any, ClassVar
 from rl.config.tree import ConfigError, check_fields, children
 
 HIDDEN = {"hidden": True}
-"""Metadata of a field that holds code (`field(metadata=HIDDEN)`): it is no option, and JSON has its name."""
+"""Metadata of a field that holds code (`field(metadata=HIDDEN)`): it is no option, and JSON has its
+name.
+"""
 
 ONE_RUN = {"one_run": True}
-"""Metadata of a root config's field that belongs to one run, such as its name: another run that starts from the run's
-JSON gets the field's default."""
+"""Metadata of a root config's field that belongs to one run, such as its name: another run that
+starts from the run's JSON gets the field's default."""
 
 EFFECT, REFUSED = "effect", "refused"
 
@@ -48,11 +53,12 @@ EFFECT, REFUSED = "effect", "refused"
 class Configurable:
     """A component that is built from its own nested `Config`.
 
-    A subclass without a `Config` of its own gets one that inherits its parent's fields and builds the subclass.
+    A subclass without a `Config` of its own gets one that inherits its parent's fields and builds
+    the subclass.
 
     Raises:
-        TypeError: at the definition of a class whose `Config` is not a `@dataclass(kw_only=True, slots=True)` derived
-            from its parent's `Config`.
+        TypeError: at the definition of a class whose `Config` is not a `@dataclass(kw_only=True,
+            slots=True)` derived from its parent's `Config`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,13 +66,16 @@ class Configurable:
         owner: ClassVar[type[Configurable]]
 
         def build(self, **runtime: Any) -> Any:
-            """Return `Owner(config=copy of self, **runtime)`; raises ConfigError if an edited field is refused."""
+            """Return `Owner(config=copy of self, **runtime)`; raises ConfigError if an edited field
+            is refused.
+            """
             own = copy.deepcopy(self)  # First, as a `__post_init__` could change a list in place.
             check_fields(own)
             return self.owner(config=own, **runtime)  # type: ignore[call-arg]
 
         def with_class(self, cls: type[Configurable]) -> Any:
-            """Return a config of another class with the values of this one's fields, which are not copied.
+            """Return a config of another class with the values of this one's fields, which are not
+            copied.
 
                 config.trainer = config.trainer.with_class(MyTrainer)
 
@@ -76,8 +85,8 @@ class Configurable:
             missing = {*names} - {f.name for f in dataclasses.fields(cls.Config)}
             if missing:
                 raise ConfigError(
-                    f"{cls.__qualname__} has no fields {', '.join(sorted(missing))}: must be a class whose Config has "
-                    f"all of {type(self).__qualname__}"
+                    f"{cls.__qualname__} has no fields {', '.join(sorted(missing))}: must be a "
+                    f"class whose Config has all of {type(self).__qualname__}"
                 )
             return cls.Config(**{name: getattr(self, name) for name in names})
 
@@ -135,7 +144,9 @@ def all_of(*metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def refused(reason: str) -> Mapping[str, Any]:
-    """Return metadata of a field that other trainers have and this project refuses, with the reason."""
+    """Return metadata of a field that other trainers have and this project refuses, with the
+    reason.
+    """
     return {REFUSED: reason}
 
 
@@ -148,7 +159,9 @@ def check_refused(config: Any) -> None:
 
 
 def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
-    """Yield the paths of options without effect; a component without effect is yielded without its fields."""
+    """Yield the paths of options without effect; a component without effect is yielded without its
+    fields.
+    """
     is_sequence = isinstance(config, list | tuple)
     conditions = (
         {}

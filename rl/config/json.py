@@ -1,10 +1,11 @@
 """A config as JSON and back, and the differences between two configs.
 
-A run's `config.json` is `{"module": ..., "config": ..., "values": {...}}`: the registry function and every field. To
-load it, the function is called again and the values are set, so fields that hold code come from the function; in the
-file they are names, and a name that no longer matches is an error. In a sequence of components of several kinds each
-element has its `class` beside its fields. Numbers that JSON lacks are the strings "inf", "-inf" and "nan"; tuples are
-lists, paths strings.
+A run's `config.json` is `{"module": ..., "config": ..., "values": {...}}`: the registry function
+and every field. To load it, the function is called again and the values are set, so fields that
+hold code come from the function; in the file they are names, and a name that no longer matches is
+an error. In a sequence of components of several kinds each element has its `class` beside its
+fields. Numbers that JSON lacks are the strings "inf", "-inf" and "nan"; tuples are lists, paths
+strings.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ LOCATION = ("name", "dump_folder", "overwrite")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return every field of a config, nested, as JSON values; raises TypeError for code that is not HIDDEN."""
+    """Return every field of a config, nested, as JSON values; raises TypeError for code that is not
+    HIDDEN.
+    """
     return {entry.name: _dump(entry) for entry in children(config)}
 
 
 def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
-    """Return a copy of `config` with the values of `to_dict`; raises ConfigError with all wrong keys and values."""
+    """Return a copy of `config` with the values of `to_dict`; raises ConfigError with all wrong
+    keys and values.
+    """
     changes: dict[str, Any] = {}
     problems: list[str] = []
     _collect(config, values, prefix="", changes=changes, problems=problems)
@@ -49,7 +54,9 @@ def write_json(run: ResolvedRun, path: Path) -> None:
 
 
 def write_defaults(run: ResolvedRun, path: Path) -> None:
-    """Write the values of the registry function's config atomically, for readers that may not call the function."""
+    """Write the values of the registry function's config atomically, for readers that may not call
+    the function.
+    """
     _write(to_dict(run.defaults), path)
 
 
@@ -89,7 +96,9 @@ def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> Res
 
 
 def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return value before and now of each leaf that differs between two results of `to_dict`; None if missing."""
+    """Return value before and now of each leaf that differs between two results of `to_dict`; None
+    if missing.
+    """
     ours, theirs = dict(leaves(values)), dict(leaves(before))
     return {
         path: (theirs.get(path), ours.get(path))
@@ -100,7 +109,9 @@ def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 
 
 def changed_fields(file: Path, config: Any) -> list[str]:
-    """Return a line for each field that differs from a config.json, except `LOCATION`: `loop.num_steps: 80 -> 160`."""
+    """Return a line for each field that differs from a config.json, except `LOCATION`:
+    `loop.num_steps: 80 -> 160`.
+    """
     found = differences(to_dict(config), read_json_object(file)["values"])
     return [
         f"{path}: {json.dumps(before)} -> {json.dumps(value)}"

@@ -1,7 +1,9 @@
-"""Options of torchtitan and TorchForge by their names there, for the error of someone who types what they know.
+"""Options of torchtitan and TorchForge by their names there, for the error of someone who types
+what they know.
 
-`known_names.tsv` has a row for each: its name, whether it is the same, renamed or refused here, our options and a
-remark. Of our options `#path` is a field that only a config function sets, `@name` an option outside the config.
+`known_names.tsv` has a row for each: its name, whether it is the same, renamed or refused here, our
+options and a remark. Of our options `#path` is a field that only a config function sets, `@name` an
+option outside the config.
 """
 
 from __future__ import annotations
@@ -52,13 +54,16 @@ def known_names() -> dict[str, KnownName]:
 
 
 def find(option: str) -> KnownName | None:
-    """Return the row of an option that somebody typed, who may have put `trainer.` before it or misspelled it."""
+    """Return the row of an option that somebody typed, who may have put `trainer.` before it or
+    misspelled it.
+    """
     names = known_names()
     for name in (option, option.removeprefix(TRAINER)):
         section = name.rpartition(".")[0]
         if close := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
             (found,) = close
-            # With our path and a name that is the same, what was typed is misspelled and no name of theirs.
+            # With our path and a name that is the same, what was typed is misspelled and no name of
+            # theirs.
             if found.rpartition(".")[0] == section and (
                 name == option or names[found].status != "same"
             ):

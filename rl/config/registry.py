@@ -1,7 +1,7 @@
 """Registry modules: plain functions without arguments that return a complete config.
 
-A registry module is a module of the package `configs` (`sum_digits`), or any importable dotted module. A variant is a
-function that calls another one and edits the config that it returns.
+A registry module is a module of the package `configs` (`sum_digits`), or any importable dotted
+module. A variant is a function that calls another one and edits the config that it returns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class ResolvedRun:
 
 
 def resolve(module: str, function: str) -> ResolvedRun:
-    """Call a registry function and return its config; raises ConfigError, which lists the valid names."""
+    """Call a registry function and return its config; raises ConfigError, which lists the valid
+    names.
+    """
     functions = registry_functions(load_module(module))
     if function not in functions:
         names = ", ".join(functions) or "none"

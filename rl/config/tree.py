@@ -1,8 +1,8 @@
 """A config as a tree: its fields with path, type and docstring, and copies with changed values.
 
-Command line, help and JSON all use this walk, so they agree about what a config contains. Nodes are dataclasses (a
-`Configurable.Config`, a loss's settings) and non-empty lists or tuples of them, whose elements are named by index;
-everything else is a leaf.
+Command line, help and JSON all use this walk, so they agree about what a config contains. Nodes are
+dataclasses (a `Configurable.Config`, a loss's settings) and non-empty lists or tuples of them,
+whose elements are named by index; everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class ConfigEntry:
 
 
 def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
-    """Return the fields of one node, in order; raises TypeError for code in a field that is not hidden."""
+    """Return the fields of one node, in order; raises TypeError for code in a field that is not
+    hidden.
+    """
     if isinstance(node, list | tuple):
         return [
             ConfigEntry(
@@ -145,11 +147,12 @@ def input_paths(config: Any) -> dict[str, Path]:
 
 
 def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: str = "") -> NodeT:
-    """Return a copy with the values of `changes`, by path; every `__post_init__` runs on the result.
+    """Return a copy with the values of `changes`, by path; every `__post_init__` runs on the
+    result.
 
     Raises:
-        ConfigError: a value is not of its field's type, or a `__post_init__` refused the values; the message starts
-            with the node's path.
+        ConfigError: a value is not of its field's type, or a `__post_init__` refused the values;
+            the message starts with the node's path.
         TypeError: a `__post_init__` changed a field; it may only validate.
     """
     changes = changes or {}
@@ -178,7 +181,9 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
 
 
 def check_fields(node: Any) -> None:
-    """Validate a config whose fields may have been edited since its construction; raises as `rebuild`."""
+    """Validate a config whose fields may have been edited since its construction; raises as
+    `rebuild`.
+    """
     rebuild(node)
 
 
@@ -190,7 +195,9 @@ def check_bounds(
     at_most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise ValueError for the first of these fields that is out of bounds or NaN; None is always accepted."""
+    """Raise ValueError for the first of these fields that is out of bounds or NaN; None is always
+    accepted.
+    """
     bounds = (
         (at_least, operator.ge, "at least"),
         (above, operator.gt, "above"),
@@ -218,10 +225,11 @@ def is_node(value: Any) -> bool:
 
 
 def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
-    """Return a value as its annotated type (a list as a tuple, an integer as a float), or raise ValueError.
+    """Return a value as its annotated type (a list as a tuple, an integer as a float), or raise
+    ValueError.
 
-    With `from_json` paths and infinite numbers are read from strings. A protocol accepts an instance with its
-    methods.
+    With `from_json` paths and infinite numbers are read from strings. A protocol accepts an
+    instance with its methods.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     again = functools.partial(convert, from_json=from_json)
@@ -277,7 +285,9 @@ def has_members(value: Any, protocol: type) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it: of a component the name, of a class how to make an instance."""
+    """Return a value as an error shows it: of a component the name, of a class how to make an
+    instance.
+    """
     if isinstance(value, type):
         return f"{value.__qualname__} (the class; {value.__qualname__}() is an instance)"
     return type(value).__qualname__ if is_node(value) else repr(value)

@@ -1,10 +1,10 @@
 """Activation checkpointing of a model's blocks, for any model.
 
-A checkpointed block keeps its input and recomputes the activations in the backward. Only the block's `forward` is
-wrapped, so parameter names and FSDP's hooks around it stay.
+A checkpointed block keeps its input and recomputes the activations in the backward. Only the
+block's `forward` is wrapped, so parameter names and FSDP's hooks around it stay.
 
-When a block is recomputed, FSDP has gathered its parameters again in the dtype of the forward. Parameters that
-`call_in_dtype` cast for the forward alone are kept by the checkpoint.
+When a block is recomputed, FSDP has gathered its parameters again in the dtype of the forward.
+Parameters that `call_in_dtype` cast for the forward alone are kept by the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KEPT_OPS = {
     "torch_attn::_varlen_attn", "aten::_efficient_attention_forward",
     "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
 }  # fmt: skip
-"""Operations whose results selective checkpointing keeps: matrix products, attention, and collectives with small
-results. Norms, rotations, activations and gathers are recomputed."""
+"""Operations whose results selective checkpointing keeps: matrix products, attention, and
+collectives with small results. Norms, rotations, activations and gathers are recomputed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,8 +46,9 @@ class ActivationCheckpointConfig:
     """none keeps all activations; full keeps only each block's input; selective keeps those that
     `selective_option` selects."""
     selective_option: str = field(default="op", metadata=only_if("mode", "selective"))
-    """Selection in mode selective. op keeps the results of matrix products and of attention in every block; a
-    number n keeps only the input of every n-th block and everything in the other blocks."""
+    """Selection in mode selective. op keeps the results of matrix products and of attention in
+    every block; a number n keeps only the input of every n-th block and everything in the other
+    blocks."""
 
     def __post_init__(self) -> None:
         option = self.selective_option
@@ -105,8 +106,8 @@ _keep_some = partial(create_selective_checkpoint_contexts, _policy)
 def _random_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep only the results of operations that may draw random numbers (attention on a CPU).
 
-    To recompute those, PyTorch 2.13's compiler would keep a random state, which it confuses with the mesh of a
-    tensor-parallel block.
+    To recompute those, PyTorch 2.13's compiler would keep a random state, which it confuses with
+    the mesh of a tensor-parallel block.
     """
     kept = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

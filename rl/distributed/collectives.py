@@ -1,6 +1,8 @@
-"""Collectives inside forward and backward, reductions of metrics, and calls made on one rank for all.
+"""Collectives inside forward and backward, reductions of metrics, and calls made on one rank for
+all.
 
-The tensor collectives use PyTorch's functional collectives, which a compiler can trace; groups are given by name.
+The tensor collectives use PyTorch's functional collectives, which a compiler can trace; groups are
+given by name.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class GatherAlike(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients travel back.
+    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients
+    travel back.
 
     Every rank of the group has to call it, even with nothing to send.
     """
@@ -98,10 +101,12 @@ class ExchangeRows(torch.autograd.Function):
 def reduce_sums_and_maxima(
     sums: Tensor, maxima: Tensor, *, mesh: DeviceMesh | None
 ) -> tuple[list[float], list[float]]:
-    """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every rank.
+    """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every
+    rank.
 
-    Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN. Context- and
-    tensor-parallel ranks hold the same sums, which count once; of a pipeline's stages only one gives sums other than 0.
+    Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN.
+    Context- and tensor-parallel ranks hold the same sums, which count once; of a pipeline's stages
+    only one gives sums other than 0.
 
     Args:
         sums, maxima: [A] and [B] float64, on the mesh's device.
@@ -161,7 +166,9 @@ def on_first_rank(
 
 
 def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Call a function on every rank and return its result; raise the first rank's ValueError on every rank."""
+    """Call a function on every rank and return its result; raise the first rank's ValueError on
+    every rank.
+    """
     results: list[T] = []
     problem: ValueError | None = None
     try:

@@ -1,4 +1,6 @@
-"""Private parts of PyTorch that relay uses, each with its reason. Checked with PyTorch 2.11 and 2.13."""
+"""Private parts of PyTorch that relay uses, each with its reason. Checked with PyTorch 2.11 and
+2.13.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ from torch.nn.utils.stateless import _reparametrize_module
 def use_one_gloo_worker() -> None:
     """Give every gloo group created from now on one worker thread, because two corrupt the heap.
 
-    PyTorch 2.13 runs a group's collectives on two threads. At the end of a collective each thread assigns the
-    collective's name to a string that both share, without a lock (`lastCompletedWorkName`, in
-    `ProcessGroupGloo::runLoop`). A name of more than 15 characters, as of DTensor's all-gather, lives on the heap:
-    two threads free it at once, and the process dies at a later allocation. All-gathers and sums of 4 numbers, 32
-    in flight at a time, crash within 0.2 s.
+    PyTorch 2.13 runs a group's collectives on two threads. At the end of a collective each thread
+    assigns the collective's name to a string that both share, without a lock
+    (`lastCompletedWorkName`, in `ProcessGroupGloo::runLoop`). A name of more than 15 characters, as
+    of DTensor's all-gather, lives on the heap: two threads free it at once, and the process dies at
+    a later allocation. All-gathers and sums of 4 numbers, 32 in flight at a time, crash within 0.2
+    s.
 
-    With one thread a group's collectives run in the order in which they were started, which has to be the same
-    on all ranks anyway; it is no slower. PyTorch accepts options of groups from its callers, but none of gloo's,
-    so the constructor is replaced.
+    With one thread a group's collectives run in the order in which they were started, which has to
+    be the same on all ranks anyway; it is no slower. PyTorch accepts options of groups from its
+    callers, but none of gloo's, so the constructor is replaced.
     """
     make = ProcessGroupGloo.__init__
 
@@ -82,12 +85,16 @@ def recorded_collectives() -> list[dict[str, Any]]:
 def replaced_parameters(
     module: nn.Module, tensors: dict[str, Tensor]
 ) -> AbstractContextManager[None]:
-    """Put tensors in place of parameters; the public `functional_call` would call the module's hooks too."""
+    """Put tensors in place of parameters; the public `functional_call` would call the module's
+    hooks too.
+    """
     return _reparametrize_module(module, tensors)
 
 
 def enable_micro_pipeline(group: dist.ProcessGroup) -> None:
-    """Let the compiler overlap this group's collectives with matrix products; only private switches exist."""
+    """Let the compiler overlap this group's collectives with matrix products; only private switches
+    exist.
+    """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -126,11 +133,15 @@ class FileSchedule:
 
 
 MAX_SCHEDULE_BYTES, MAX_CELL = 1 << 20, 32
-"""Size of the file of a pipeline schedule; characters of a cell, such as 12F255 or (0F1;1B0)OVERLAP_F_B."""
+"""Size of the file of a pipeline schedule; characters of a cell, such as 12F255 or
+(0F1;1B0)OVERLAP_F_B.
+"""
 
 
 def _read_rows(file: str) -> list[list[Any]]:
-    """Return the actions of each rank, None where a cell is empty; raise ValueError for a file of something else."""
+    """Return the actions of each rank, None where a cell is empty; raise ValueError for a file of
+    something else.
+    """
     found = os.stat(file)
     if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device would not end
         raise ValueError("is no file")
@@ -147,7 +158,9 @@ def _read_rows(file: str) -> list[list[Any]]:
 
 
 def _count(numbers: Iterable[int | None], most: int, what: str) -> int:
-    """Return the number of stages or micro-batches, each of which has an entry; raise ValueError for a larger one."""
+    """Return the number of stages or micro-batches, each of which has an entry; raise ValueError
+    for a larger one.
+    """
     count = 1 + max(number or 0 for number in numbers)
     if count > most:
         raise ValueError(f"names {what} {count - 1}: with {most} entries there are at most {most}")
@@ -210,10 +223,11 @@ def csv_schedule(read: FileSchedule, stages: list[Any], **settings: Any) -> Any:
 
 
 def gpus_with_context() -> list[int]:
-    """Return the indices of the visible GPUs on which this process has a context, without opening one.
+    """Return the indices of the visible GPUs on which this process has a context, without opening
+    one.
 
-    A context takes about 0.5 GB. PyTorch has no public question for it; NVML knows processes by numbers that a
-    container cannot read.
+    A context takes about 0.5 GB. PyTorch has no public question for it; NVML knows processes by
+    numbers that a container cannot read.
     """
     has = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # of the GPU builds
     return [index for index in range(torch.cuda.device_count()) if has(index)]

@@ -1,10 +1,12 @@
-"""torch.compile, block by block, and tensor parallelism that overlaps communication with matrix products.
+"""torch.compile, block by block, and tensor parallelism that overlaps communication with matrix
+products.
 
-Blocks of one model share the code compiled for the first of them. FSDP's hooks stand around the compiled forward,
-activation checkpointing within it.
+Blocks of one model share the code compiled for the first of them. FSDP's hooks stand around the
+compiled forward, activation checkpointing within it.
 
-For asynchronous tensor parallelism the compiler splits a gather or scatter next to a matrix product into pieces
-that are copied while others are multiplied, through memory that GPUs share (symmetric memory, NVLink).
+For asynchronous tensor parallelism the compiler splits a gather or scatter next to a matrix product
+into pieces that are copied while others are multiplied, through memory that GPUs share (symmetric
+memory, NVLink).
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class CompileConfig:
     backend: Literal["inductor", "aot_eager", "eager"] = field(
         default="inductor", metadata=only_if("enable", True)
     )
-    """Compiler backend. inductor needs a C++ compiler on a CPU, Triton and a C compiler on a GPU; eager and
-    aot_eager trace without a speedup, to find code that cannot be compiled."""
+    """Compiler backend. inductor needs a C++ compiler on a CPU, Triton and a C compiler on a GPU;
+    eager and aot_eager trace without a speedup, to find code that cannot be compiled."""
 
     def __post_init__(self) -> None:
         if not self.components:
@@ -67,18 +69,20 @@ def check_compiler(config: CompileConfig, *, device_type: str) -> None:
     if not has_triton or not any(map(shutil.which, compilers)):
         needs = "the package triton" if not has_triton else f"a compiler ({' or '.join(compilers)})"
         raise ValueError(
-            f"compile.backend='inductor' needs {needs} on device {device_type!r}: install it, set the variable "
-            f"{variable} to a compiler, or use compile.backend='aot_eager' or compile.enable=False"
+            f"compile.backend='inductor' needs {needs} on device {device_type!r}: install it, set "
+            f"the variable {variable} to a compiler, or use compile.backend='aot_eager' or "
+            "compile.enable=False"
         )
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile the blocks' forwards in place, except modules marked `never_compiled`; after checkpointing,
-    before sharding."""
+    """Compile the blocks' forwards in place, except modules marked `never_compiled`; after
+    checkpointing, before sharding."""
     if config.includes("model"):
         for block in blocks:
             for module in block.modules():
-                # A decorator in the module's class would import the compiler, 2 s, into every process.
+                # A decorator in the module's class would import the compiler, 2 s, into every
+                # process.
                 if getattr(module, "never_compiled", False):
                     module.forward = torch.compiler.disable(module.forward)
             block.forward = _compiled(block.forward, config)
@@ -96,8 +100,8 @@ def compile_function(function: FunctionT, config: CompileConfig) -> FunctionT:
 
 
 def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
-    # Variants with and without gradient, for the first number of tokens and for any, for one sequence and for
-    # several exceed PyTorch's limit, beyond which it leaves a function uncompiled.
+    # Variants with and without gradient, for the first number of tokens and for any, for one
+    # sequence and for several exceed PyTorch's limit, beyond which it leaves a function uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
     settle_caches()  # before PyTorch asks for its folder
     compiled: Any = torch.compile(function, backend=config.backend)
@@ -112,10 +116,12 @@ def check_async_tensor_parallel(
     if device_type != "cuda" or tensor_parallel_degree == 1 or not compiles:
         raise ValueError(
             f"parallelism.async_tensor_parallel=True on device {device_type!r} with "
-            f"tensor_parallel_degree={tensor_parallel_degree}, compile.enable={compile_config.enable}, "
-            f"compile.components={compile_config.components}, compile.backend={compile_config.backend!r}: must be "
-            "False, unless GPUs share the model ('cuda', a degree above 1) and 'inductor' compiles its blocks "
-            "('model' among the components), which makes the overlap"
+            f"tensor_parallel_degree={tensor_parallel_degree}, "
+            f"compile.enable={compile_config.enable}, "
+            f"compile.components={compile_config.components}, "
+            f"compile.backend={compile_config.backend!r}: must be False, unless GPUs share the "
+            "model ('cuda', a degree above 1) and 'inductor' compiles its blocks ('model' among "
+            "the components), which makes the overlap"
         )
 
 

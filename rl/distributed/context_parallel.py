@@ -1,11 +1,12 @@
 """Context parallelism: the tokens of each micro-batch split over ranks.
 
-The T packed tokens are cut into 2n pieces for n ranks; rank r takes pieces r and 2n - 1 - r, one that sees few
-keys and one that sees many, so that causal attention costs about the same everywhere. All layers except
-attention see a rank's own tokens alone. Attention gathers the keys and values of all ranks (allgather), or exchanges
-tokens for heads: each rank gets all tokens of its share of the heads (alltoall). Either way each query sees exactly
-the keys that it sees on one device. The logprobs of all tokens are then gathered on every rank, which computes the
-whole loss and sends back the gradient of its own tokens: any loss stays exact, and each token counts once.
+The T packed tokens are cut into 2n pieces for n ranks; rank r takes pieces r and 2n - 1 - r, one
+that sees few keys and one that sees many, so that causal attention costs about the same everywhere.
+All layers except attention see a rank's own tokens alone. Attention gathers the keys and values of
+all ranks (allgather), or exchanges tokens for heads: each rank gets all tokens of its share of the
+heads (alltoall). Either way each query sees exactly the keys that it sees on one device. The
+logprobs of all tokens are then gathered on every rank, which computes the whole loss and sends back
+the gradient of its own tokens: any loss stays exact, and each token counts once.
 
 Shape legend: T packed tokens, n ranks, t = T / n tokens of this rank.
 """
@@ -46,7 +47,9 @@ class ContextParallel:
         return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return start and end of a rank's pieces (None: this rank), in order; adjacent pieces are joined."""
+        """Return start and end of a rank's pieces (None: this rank), in order; adjacent pieces are
+        joined.
+        """
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
         assert size * 2 * self.num_ranks == num_tokens, (
@@ -62,12 +65,16 @@ class ContextParallel:
         return joined_ranges(self.pieces(num_tokens))
 
     def gather(self, values_t: Tensor, places_T: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens, [T], in the order of `places`, alike on every rank."""
+        """Return the values of all ranks' tokens, [T], in the order of `places`, alike on every
+        rank.
+        """
         gathered = GatherAlike.apply(values_t, self.rank, self.num_ranks, self.group)
         return gathered.index_select(0, places_T)
 
     def to_all_tokens(self, x_tn: Tensor) -> Tensor:
-        """Send part p of each token, of [t, n, ...], to rank p; return this rank's part of all tokens, [T, ...]."""
+        """Send part p of each token, of [t, n, ...], to rank p; return this rank's part of all
+        tokens, [T, ...].
+        """
         early, late = self._exchanged(x_tn.transpose(0, 1)).chunk(2, dim=1)
         return torch.cat((early, late.flip(0))).flatten(0, 1)
 

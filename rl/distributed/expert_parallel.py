@@ -1,11 +1,12 @@
-"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of their experts.
+"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of their
+experts.
 
-The ranks over which parameters are sharded are reused: they see different tokens, and experts are split among
-them instead of gathered. The experts' gradients are then already sums over the ranks that exchanged rows; FSDP
-sums them between the groups that did not.
+The ranks over which parameters are sharded are reused: they see different tokens, and experts are
+split among them instead of gathered. The experts' gradients are then already sums over the ranks
+that exchanged rows; FSDP sums them between the groups that did not.
 
-Shape legend: T rows, S rows selected or sent by this rank in the order of their experts, A rows that arrived,
-N experts, P ranks, L = N / P experts of each rank, E features.
+Shape legend: T rows, S rows selected or sent by this rank in the order of their experts, A rows
+that arrived, N experts, P ranks, L = N / P experts of each rank, E features.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ExpertExchange:
         num_sent, num_arrived = row_counts(sent_PL, arrived_PL)
         arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group.group_name)
 
-        # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
+        # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then
+        # rank.
         num_local = sent_PL.size(1)
         expert_PL = torch.arange(num_local, device=rows_SE.device).expand_as(arrived_PL)
         expert_A = expert_PL.flatten().repeat_interleave(
@@ -66,7 +68,9 @@ class ExpertExchange:
 
 
 def row_counts(sent_PL: Tensor, arrived_PL: Tensor) -> list[list[int]]:
-    """Return the numbers of rows sent to and received from each rank; in one copy, so that the host waits once."""
+    """Return the numbers of rows sent to and received from each rank; in one copy, so that the host
+    waits once.
+    """
     counts: list[list[int]] = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
     return counts
 

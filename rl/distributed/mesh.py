@@ -1,4 +1,6 @@
-"""The trainer's device mesh: pipeline stages x data-parallel replicas x shards x context x tensor parallel."""
+"""The trainer's device mesh: pipeline stages x data-parallel replicas x shards x context x tensor
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ STAGE = "stage"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Resolved sizes of the mesh's axes; the product of PP, replicas, shards, CP and TP is the world size."""
+    """Resolved sizes of the mesh's axes; the product of PP, replicas, shards, CP and TP is the
+    world size.
+    """
 
     dp_replicate: int
     dp_shard: int
@@ -50,9 +54,9 @@ class Degrees:
 
 
 _NO_COMPILED_AUTOGRAD = refused(
-    "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones are in every "
-    "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
-    "each block's backward"
+    "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones "
+    "are in every call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; "
+    "compile.enable compiles each block's backward"
 )
 _IN_PIPELINE = unless("pipeline_parallel_degree", 1)
 
@@ -61,62 +65,73 @@ _IN_PIPELINE = unless("pipeline_parallel_degree", 1)
 class ParallelismConfig:
     """Layout of the model and the samples over the trainer's processes.
 
-    Pipeline, replicate, shard, context-parallel and tensor-parallel degree multiply to the number of processes.
-    Neighbouring ranks form a tensor-parallel group; the next axes are the context-parallel ranks, the shards of one
-    replica, the replicas, and the pipeline's ranks.
+    Pipeline, replicate, shard, context-parallel and tensor-parallel degree multiply to the number
+    of processes. Neighbouring ranks form a tensor-parallel group; the next axes are the
+    context-parallel ranks, the shards of one replica, the replicas, and the pipeline's ranks.
     """
 
     data_parallel_replicate_degree: int = 1
-    """Number of copies of the (possibly sharded) model, whose gradients are summed; DDP with shard degree 1."""
+    """Number of copies of the (possibly sharded) model, whose gradients are summed; DDP with shard
+    degree 1.
+    """
     data_parallel_shard_degree: int = -1
-    """Number of ranks that share parameters, gradients and optimizer state (FSDP); -1 takes all remaining
-    ranks."""
+    """Number of ranks that share parameters, gradients and optimizer state (FSDP); -1 takes all
+    remaining ranks."""
     tensor_parallel_degree: int = 1
     """Number of ranks that share each layer's heads, feed-forward width and vocabulary."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Policy of FSDP for freeing a block's gathered parameters between forward and backward; default frees
-    them, except under pipeline parallelism."""
+    """Policy of FSDP for freeing a block's gathered parameters between forward and backward;
+    default frees them, except under pipeline parallelism."""
     loss_parallel: bool = field(default=True, metadata=unless("tensor_parallel_degree", 1))
-    """Compute logprobs and entropy from each tensor-parallel rank's part of the vocabulary; False gathers all
-    logits on every rank."""
+    """Compute logprobs and entropy from each tensor-parallel rank's part of the vocabulary; False
+    gathers all logits on every rank."""
     async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's communication with its matrix products; needs compiled blocks and GPUs that
-    read each other's memory."""
+    """Overlap tensor parallelism's communication with its matrix products; needs compiled blocks
+    and GPUs that read each other's memory."""
     compiled_autograd: bool = field(default=False, metadata=_NO_COMPILED_AUTOGRAD)
     """Compile the backward as a whole; refused."""
     context_parallel_degree: int = 1
-    """Number of ranks that share the tokens of each micro-batch, and the parameters as shards do."""
+    """Number of ranks that share the tokens of each micro-batch, and the parameters as shards do.
+    """
     context_parallel_rotation: Literal["allgather", "alltoall"] = field(
         default="allgather", metadata=unless("context_parallel_degree", 1)
     )
-    """Exchange around attention. allgather: each rank gets all keys and values. alltoall: each rank gets all tokens of
-    its share of the heads, whose number must be a multiple of the ranks."""
+    """Exchange around attention. allgather: each rank gets all keys and values. alltoall: each rank
+    gets all tokens of its share of the heads, whose number must be a multiple of the ranks."""
     expert_parallel_degree: int = 1
-    """Number of ranks, among those that shard parameters, that hold different experts and exchange tokens; 1 for
-    a dense model."""
+    """Number of ranks, among those that shard parameters, that hold different experts and exchange
+    tokens; 1 for a dense model."""
     expert_tensor_parallel_degree: int = 1
-    """Number of tensor-parallel ranks that share each expert. 1: each rank holds all experts for its own tokens;
-    tensor_parallel_degree: each rank holds a part of every expert for all tokens."""
+    """Number of tensor-parallel ranks that share each expert. 1: each rank holds all experts for
+    its own tokens; tensor_parallel_degree: each rank holds a part of every expert for all
+    tokens."""
     pipeline_parallel_degree: int = 1
-    """Number of ranks among which the layers are divided; each passes its results on to the next."""
+    """Number of ranks among which the layers are divided; each passes its results on to the next.
+    """
     pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"] = (
         field(default="1F1B", metadata=_IN_PIPELINE)
     )
-    """Order of the micro-batches' forwards and backwards. Interleaved1F1B and ZBVZeroBubble give each rank several
-    stages."""
+    """Order of the micro-batches' forwards and backwards. Interleaved1F1B and ZBVZeroBubble give
+    each rank several stages."""
     pipeline_parallel_schedule_csv: str | None = field(default=None, metadata=_IN_PIPELINE)
-    """File with an order of its own, in PyTorch's format: a row for each rank, entries such as 0F2 for the forward
-    (F), backward (B), backward of inputs (I) or of weights (W) of stage 0 on micro-batch 2."""
+    """File with an order of its own, in PyTorch's format: a row for each rank, entries such as 0F2
+    for the forward (F), backward (B), backward of inputs (I) or of weights (W) of stage 0 on
+    micro-batch 2."""
     pipeline_parallel_microbatch_size: int | None = field(default=None, metadata=_IN_PIPELINE)
     """Most samples of a micro-batch, besides training.max_tokens_per_microbatch; None: no limit."""
     pipeline_parallel_layers_per_stage: int | None = field(default=None, metadata=_IN_PIPELINE)
-    """Layers of a stage; None: two stages on each rank with Interleaved1F1B and ZBVZeroBubble, else one."""
+    """Layers of a stage; None: two stages on each rank with Interleaved1F1B and ZBVZeroBubble, else
+    one.
+    """
     module_fqns_per_model_part: tuple[str, ...] | None = field(default=None, metadata=_IN_PIPELINE)
-    """Module names of each stage, separated by commas: ("embed_tokens,layers.0", "layers.1,norm,lm_head")."""
+    """Module names of each stage, separated by commas: ("embed_tokens,layers.0",
+    "layers.1,norm,lm_head").
+    """
     pipeline_parallel_first_stage_less_layers: int = field(default=1, metadata=_IN_PIPELINE)
     """Layers that the first stage has less than the others, as it has the embedding."""
     pipeline_parallel_last_stage_less_layers: int = field(default=1, metadata=_IN_PIPELINE)
-    """Layers that the last stage has less than the others, as it has the output head and the loss."""
+    """Layers that the last stage has less than the others, as it has the output head and the loss.
+    """
 
     def __post_init__(self) -> None:
         check_refused(self)
@@ -131,7 +146,8 @@ class ParallelismConfig:
         shards = self.data_parallel_shard_degree
         if shards < 1 and shards != -1:
             raise ValueError(
-                f"data_parallel_shard_degree={shards}: must be at least 1, or -1 for all remaining ranks"
+                f"data_parallel_shard_degree={shards}: must be at least 1, or -1 for all remaining "
+                "ranks"
             )
         for name in ("microbatch_size", "layers_per_stage"):
             if getattr(self, f"pipeline_parallel_{name}") is not None:
@@ -145,7 +161,9 @@ class ParallelismConfig:
         return self.context_parallel_degree > 1 and self.context_parallel_rotation == "alltoall"
 
     def degrees(self, world_size: int) -> Degrees:
-        """Return the sizes of all axes for a number of processes; raise ValueError if the degrees do not fit."""
+        """Return the sizes of all axes for a number of processes; raise ValueError if the degrees
+        do not fit.
+        """
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
         pp = self.pipeline_parallel_degree
@@ -161,20 +179,22 @@ class ParallelismConfig:
             )
         if shard * cp % self.expert_parallel_degree:
             raise ValueError(
-                f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
-                f"{shard * cp} ranks that parameters are sharded over, among which it takes its own"
+                f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide "
+                f"the {shard * cp} ranks that parameters are sharded over, among which it takes "
+                "its own"
             )
         if self.expert_tensor_parallel_degree not in (1, tp):
             raise ValueError(
-                f"parallelism.expert_tensor_parallel_degree={self.expert_tensor_parallel_degree}: must be 1 "
-                f"or tensor_parallel_degree={tp}"
+                f"parallelism.expert_tensor_parallel_degree={self.expert_tensor_parallel_degree}: "
+                f"must be 1 or tensor_parallel_degree={tp}"
             )
         ep, etp = self.expert_parallel_degree, self.expert_tensor_parallel_degree
         return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp, pp=pp)
 
 
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
-    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`, behind `pp` if there are several stages.
+    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`, behind `pp` if there are
+    several stages.
 
     A single process has one only if `always`.
     """
@@ -193,7 +213,9 @@ def pipeline_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def stage_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """Return the group of the ranks that hold the same layers; None without pipeline parallelism: all ranks."""
+    """Return the group of the ranks that hold the same layers; None without pipeline parallelism:
+    all ranks.
+    """
     if mesh is None or pipeline_axis(mesh) is None:
         return None
     return mesh[OF_STAGE]._flatten(STAGE).get_group()
@@ -206,10 +228,11 @@ def ranks_of_stage(mesh: DeviceMesh | None) -> int:
 
 
 def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
-    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and `expert`.
+    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and
+    `expert`.
 
-    `degree` neighbours hold different experts; ranks with the same experts share them as FSDP shards. None if
-    `degree` is 1.
+    `degree` neighbours hold different experts; ranks with the same experts share them as FSDP
+    shards. None if `degree` is 1.
     """
     if mesh is None or degree == 1:
         return None
@@ -227,7 +250,9 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis over which parameters are sharded: shards and context-parallel ranks together."""
+    """Return the axis over which parameters are sharded: shards and context-parallel ranks
+    together.
+    """
     return mesh[DP_SHARD] if mesh[CP].size() == 1 else mesh[DP_SHARD, CP]._flatten(FSDP)
 
 
@@ -249,8 +274,8 @@ class DataRank:
     index: int = 0
     count: int = 1
     speaks: bool = True
-    """True on the first of the context- and tensor-parallel ranks, which all hold the same numbers and of which
-    one reports them."""
+    """True on the first of the context- and tensor-parallel ranks, which all hold the same numbers
+    and of which one reports them."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> DataRank:

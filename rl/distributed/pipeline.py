@@ -1,11 +1,13 @@
-"""Pipeline parallelism: the way of the micro-batches through the stages that `rl.distributed.stages` plans.
+"""Pipeline parallelism: the way of the micro-batches through the stages that
+`rl.distributed.stages` plans.
 
-Each rank of the `pp` axis has a stage of the model, or several, and a schedule of `torch.distributed.pipelining` orders
-their forwards and backwards. Between stages travel hidden states, and their gradients on the way back. All
-micro-batches of a call have the same length.
+Each rank of the `pp` axis has a stage of the model, or several, and a schedule of
+`torch.distributed.pipelining` orders their forwards and backwards. Between stages travel hidden
+states, and their gradients on the way back. All micro-batches of a call have the same length.
 
-Every rank has all micro-batches. What a schedule passes on is the number of one; a hook on each stage replaces it
-by the stage's arguments. The last stage computes the loss within its forward, so that its result is one number.
+Every rank has all micro-batches. What a schedule passes on is the number of one; a hook on each
+stage replaces it by the stage's arguments. The last stage computes the loss within its forward, so
+that its result is one number.
 
 Shape legend: t tokens of a micro-batch on one context- and tensor-parallel rank, E model width.
 """
@@ -32,7 +34,9 @@ from rl.distributed.stages import StagePlan
 T = TypeVar("T")
 
 FORWARDS_OF_STAGE = 8
-"""Micro-batches a stage of a forward without backward: each is held from its arrival until all are sent."""
+"""Micro-batches a stage of a forward without backward: each is held from its arrival until all are
+sent.
+"""
 
 Arguments = tuple[Tensor, dict[str, Any]]
 """The model's input ids and its other arguments."""
@@ -54,13 +58,15 @@ class Pipeline:
         self.num_stages = len(plan.ranks)
         self.parts: list[nn.Module] = []
         self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
-        """Weight of the embedding, if this rank has it, and the copy that serves as output head, if this rank has that;
-        both None for a model whose head has a weight of its own."""
+        """Weight of the embedding, if this rank has it, and the copy that serves as output head, if
+        this rank has that; both None for a model whose head has a weight of its own."""
         self._arguments: Callable[[int, bool], Arguments] | None = None
         """(number of a micro-batch, whether the stage is the last) -> the stage's arguments."""
 
     def attach(self, parts: Sequence[nn.Module], *, tied: bool) -> None:
-        """Take this rank's stages, sharded, in order; the last head of a `tied` model is a copy of the embedding."""
+        """Take this rank's stages, sharded, in order; the last head of a `tied` model is a copy of
+        the embedding.
+        """
         self.parts = list(parts)
         if tied:
             first, last = self.stages[0] == 0, self.stages[-1] == self.num_stages - 1
@@ -79,13 +85,17 @@ class Pipeline:
     def _with_arguments(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """Return a stage's arguments, given hidden states (to the first stage anything) and a micro-batch's number."""
+        """Return a stage's arguments, given hidden states (to the first stage anything) and a
+        micro-batch's number.
+        """
         assert self._arguments is not None, "a stage computes only within a pass"
         ids, options = self._arguments(int(kwargs["number"]), stage == self.num_stages - 1)
         return (args[0] if stage else ids,), options
 
     def num_allowed(self, num_micro_batches: int) -> int:
-        """Return the smallest number of micro-batches that the schedule takes, from the given one up."""
+        """Return the smallest number of micro-batches that the schedule takes, from the given one
+        up.
+        """
         if (file := self.plan.file) is not None:
             return -(-num_micro_batches // file.num_micro_batches) * file.num_micro_batches
         number = max(num_micro_batches, self.num_stages)
@@ -103,14 +113,16 @@ class Pipeline:
         hidden: HiddenStates,
         backward: bool,
     ) -> None:
-        """Take all micro-batches forward through all stages and, if asked, backward from the numbers that `read`
-        returns.
+        """Take all micro-batches forward through all stages and, if asked, backward from the
+        numbers that `read` returns.
 
-        An error of `read` is raised on all ranks, after the micro-batches: the other stages wait for gradients.
+        An error of `read` is raised on all ranks, after the micro-batches: the other stages wait
+        for gradients.
 
         Args:
-            prepared: gives a micro-batch as this rank takes it, and its arguments; `head` among them is for the last
-                stage, which calls `read` with the micro-batch and the head's values.
+            prepared: gives a micro-batch as this rank takes it, and its arguments; `head` among
+                them is for the last stage, which calls `read` with the micro-batch and the head's
+                values.
         """
         errors: list[Exception] = []
 
@@ -139,7 +151,9 @@ class Pipeline:
             raise error
 
     def _pass(self, num_micro_batches: int, hidden: HiddenStates, *, backward: bool) -> None:
-        """Order the micro-batches forward and, if asked, backward, as many at once as the stages can hold."""
+        """Order the micro-batches forward and, if asked, backward, as many at once as the stages
+        can hold.
+        """
         self._copy_tied()
         if not backward:
             at_once = FORWARDS_OF_STAGE * self.num_stages
@@ -189,7 +203,9 @@ class Pipeline:
 
     @contextmanager
     def _earlier_gradients_added(self) -> Iterator[None]:
-        """Add the gradients from before the block to its own; a new `PipelineStage` drops those that it finds."""
+        """Add the gradients from before the block to its own; a new `PipelineStage` drops those
+        that it finds.
+        """
         for part in self.parts:
             reshard(part)
         parameters = [parameter for part in self.parts for parameter in part.parameters()]
@@ -250,7 +266,9 @@ class Pipeline:
         self._move(head, embedding, backward=True)
 
     def _move(self, source: Tensor | None, target: Tensor | None, *, backward: bool) -> None:
-        """Copy this rank's part of a parameter, or add that of its gradient, between the first and the last stage."""
+        """Copy this rank's part of a parameter, or add that of its gradient, between the first and
+        the last stage.
+        """
 
         def part_of(parameter: Tensor) -> Tensor:
             tensor = parameter.grad if backward else parameter.data
@@ -284,7 +302,8 @@ class Pipeline:
         return values
 
     def gather(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield the (name, tensor, ...) of all ranks on every rank, one at a time, with whole tensors.
+        """Yield the (name, tensor, ...) of all ranks on every rank, one at a time, with whole
+        tensors.
 
         Every rank of a stage gives the same names, and every rank consumes all.
         """

@@ -1,7 +1,8 @@
-"""Process groups: gloo on a CPU, NCCL on a GPU, none for a single process; and the record of their collectives.
+"""Process groups: gloo on a CPU, NCCL on a GPU, none for a single process; and the record of their
+collectives.
 
-PyTorch's flight recorder keeps the latest collectives of a process in a ring. It reads its size from the
-environment, once in the life of a process.
+PyTorch's flight recorder keeps the latest collectives of a process in a ring. It reads its size
+from the environment, once in the life of a process.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class CommConfig:
     train_timeout_s: float = 300.0
     """Seconds for every later collective."""
     trace_buffer_size: int = 2000
-    """Number of latest collectives, with their call sites, that each rank remembers and writes to the run's
-    folder when one fails; 0 for none."""
+    """Number of latest collectives, with their call sites, that each rank remembers and writes to
+    the run's folder when one fails; 0 for none."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "trace_buffer_size", at_least=0)
@@ -91,7 +92,9 @@ class RankInfo:
         return cls(mesh=mesh, expert_mesh=build_expert_mesh(mesh, degree=degrees.ep), joined=joined)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the deadline of every later collective, in the default group and in those of the meshes' axes."""
+        """Set the deadline of every later collective, in the default group and in those of the
+        meshes' axes.
+        """
         if self.mesh is None:
             return
         groups = [
@@ -150,7 +153,8 @@ class World:
 
 
 def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
-    """Join the other ranks and return whether this call created a group; a single process does so only if `always`.
+    """Join the other ranks and return whether this call created a group; a single process does so
+    only if `always`.
 
     Raises:
         ValueError: if there is a group of another size.
@@ -194,7 +198,8 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
 
 
 def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPStore:
-    """Return the store in which the ranks find each other; rank 0 serves it, to its master address only.
+    """Return the store in which the ranks find each other; rank 0 serves it, to its master address
+    only.
 
     PyTorch would serve it to every network, and it asks nobody who they are.
 
@@ -215,7 +220,9 @@ def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPSto
 
 
 def _listen(world: World) -> int | None:
-    """Return a socket that listens on the master address, or None if other hosts may know it by another one."""
+    """Return a socket that listens on the master address, or None if other hosts may know it by
+    another one.
+    """
     family, _, _, _, address = socket.getaddrinfo(
         world.master_addr, world.master_port, type=socket.SOCK_STREAM
     )[0]
@@ -240,7 +247,8 @@ def barrier() -> None:
 
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
-    """Add the call and the rank to the error of a failed collective; raise CollectiveTimeoutError if it is overdue.
+    """Add the call and the rank to the error of a failed collective; raise CollectiveTimeoutError
+    if it is overdue.
 
     The folder `record_in` receives the latest collectives of this rank.
     """
@@ -258,8 +266,9 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
             not isinstance(error, RunError) and "timed out" in str(error).lower()
         ):  # gloo's generic error
             raised = CollectiveTimeoutError(
-                f"{this_rank}: in {what} the other ranks did not take part within the deadline of a collective "
-                f"(comm.train_timeout_s; {time.monotonic() - started:.1f} s in all): {error}"
+                f"{this_rank}: in {what} the other ranks did not take part within the deadline of "
+                f"a collective (comm.train_timeout_s; {time.monotonic() - started:.1f} s in all): "
+                f"{error}"
             )
         raised.add_note(f"{this_rank}, in {what}")
         file = None if record_in is None else write_collectives(record_in)
@@ -273,8 +282,8 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
 def write_collectives(folder: str | Path) -> Path | None:
     """Write the recorded collectives, oldest first, as `collectives_rank<r>.json`; return the file.
 
-    Each entry has the name, group, sequence number, sizes, state and call site of a collective. Returns None if
-    nothing was recorded or the disk has no room.
+    Each entry has the name, group, sequence number, sizes, state and call site of a collective.
+    Returns None if nothing was recorded or the disk has no room.
     """
     entries = recorded_collectives() if dist.is_initialized() else []
     if not entries:

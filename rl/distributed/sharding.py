@@ -1,7 +1,9 @@
-"""Data parallelism by FSDP2, shared by the plans of all models, and access to the shards of a tensor.
+"""Data parallelism by FSDP2, shared by the plans of all models, and access to the shards of a
+tensor.
 
-FSDP2 serves in all three forms: shards alone, replicas of shards (HSDP), and replicas alone (DDP: one shard).
-Context-parallel ranks are shards too. Gradients are summed over ranks, never averaged: `optim_step` divides once.
+FSDP2 serves in all three forms: shards alone, replicas of shards (HSDP), and replicas alone (DDP:
+one shard). Context-parallel ranks are shards too. Gradients are summed over ranks, never averaged:
+`optim_step` divides once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class ShardingOptions:
 def prepare_blocks(
     blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions
 ) -> None:
-    """Checkpoint and compile each block's forward in place, after tensor parallelism and before sharding."""
+    """Checkpoint and compile each block's forward in place, after tensor parallelism and before
+    sharding.
+    """
     blocks = list(blocks)
     checkpoint_activations(blocks, options.activation_checkpoint)
     if options.parallelism.async_tensor_parallel:
@@ -75,8 +79,8 @@ def shard_data_parallel(
     A single data-parallel rank is left alone unless its parameters live on the host, or `always`.
 
     Args:
-        apart: modules inside blocks to shard first, each with a mesh of its own: shards, behind replicas if
-            there are several.
+        apart: modules inside blocks to shard first, each with a mesh of its own: shards, behind
+            replicas if there are several.
     """
     data_mesh = data_parallel_mesh(mesh)
     if data_mesh.size() == 1 and not options.cpu_offload and not always:
@@ -89,8 +93,8 @@ def shard_data_parallel(
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # A single shard is the whole block: gathering it again would only cost a copy. With parameters on the host
-    # the copy on the device is what is freed.
+    # A single shard is the whole block: gathering it again would only cost a copy. With parameters
+    # on the host the copy on the device is what is freed.
     policy = options.parallelism.reshard_after_forward
     if policy == "default" and options.parallelism.pipeline_parallel_degree > 1:
         policy = (
@@ -124,7 +128,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def call_in_dtype(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Call the model with its parameters cast to `dtype`; gradients return in the parameters' own dtype.
+    """Call the model with its parameters cast to `dtype`; gradients return in the parameters' own
+    dtype.
 
     This is FSDP2's mixed precision for a model that FSDP2 does not manage.
     """
@@ -145,8 +150,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part as a plain tensor, with gradient.
 
-    Ranks that hold the same part use it for different tokens, or for their own share of each token's result:
-    the gradient of the whole tensor is the sum of theirs.
+    Ranks that hold the same part use it for different tokens, or for their own share of each
+    token's result: the gradient of the whole tensor is the sum of theirs.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -177,7 +182,9 @@ def distributed(
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor without torchao's wrapper for float8 gathering, sharing the parameter's memory."""
+    """Return the tensor without torchao's wrapper for float8 gathering, sharing the parameter's
+    memory.
+    """
     inner = getattr(local_tensor(tensor), "_tensor", None)
     return wrapped_like(tensor, inner) if isinstance(inner, Tensor) else tensor
 
@@ -185,8 +192,9 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
     """Return the part of a whole tensor that corresponds to this rank's part of `like`, as a view.
 
-    If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier one (FSDP)
-    splits its shards, the order in which the plans are applied. Raises ValueError if the shapes differ.
+    If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier
+    one (FSDP) splits its shards, the order in which the plans are applied. Raises ValueError if the
+    shapes differ.
     """
     if full.shape != like.shape:
         raise ValueError(f"shape {tuple(full.shape)} differs from the model's {tuple(like.shape)}")

@@ -1,4 +1,6 @@
-"""Division of a model into the stages of a pipeline (`rl.distributed.pipeline`), and the rank of each."""
+"""Division of a model into the stages of a pipeline (`rl.distributed.pipeline`), and the rank of
+each.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,18 @@ class StagePlan:
         return {name for stage in self.of_rank(rank) for name in self.modules[stage]}
 
     def check_trained(self, trained: Iterable[str]) -> None:
-        """Raise ValueError for a stage without any of the trained parameters, whose backward would fail."""
+        """Raise ValueError for a stage without any of the trained parameters, whose backward would
+        fail.
+        """
         trained = list(trained)
         for stage, modules in enumerate(self.modules):
             # The head's adapter is beside the head.
             own = tuple(f"{module}{end}" for module in modules for end in (".", "_lora."))
             if not any(name.startswith(own) for name in trained):
                 raise ValueError(
-                    f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that is trained: adapt "
-                    "layers of every stage (converters), or set parallelism.pipeline_parallel_degree to 1"
+                    f"stage {stage} of the pipeline ({', '.join(modules)}) has no parameter that "
+                    "is trained: adapt layers of every stage (converters), or set "
+                    "parallelism.pipeline_parallel_degree to 1"
                 )
 
     def held_at_once(self, rank: int, *, schedule: str) -> float:
@@ -80,8 +85,8 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
         ranks = file.ranks
         if num_stages != needed:
             raise ValueError(
-                f"pipeline_parallel_schedule_csv={path!r} has {needed} stages, but the model is divided into "
-                f"{num_stages}"
+                f"pipeline_parallel_schedule_csv={path!r} has {needed} stages, but the model is "
+                f"divided into {num_stages}"
             )
     else:
         per_rank, rest = divmod(num_stages, degree)
@@ -89,8 +94,9 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
         if rest or (per_rank < 2 if several else per_rank != STAGES_OF_RANK[schedule]):
             valid = "2 or more" if several else STAGES_OF_RANK[schedule]
             raise ValueError(
-                f"pipeline_parallel_schedule={schedule!r} on pipeline_parallel_degree={degree} ranks: the model is "
-                f"divided into {num_stages} stages: must be {valid} for each rank"
+                f"pipeline_parallel_schedule={schedule!r} on pipeline_parallel_degree={degree} "
+                f"ranks: the model is divided into {num_stages} stages: must be {valid} for each "
+                "rank"
             )
         turns = [list(range(degree)), list(range(degree))[:: -1 if schedule == FOLDED else 1]]
         ranks = tuple(rank for turn in range(per_rank) for rank in turns[turn % 2])
@@ -105,7 +111,9 @@ def plan_stages(config: ParallelismConfig, modules: Sequence[str]) -> StagePlan:
 def _divide(
     config: ParallelismConfig, modules: Sequence[str], *, default: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each stage; `default` is the number of stages if nothing says otherwise."""
+    """Return the modules of each stage; `default` is the number of stages if nothing says
+    otherwise.
+    """
     if config.module_fqns_per_model_part is not None:
         parts = tuple(
             tuple(name.strip() for name in part.split(","))
@@ -113,8 +121,8 @@ def _divide(
         )
         if [name for part in parts for name in part] != list(modules):
             raise ValueError(
-                f"module_fqns_per_model_part={config.module_fqns_per_model_part}: must have, in this order and once "
-                f"each, {', '.join(modules)}"
+                f"module_fqns_per_model_part={config.module_fqns_per_model_part}: must have, in "
+                f"this order and once each, {', '.join(modules)}"
             )
         return parts
     layers = [name for name in modules if name.startswith("layers.")]
@@ -129,10 +137,11 @@ def _divide(
     counts[-1] -= last
     if min(counts) < 1:
         raise ValueError(
-            f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {len(layers)} layers cannot be divided into "
-            f"{num_stages} stages with "
-            f"pipeline_parallel_first_stage_less_layers={first} and pipeline_parallel_last_stage_less_layers={last}: "
-            f"a stage would have {min(counts)} layers: lower these, or the number of stages"
+            f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {len(layers)} layers "
+            f"cannot be divided into {num_stages} stages with "
+            f"pipeline_parallel_first_stage_less_layers={first} and "
+            f"pipeline_parallel_last_stage_less_layers={last}: a stage would have {min(counts)} "
+            "layers: lower these, or the number of stages"
         )
     rest = iter(layers)
     stages = [[next(rest) for _ in range(count)] for count in counts]

@@ -21,49 +21,61 @@ class LoopConfig(Configurable.Config):
     groups_per_batch: int = 32
     """Prompts of a step."""
     group_size: int = 8
-    """Completions of each prompt; 1 needs an advantage that compares no group (`baseline` "batch_mean" or "none")."""
+    """Completions of each prompt; 1 needs an advantage that compares no group (`baseline`
+    "batch_mean" or "none").
+    """
     num_minibatches: int = 1
     """Optimizer steps that a batch is divided into, by prompts."""
     max_off_policy_steps: int = 0
-    """Largest number of training steps between the weights that generated a token and the weights that train on
-    it. 0: generation and training take turns; above 0, generation runs ahead by up to this many steps, as
-    `rl.rollouts.staleness` proves."""
+    """Largest number of training steps between the weights that generated a token and the weights
+    that train on it. 0: generation and training take turns; above 0, generation runs ahead by up to
+    this many steps, as `rl.rollouts.staleness` proves."""
     publish_every: int = 1
-    """Steps between two publications of the weights; needs `max_off_policy_steps` of at least one less."""
+    """Steps between two publications of the weights; needs `max_off_policy_steps` of at least one
+    less.
+    """
     sampling: Sampling = field(default_factory=Sampling)
     episode: EpisodeLimits = field(default_factory=EpisodeLimits)
     advantage: Advantage = field(default_factory=Advantage)
     overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
     kl_reward: KLReward = field(default_factory=KLReward)
     drop_zero_advantage_groups: bool = False
-    """Replace a group whose rewards are all equal, which has no policy gradient, by the group of another prompt
-    (DAPO's dynamic sampling). False: the group counts in the averages of a step, with advantage 0."""
+    """Replace a group whose rewards are all equal, which has no policy gradient, by the group of
+    another prompt (DAPO's dynamic sampling). False: the group counts in the averages of a step,
+    with advantage 0.
+    """
     max_sample_tokens: int | None = None
     """Limit of a sample's tokens, prompt included; None: what generator and trainer can process."""
     long_samples: Literal["drop_group", "drop", "truncate"] = field(
         default="drop_group", metadata=unless("max_sample_tokens", None)
     )
-    """Treatment of samples above `max_sample_tokens`, which are always counted. drop_group: the group of another
-    prompt replaces theirs; drop: they are left out after they have counted for their group's advantages;
-    truncate: only their first tokens are trained on."""
+    """Treatment of samples above `max_sample_tokens`, which are always counted. drop_group: the
+    group of another prompt replaces theirs; drop: they are left out after they have counted for
+    their group's advantages; truncate: only their first tokens are trained on."""
     mask_truncated_completions: bool = False
-    """Leave rollouts that ran out of tokens out of the loss (DAPO's overlong filtering): what they would have said is
-    unknown. They count for their group's advantages and as sequences of a loss's divisor, not as its tokens."""
+    """Leave rollouts that ran out of tokens out of the loss (DAPO's overlong filtering): what they
+    would have said is unknown. They count for their group's advantages and as sequences of a loss's
+    divisor, not as its tokens.
+    """
     long_prompts: Literal["stop", "drop"] = "stop"
-    """Treatment of a prompt that leaves no room for a reply. stop: the run ends with an error that names the
-    problem; drop: another problem replaces it."""
+    """Treatment of a prompt that leaves no room for a reply. stop: the run ends with an error that
+    names the problem; drop: another problem replaces it."""
     max_failed_rewards: float = 0.0
-    """Largest share of rewards that may fail (raise, time out, not finite) before the run stops. The share is
-    taken of the rewards since the last batch, or of a step's where those are fewer, and of each evaluation set.
-    Failed rewards are counted and not trained on."""
+    """Largest share of rewards that may fail (raise, time out, not finite) before the run stops.
+    The share is taken of the rewards since the last batch, or of a step's where those are fewer,
+    and of each evaluation set. Failed rewards are counted and not trained on."""
     max_empty_steps: int = 20
-    """Largest number of consecutive steps without any policy gradient (equal rewards in every group) before the
-    run stops with a message; also the number of steps' worth of consecutive dropped groups."""
+    """Largest number of consecutive steps without any policy gradient (equal rewards in every
+    group) before the run stops with a message; also the number of steps' worth of consecutive
+    dropped groups."""
     max_logprob_diff: float = float("inf")
-    """Largest mean difference, in nats a token, between the logprobs of trainer and generator under the same
-    weights before the run stops. A difference beyond rounding means that the weights are not the same."""
+    """Largest mean difference, in nats a token, between the logprobs of trainer and generator under
+    the same weights before the run stops. A difference beyond rounding means that the weights are
+    not the same.
+    """
     eval_every: int = 20
-    """Steps between evaluations, which also run before the first and after the last step. 0: none."""
+    """Steps between evaluations, which also run before the first and after the last step. 0: none.
+    """
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
 
     def evaluates(self, step: int) -> bool:
@@ -93,16 +105,20 @@ class LoopConfig(Configurable.Config):
             self._check_single_samples()
         if self.groups_per_batch % self.num_minibatches:
             raise ValueError(
-                f"num_minibatches={self.num_minibatches} does not divide groups_per_batch={self.groups_per_batch}"
+                f"num_minibatches={self.num_minibatches} does not divide "
+                f"groups_per_batch={self.groups_per_batch}"
             )
         if self.max_off_policy_steps < self.publish_every - 1:
             raise ValueError(
-                f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can meet with "
-                f"publish_every={self.publish_every}: must be at least {self.publish_every - 1}"
+                f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can "
+                f"meet with publish_every={self.publish_every}: must be at least "
+                f"{self.publish_every - 1}"
             )
 
     def _check_single_samples(self) -> None:
-        """Raise ValueError for settings that compare the samples of a prompt, where each prompt has one."""
+        """Raise ValueError for settings that compare the samples of a prompt, where each prompt has
+        one.
+        """
         advantage = self.advantage
         wrong = {
             f'advantage.baseline="{advantage.baseline}"': advantage.baseline
@@ -113,11 +129,13 @@ class LoopConfig(Configurable.Config):
         for setting, compares in wrong.items():
             if compares:
                 raise ValueError(
-                    f"group_size=1: must be at least 2, as {setting} compares the samples of a prompt; for one sample "
-                    'a prompt take baseline "batch_mean" with scale "batch_std" (REINFORCE++), and keep all groups'
+                    f"group_size=1: must be at least 2, as {setting} compares the samples of a "
+                    "prompt; for one sample "
+                    'a prompt take baseline "batch_mean" with scale "batch_std" (REINFORCE++), and '
+                    "keep all groups"
                 )
         if self.groups_per_batch == 1 and advantage.baseline == "batch_mean":
             raise ValueError(
-                "group_size=1 with groups_per_batch=1: the only sample of a batch is its own baseline; raise one of "
-                "them to at least 2"
+                "group_size=1 with groups_per_batch=1: the only sample of a batch is its own "
+                "baseline; raise one of them to at least 2"
             )

@@ -6,15 +6,17 @@
 
 The loop waits for
     a batch               until enough groups are generated and scored. The producer starts groups as long as their
-                          tokens can stay within max_off_policy_steps; newer weights and taken batches allow more.
+                          tokens can stay within max_off_policy_steps; newer weights and taken
+                          batches allow more.
     the trainer           for each gradient and each update.
     the previous push     before an update changes the weights that are still being copied.
     the generators        with max_off_policy_steps 0, until all of them serve the new weights; above 0, only if the
                           weights before the last ones are not served yet.
     the rollouts' writer  until the rollouts of the previous step are written.
 
-With `max_off_policy_steps` 0 generation, training and publishing take turns, and every rollout is on-policy. Above 0
-the next batches are generated while a step trains, and weights are pushed while the next gradient is computed.
+With `max_off_policy_steps` 0 generation, training and publishing take turns, and every rollout is
+on-policy. Above 0 the next batches are generated while a step trains, and weights are pushed while
+the next gradient is computed.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ class Loop(Configurable):
         Args:
             recorder: writes the rollouts of every batch and evaluation.
             watch: shows the title of an evaluation while it runs.
-            position: position of an earlier loop to continue from; the trainer has the weights of its step.
+            position: position of an earlier loop to continue from; the trainer has the weights of
+                its step.
             proximal_logprobs: the loss needs the logprobs from before a step's first update
                 (`losses.types.uses_proximal_logprobs`).
             stop: a request to stop after the current step.
@@ -187,7 +190,8 @@ class Loop(Configurable):
 
         Raises:
             StopRequestedError: a stop was requested; the last completed step is saved.
-            RunError: the run cannot go on; the last completed step is saved if the trainer still has its weights.
+            RunError: the run cannot go on; the last completed step is saved if the trainer still
+                has its weights.
         """
         try:
             with self._stop.listening(self._describe_stop):
@@ -277,7 +281,9 @@ class Loop(Configurable):
     async def _train(
         self, step: int, batch: Batch, training: TrainingBatch, *, on_policy: bool
     ) -> list[TrainedMinibatch]:
-        """Update the weights once for each minibatch, and record the rollouts with the trainer's logprobs."""
+        """Update the weights once for each minibatch, and record the rollouts with the trainer's
+        logprobs.
+        """
         recorded = set() if self.recorder is None else set(self.recorder.recorded_ids(batch.groups))
         logprobs: dict[RolloutId, np.ndarray] = {}
         trained: list[TrainedMinibatch] = []
@@ -321,7 +327,9 @@ class Loop(Configurable):
             raise
 
     async def _optim_step(self, *, allow_empty: bool) -> OptimStepResult:
-        """Update the weights; with `allow_empty` by a gradient of zero, if all of a minibatch is masked."""
+        """Update the weights; with `allow_empty` by a gradient of zero, if all of a minibatch is
+        masked.
+        """
         progress = self._progress
         before, progress.whole = progress.whole, None
         try:
@@ -331,7 +339,9 @@ class Loop(Configurable):
             raise
 
     async def _publish(self, step: int, policy_version: int) -> None:
-        """Begin to publish the weights if they are due; with `max_off_policy_steps` 0 wait until it is done."""
+        """Begin to publish the weights if they are due; with `max_off_policy_steps` 0 wait until it
+        is done.
+        """
         if not self.config.publishes(step):
             return
         self._progress.step_of_version[policy_version] = step
@@ -377,9 +387,10 @@ class Loop(Configurable):
     def _check_logprobs(self, gradient: ForwardBackwardResult) -> None:
         if gradient.logprob_diff_mean > self.config.max_logprob_diff:
             raise LogprobMismatchError(
-                f"the logprobs of trainer and generator differ by {gradient.logprob_diff_mean:.3g} nats a token "
-                f"(at most {gradient.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
-                f"{self.config.max_logprob_diff:g}: their weights differ, or their precision does"
+                f"the logprobs of trainer and generator differ by {gradient.logprob_diff_mean:.3g} "
+                f"nats a token (at most {gradient.logprob_diff_max:.3g}), more than "
+                f"loop.max_logprob_diff={self.config.max_logprob_diff:g}: their weights differ, or "
+                "their precision does"
             )
 
     def _check_empty_steps(self, batch: Batch) -> None:
@@ -389,7 +400,8 @@ class Loop(Configurable):
             masks = self.config.mask_truncated_completions
             where = "in every group" if self.config.group_size > 1 else "in the batch"
             or_masked = (
-                " or only truncated replies, which loop.mask_truncated_completions leaves out of the loss"
+                " or only truncated replies, which loop.mask_truncated_completions leaves out of "
+                "the loss"
                 if masks
                 else ""
             )

@@ -22,7 +22,9 @@ from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Roll
 from rl.utils.clock import now_s
 
 _FIELDS_OF_RESULT = ("ratio", "clipped_fraction")
-"""Metrics of a loss that are fields of `ForwardBackwardResult` and have other names in a step's record."""
+"""Metrics of a loss that are fields of `ForwardBackwardResult` and have other names in a step's
+record.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,9 @@ class TrainedMinibatch:
 
 
 class StepClock:
-    """Stopwatch of a step: the seconds that the loop waited for each part, and each role's idle time."""
+    """Stopwatch of a step: the seconds that the loop waited for each part, and each role's idle
+    time.
+    """
 
     def __init__(self, worker: RolloutWorker) -> None:
         self._worker = worker
@@ -54,7 +58,9 @@ class StepClock:
         self._last = until
 
     def rollouts_arrived(self, batch: Batch) -> None:
-        """Split the wait for a batch at the arrival of its last token: generation before, scoring after."""
+        """Split the wait for a batch at the arrival of its last token: generation before, scoring
+        after.
+        """
         self.lap("generate", until=min(now_s(), max(group.generated_at for group in batch.groups)))
         self.lap("score")
 
@@ -71,7 +77,9 @@ class StepClock:
         }
 
     def generated_tokens_per_s(self) -> Mean:
-        """Return the speed of generation since the last call, over the time in which any completion ran."""
+        """Return the speed of generation since the last call, over the time in which any completion
+        ran.
+        """
         tokens, busy_s = self._episodes.num_generated_tokens, self._episodes.generating.total_s()
         tokens_before, busy_before_s = self._reported
         self._reported = tokens, busy_s
@@ -141,7 +149,9 @@ def _num_attended(rollout: Rollout) -> int:
 
 
 def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Return the environments' metrics, summed over turns; a rollout that does not report one counts as 0."""
+    """Return the environments' metrics, summed over turns; a rollout that does not report one
+    counts as 0.
+    """
     totals: dict[str, float] = defaultdict(float)
     for turn in chain.from_iterable(rollout.turns for rollout in rollouts):
         for name, value in turn.observation.metrics.items():
@@ -233,9 +243,10 @@ def time_metrics(
 ) -> Record:
     """Return the seconds of each part of a step, and the work done in them.
 
-    `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the step; the
-    first two are short where generation runs ahead. `time/push_s`, `pull_s` and `canary_s`, and
-    `canary/logprob_diff`, belong to the newest version that is served, `sync/version`.
+    `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the
+    step; the first two are short where generation runs ahead. `time/push_s`, `pull_s` and
+    `canary_s`, and `canary/logprob_diff`, belong to the newest version that is served,
+    `sync/version`.
     """
     num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
     num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)

@@ -44,14 +44,20 @@ class Progress:
         """True if no evaluation is due before the next step."""
         self.num_empty_steps = start.num_empty_steps
         self.step_of_version: dict[int, int] = {}
-        """The step after which each policy version was published, of versions that a step may still train on."""
+        """The step after which each policy version was published, of versions that a step may still
+        train on.
+        """
         self.has_batch = False
         """True while a step trains on its batch."""
         self.whole: LoopPosition | None = self.now()
-        """Position after the last completed step; None while the trainer's weights are between two steps."""
+        """Position after the last completed step; None while the trainer's weights are between two
+        steps.
+        """
 
     def now(self) -> LoopPosition:
-        """Return the position; groups that have finished but are not trained on are generated again."""
+        """Return the position; groups that have finished but are not trained on are generated
+        again.
+        """
         position = self._problems.position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
@@ -102,7 +108,9 @@ class StepCheckpoints:
         return step != self.last_saved and self.config.due(step, last=last)
 
     async def save(self, position: LoopPosition, *, last: bool = False, wait: bool = False) -> None:
-        """Save the trainer, which has done the steps of `position`; always wait for the last checkpoint."""
+        """Save the trainer, which has done the steps of `position`; always wait for the last
+        checkpoint.
+        """
         if self.records is not None:
             await self.records.flush_to_disk()
             position = replace(position, num_records=self.records.num_records)
@@ -115,7 +123,9 @@ class StepCheckpoints:
         self.last_saved = position.step
 
     def would_save(self, step: int) -> bool:
-        """Return True if a loop that ends early after `step` has unsaved progress that may be saved."""
+        """Return True if a loop that ends early after `step` has unsaved progress that may be
+        saved.
+        """
         return self.config.saves and step > 0 and step != self.last_saved
 
     async def save_after(self, error: Exception, position: LoopPosition) -> None:

@@ -1,7 +1,7 @@
 """Graceful shutdown: finish the current step, save, exit.
 
-A signal handler calls `StopRequest.ask`. A second request, or a request while no loop listens, returns False, and
-the handler ends the run at once in its own way.
+A signal handler calls `StopRequest.ask`. A second request, or a request while no loop listens,
+returns False, and the handler ends the run at once in its own way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """A request to stop that is made at most once in a run; one loop after another may listen to it."""
+    """A request to stop that is made at most once in a run; one loop after another may listen to
+    it.
+    """
 
     def __init__(self) -> None:
         self._describe: Callable[[], str] | None = None
@@ -37,7 +39,9 @@ class StopRequest:
             self._describe = None
 
     def ask(self) -> bool:
-        """Request a stop from a signal handler of the loop's thread; return True if the loop will stop."""
+        """Request a stop from a signal handler of the loop's thread; return True if the loop will
+        stop.
+        """
         if self._describe is None or self._loop is None or self.was_asked:
             return False
         self.was_asked = True

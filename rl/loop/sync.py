@@ -22,7 +22,9 @@ class WeightSync:
     def __init__(
         self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
+        """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise
+        it.
+        """
         self._publisher = publisher
         self._on_failure = on_failure
         self._push: asyncio.Task[int] | None = None
@@ -46,8 +48,8 @@ class WeightSync:
         self._serve = asyncio.create_task(
             self._serve_pushed(self._push, on_served), name="pull of weights"
         )
-        # Send the push before the caller asks the trainer for anything else: a push that is queued behind
-        # a gradient starts late by the time of that gradient.
+        # Send the push before the caller asks the trainer for anything else: a push that is queued
+        # behind a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
 
     async def pushed(self) -> None:

@@ -1,4 +1,6 @@
-"""Supervised warm-up on demonstrations, as a policy gradient needs a policy that is right sometimes."""
+"""Supervised warm-up on demonstrations, as a policy gradient needs a policy that is right
+sometimes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from rl.utils.errors import RunError
 
 
 class SupervisedWarmup(Configurable):
-    """Cross-entropy training with its own learning rate schedule, before the first step of the loop."""
+    """Cross-entropy training with its own learning rate schedule, before the first step of the
+    loop.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -71,7 +75,9 @@ class SupervisedWarmup(Configurable):
         self.environments = environments
 
     async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
-        """Train on the problems' demonstrations, and call `on_step` with the loss per token after each step."""
+        """Train on the problems' demonstrations, and call `on_step` with the loss per token after
+        each step.
+        """
         config = self.config
         for step in range(config.num_steps):
             with error_context(f"warm-up step {step + 1}"):
@@ -81,8 +87,9 @@ class SupervisedWarmup(Configurable):
                 ]
                 if len(samples) < config.num_demonstrations:
                     raise RunError(
-                        f"the task's warm-up problems are used up: {len(samples)} left, of warmup.num_demonstrations="
-                        f"{config.num_demonstrations}; let `warmup_problems` repeat them, or lower warmup.num_steps"
+                        f"the task's warm-up problems are used up: {len(samples)} left, of "
+                        f"warmup.num_demonstrations={config.num_demonstrations}; let "
+                        "`warmup_problems` repeat them, or lower warmup.num_steps"
                     )
                 params = OptimParams(
                     lr=config.lr_at(step),

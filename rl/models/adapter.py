@@ -1,7 +1,8 @@
 """Hugging Face names, tensors and config.json of decoders whose checkpoints follow Llama's naming.
 
-Our fused weights order their rows by key-value head, or group of feed-forward rows (`rl.models.decoder`), so each
-consists of several Hugging Face weights, regrouped; all other parameters are renamed.
+Our fused weights order their rows by key-value head, or group of feed-forward rows
+(`rl.models.decoder`), so each consists of several Hugging Face weights, regrouped; all other
+parameters are renamed.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 class DecoderAdapter:
-    """Translation between our parameters and Hugging Face's tensors; a family is a subclass that names what differs.
+    """Translation between our parameters and Hugging Face's tensors; a family is a subclass that
+    names what differs.
 
-    A large model is read and written as a stream of whole, unsharded CPU tensors. Meta tensors work too, for shapes.
+    A large model is read and written as a stream of whole, unsharded CPU tensors. Meta tensors work
+    too, for shapes.
     """
 
     model_type: ClassVar[str]
@@ -67,7 +70,8 @@ class DecoderAdapter:
     """Head size where `config.json` has none; None for the width over the number of heads."""
     layer_names: ClassVar[dict[str, list[str]]] = LAYER
     fixed_fields: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
-    """Fields of `config.json` that have one supported value, and that value where they are missing."""
+    """Fields of `config.json` that have one supported value, and that value where they are missing.
+    """
     always_windowed: ClassVar[bool] = False
     """True if `sliding_window` alone is enough; False if it needs `use_sliding_window`."""
 
@@ -93,7 +97,9 @@ class DecoderAdapter:
         attention_bias: bool = False,
         **sizes: Any,
     ) -> Decoder.Config:
-        """Return the config of a model of the family; `sizes` are the other fields of `Decoder.Config`."""
+        """Return the config of a model of the family; `sizes` are the other fields of
+        `Decoder.Config`.
+        """
         attention = Attention.Config(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -113,8 +119,8 @@ class DecoderAdapter:
         """Return the model config that a `config.json` describes.
 
         Raises:
-            ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
-                (quantized weights).
+            ValueError: if a field is missing or malformed, or asks for something the decoder does
+                not implement (quantized weights).
         """
         architectures = hf.get("architectures") or [cls.architecture]
         is_list = isinstance(architectures, list)
@@ -124,8 +130,9 @@ class DecoderAdapter:
             or cls.architecture not in architectures
         ):
             raise ValueError(
-                f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint "
-                f"of another architecture; must be {cls.model_type!r} and [{cls.architecture!r}]"
+                f"config.json: model_type={hf.get('model_type')!r}, "
+                f"architectures={architectures!r}: a checkpoint of another architecture; must be "
+                f"{cls.model_type!r} and [{cls.architecture!r}]"
             )
         refuse_other_values(
             hf,
@@ -162,7 +169,9 @@ class DecoderAdapter:
 
     @classmethod
     def switches_from_hf(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `sized` that are not sizes; raise ValueError for unsupported values."""
+        """Return the arguments of `sized` that are not sizes; raise ValueError for unsupported
+        values.
+        """
         return {"attention_bias": read_field(hf, "attention_bias", bool, False)}
 
     @classmethod
@@ -191,8 +200,8 @@ class DecoderAdapter:
             or any(k not in valid for k in kinds)
         ):
             raise ValueError(
-                f"config.json: layer_types={kinds!r}: must be a list of {num_layers} of {' and '.join(valid)}, with "
-                f"sliding_window={hf.get('sliding_window')!r} and "
+                f"config.json: layer_types={kinds!r}: must be a list of {num_layers} of "
+                f"{' and '.join(valid)}, with sliding_window={hf.get('sliding_window')!r} and "
                 f"use_sliding_window={hf.get('use_sliding_window')!r}"
             )
         if LOCAL not in kinds:
@@ -215,7 +224,9 @@ class DecoderAdapter:
         )
 
     def hf_names(self, name: str) -> list[str]:
-        """Return the Hugging Face names of a parameter's tensors, in order; raise KeyError if it is unknown."""
+        """Return the Hugging Face names of a parameter's tensors, in order; raise KeyError if it is
+        unknown.
+        """
         if name in _TOP:
             return [_TOP[name]]
         layer, module, leaf = split_name(name)
@@ -279,8 +290,8 @@ class DecoderAdapter:
             "sliding_window": config.window,
             "initializer_range": config.init_std,
             "use_cache": True,
-            # transformers 5 reads the first field, transformers 4 the others; without them transformers 4 would
-            # silently use another base.
+            # transformers 5 reads the first field, transformers 4 the others; without them
+            # transformers 4 would silently use another base.
             "rope_parameters": hf_rope(config.rope),
             "rope_theta": config.rope.theta,
             "rope_scaling": None if config.rope.scaling is None else hf_rope(config.rope),
@@ -295,7 +306,9 @@ class DecoderAdapter:
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Split `layers.3.attention.qkv_proj.weight` into layer, module and leaf; the layer may be empty."""
+    """Split `layers.3.attention.qkv_proj.weight` into layer, module and leaf; the layer may be
+    empty.
+    """
     layer = ""
     if name.startswith("layers."):
         _, layer, name = name.split(".", 2)
@@ -304,7 +317,9 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError for a field with none of its valid values; the message names the last of them."""
+    """Raise ValueError for a field with none of its valid values; the message names the last of
+    them.
+    """
     for field, values in valid.items():
         if hf.get(field) not in values:
             raise ValueError(
@@ -313,10 +328,12 @@ def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -
 
 
 def rope_from_hf(hf: dict[str, Any]) -> RoPE.Config:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers
+    4).
 
     Raises:
-        ValueError: for a malformed field, a kind of scaling that is not one of `SCALINGS`, or two that differ.
+        ValueError: for a malformed field, a kind of scaling that is not one of `SCALINGS`, or two
+            that differ.
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)] or [
         "rope_parameters"
@@ -342,7 +359,8 @@ def _rope_at(hf: dict[str, Any], name: str) -> RoPE.Config:
     rope = outside | {field: value for field, value in given.items() if value is not None}
     if (rotated := rope.pop("partial_rotary_factor")) != 1.0:
         raise ValueError(
-            f"config.json: partial_rotary_factor={rotated!r} is not supported: must be 1.0, or not given"
+            f"config.json: partial_rotary_factor={rotated!r} is not supported: must be 1.0, or not "
+            "given"
         )
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     if kind not in ("default", *SCALINGS):

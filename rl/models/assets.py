@@ -22,11 +22,13 @@ class UnpreparedError(ValueError):
 def resolve_assets(
     given: str | Path, *, cache: Path, revision: str | None = None, prepares: bool = True
 ) -> Path:
-    """Return the Hugging Face folder that a path or name stands for, downloaded or converted if it is not there yet.
+    """Return the Hugging Face folder that a path or name stands for, downloaded or converted if it
+    is not there yet.
 
     Args:
-        given: a Hugging Face folder; a GGUF file, or a folder with one and no safetensors; `package:NAME`, the
-            folder of an installed package; or, where no such path exists, `owner/name` on the hub.
+        given: a Hugging Face folder; a GGUF file, or a folder with one and no safetensors;
+            `package:NAME`, the folder of an installed package; or, where no such path exists,
+            `owner/name` on the hub.
         cache: folder for converted models.
         revision: branch, tag or commit of a model on the hub; None takes its main branch.
         prepares: False raises UnpreparedError instead of downloading or converting.
@@ -46,7 +48,8 @@ def resolve_assets(
         return folder
     if revision is not None:
         raise ValueError(
-            f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this machine"
+            f"hf_revision={revision!r}: must be None, as {text} is not on the hub but on this "
+            "machine"
         )
     if path.is_dir() and not has_weights(path):
         files = sorted(path.glob("*.gguf"))

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences that do not see each other.
 
-Shape legend: t packed tokens of this rank, S segments, N keys of all segments, H query heads, K key-value heads,
-D head size.
+Shape legend: t packed tokens of this rank, S segments, N keys of all segments, H query heads, K
+key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from rl.models.compat import VARLEN_TAKES_GROUPED_HEADS, efficient_varlen_attent
 from rl.utils.tensor_memory import to_device
 
 MAX_PADDED_KEYS = 20_000
-"""Numbers in the keys of the longest segment up to which one call with padding is faster than a call for each
-segment (2 cores: three times faster with 40 keys of 2 x 16, five times slower with 600 of 4 x 32)."""
+"""Numbers in the keys of the longest segment up to which one call with padding is faster than a
+call for each segment (2 cores: three times faster with 40 keys of 2 x 16, five times slower with
+600 of 4 x 32).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceLayout:
-    """Segments of the packed tokens and the keys that each sees; built once per batch, used by every layer.
+    """Segments of the packed tokens and the keys that each sees; built once per batch, used by
+    every layer.
 
-    A segment is a run of tokens within one sequence: all of them, unless sequences share a prompt, are split over
-    ranks or continue a cache. Its last token sees all of its keys, the one before all but the last, and so on.
+    A segment is a run of tokens within one sequence: all of them, unless sequences share a prompt,
+    are split over ranks or continue a cache. Its last token sees all of its keys, the one before
+    all but the last, and so on.
     """
 
     num_queries: tuple[int, ...]
@@ -48,8 +52,8 @@ class SequenceLayout:
     max_keys: int
     """Largest number of keys of a segment."""
     key_rows: Tensor | None = None
-    """[N] int64, row of each key in the concatenation of all ranks' packed tokens; None: each segment's keys are
-    those of its own tokens."""
+    """[N] int64, row of each key in the concatenation of all ranks' packed tokens; None: each
+    segment's keys are those of its own tokens."""
     context: ContextParallel | None = None
     """Ranks that the keys are gathered from."""
 
@@ -64,7 +68,8 @@ class SequenceLayout:
     def after_prefixes(
         cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]
     ) -> SequenceLayout:
-        """Build segments that fill the packed axis without gaps and see a prefix before their own tokens.
+        """Build segments that fill the packed axis without gaps and see a prefix before their own
+        tokens.
 
         Args:
             lengths: number of own tokens of each segment.
@@ -161,15 +166,18 @@ def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tup
 
 
 class PackedAttention(nn.Module):
-    """The trainer's attention: grids of segments on a CPU, kernels for segments of any lengths on a GPU.
+    """The trainer's attention: grids of segments on a CPU, kernels for segments of any lengths on a
+    GPU.
 
     Those are flash attention in half precision, and memory-efficient attention in float32.
     """
 
     def __init__(self, *, window: int | None = None, num_splits: int | None = None) -> None:
-        """Let each token see the latest `window` tokens, its own included, or all; of a segment's keys the last ones.
+        """Let each token see the latest `window` tokens, its own included, or all; of a segment's
+        keys the last ones.
 
-        With `num_splits` 1 the order in which flash kernels sum over keys is fixed; None lets them choose.
+        With `num_splits` 1 the order in which flash kernels sum over keys is fixed; None lets them
+        choose.
         """
         super().__init__()
         self.window = window
@@ -207,7 +215,9 @@ class PackedAttention(nn.Module):
 
 
 class HeadExchange(nn.Module):
-    """Core attention of context-parallel ranks that each compute all packed tokens of their share of the heads."""
+    """Core attention of context-parallel ranks that each compute all packed tokens of their share
+    of the heads.
+    """
 
     def __init__(self, core: nn.Module, *, context: ContextParallel) -> None:
         super().__init__()
@@ -262,7 +272,9 @@ class AttentionBySegment(nn.Module):
     def _of_single_queries(
         self, q_SHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layout: SequenceLayout, window: int
     ) -> Tensor:
-        """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one length."""
+        """Return [S, H, D] for segments of one query, whose last `window` keys are padded to one
+        length.
+        """
         num_kv_heads = k_nKD.size(1)
         begins, ends = layout.key_offsets[:-1], layout.key_offsets[1:]
         rows = begins.maximum(ends - window)[:, None] + torch.arange(window, device=q_SHD.device)

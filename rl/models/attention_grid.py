@@ -1,7 +1,9 @@
-"""Attention of segments that are padded to grids, as a few large products instead of many small ones.
+"""Attention of segments that are padded to grids, as a few large products instead of many small
+ones.
 
-Shape legend: t packed tokens of this rank, B segments of one grid, L its queries and N its keys of a segment, H query
-heads, K key-value heads, G = H / K, M = G L queries of a key-value head, D head size.
+Shape legend: t packed tokens of this rank, B segments of one grid, L its queries and N its keys of
+a segment, H query heads, K key-value heads, G = H / K, M = G L queries of a key-value head, D head
+size.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ FREE_SCORES = 64 * 64
 MAX_SCORES = 1 << 19
 """Largest number of scores per head of a grid of several segments."""
 MAX_KEYS_OF_PRODUCTS = 512
-"""Keys up to which the backward on a CPU computes all scores at once: two to five times faster than PyTorch's
-kernel in bfloat16 up to 256 keys, slower from 1,024 (2 cores with AMX)."""
+"""Keys up to which the backward on a CPU computes all scores at once: two to five times faster than
+PyTorch's kernel in bfloat16 up to 256 keys, slower from 1,024 (2 cores with AMX)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,9 @@ def _similar(num_queries: Sequence[int], num_keys: Sequence[int]) -> list[list[i
 def _bias(
     lengths_B1: Tensor, widths_B1: Tensor, *, window: int | None, group_size: int
 ) -> Tensor | None:
-    """Return `Grid.bias`. The last query of a segment sees its last key, the one before all but that."""
+    """Return `Grid.bias`. The last query of a segment sees its last key, the one before all but
+    that.
+    """
     if bool((lengths_B1 == lengths_B1[0]).all() and (widths_B1 == widths_B1[0]).all()):
         lengths_B1, widths_B1 = lengths_B1[:1], widths_B1[:1]
     num_queries, num_keys = int(lengths_B1.max()), int(widths_B1.max())
@@ -150,7 +154,8 @@ def _bias(
 def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
     """Return the attention of each query to the keys of its segment, [t, H, D]."""
     num_heads, num_kv_heads, head_dim = q_tHD.size(1), k_nKD.size(1), q_tHD.size(2)
-    # One row for each head of a token, so that a single copy brings the heads into the order of the products.
+    # One row for each head of a token, so that a single copy brings the heads into the order of the
+    # products.
     q_QD = _Rearranged.apply(q_tHD.reshape(-1, head_dim), grids.query_rows, grids.places, None)
     k_RD, v_RD = (_Repeated.apply(x.reshape(-1, head_dim), grids.key_rows) for x in (k_nKD, v_nKD))
     num_queries = [num_heads * grid.num_segments * grid.num_queries for grid in grids.members]
@@ -181,7 +186,9 @@ def attend(q_tHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, grids: Grids) -> Tensor:
 
 
 class _Rearranged(torch.autograd.Function):
-    """Rows in another order; the gradient of a row is the one in row `back` of the result, 0 for a filler."""
+    """Rows in another order; the gradient of a row is the one in row `back` of the result, 0 for a
+    filler.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, fillers: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Block-scaled FP8 checkpoints, such as Qwen3-*-FP8: every block of a weight has a scale, and is read as float32."""
+"""Block-scaled FP8 checkpoints, such as Qwen3-*-FP8: every block of a weight has a scale, and is
+read as float32.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ FP8 = "F8_E4M3"
 
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns of a block, or None without a quantization; raise ValueError for others."""
+    """Return rows and columns of a block, or None without a quantization; raise ValueError for
+    others.
+    """
     quantization = config.get("quantization_config")
     if quantization is None:
         return None
@@ -25,8 +29,9 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if fields.get("quant_method") != "fp8" or fields.get("fmt", "e4m3") != "e4m3" or not is_block:
         named = {name: fields.get(name) for name in ("quant_method", "fmt", "weight_block_size")}
         raise ValueError(
-            f"config.json: quantization_config={named} is not supported: must be of quant_method 'fp8', fmt 'e4m3', "
-            "with a weight_block_size of two numbers; give the model's folder without quantization"
+            f"config.json: quantization_config={named} is not supported: must be of quant_method "
+            "'fp8', fmt 'e4m3', with a weight_block_size of two numbers; give the model's folder "
+            "without quantization"
         )
     return block[0], block[1]
 
@@ -46,7 +51,9 @@ def check_scales(
     *,
     block: tuple[int, int] | None,
 ) -> None:
-    """Raise ValueError, naming the tensor, unless exactly the FP8 weights have scales, one for each block."""
+    """Raise ValueError, naming the tensor, unless exactly the FP8 weights have scales, one for each
+    block.
+    """
     for name, dtype in dtypes.items():
         scale = scale_of(name)
         if dtype != FP8:
@@ -66,8 +73,8 @@ def check_scales(
         needed = tuple(-(-size // length) for size, length in zip(shapes[name], block, strict=True))
         if shapes[scale] != needed:
             raise ValueError(
-                f"tensor {scale} has shape {list(shapes[scale])}: must be {list(needed)}, one scale for each block of "
-                f"{list(block)} of {list(shapes[name])}"
+                f"tensor {scale} has shape {list(shapes[scale])}: must be {list(needed)}, one "
+                f"scale for each block of {list(block)} of {list(shapes[name])}"
             )
 
 

@@ -21,10 +21,11 @@ def efficient_varlen_attention(
     max_queries: int,
     max_keys: int,
 ) -> Tensor:
-    """Return the attention of each segment's queries to its keys, [t, H, D], with memory linear in the tokens.
+    """Return the attention of each segment's queries to its keys, [t, H, D], with memory linear in
+    the tokens.
 
-    PyTorch 2.13's public functions take segments in half precision only; `scaled_dot_product_attention` of float32
-    computes all scores if heads share keys.
+    PyTorch 2.13's public functions take segments in half precision only;
+    `scaled_dot_product_attention` of float32 computes all scores if heads share keys.
     """
     inputs = [x.unsqueeze(0) for x in (q_tHD, k_NHD, v_NHD)]
     needs_gradient = any(x.requires_grad for x in inputs)

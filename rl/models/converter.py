@@ -1,9 +1,11 @@
-"""Model converters: changes between construction and sharding, such as LoRA, float8 or a user's own.
+"""Model converters: changes between construction and sharding, such as LoRA, float8 or a user's
+own.
 
     config.trainer.converters = (Float8.Config(), LoRA.Config(rank=16))
 
-Converters are applied in this order to a whole model on the meta device; sharding, compilation and weights
-follow. Generators and Hugging Face folders get the plain model, so converters are unknown outside the trainer.
+Converters are applied in this order to a whole model on the meta device; sharding, compilation and
+weights follow. Generators and Hugging Face folders get the plain model, so converters are unknown
+outside the trainer.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from rl.models.spec import ModelSpec
 class ModelConverter(Configurable):
     """Base of all converters; only `convert` is required.
 
-    A converter may replace modules, freeze parameters and add new ones. Existing parameters keep their names,
-    shapes and dtypes.
+    A converter may replace modules, freeze parameters and add new ones. Existing parameters keep
+    their names, shapes and dtypes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,9 +37,13 @@ class ModelConverter(Configurable):
         owner: ClassVar[type[ModelConverter]]
 
     keeps_bits: ClassVar[bool] = True
-    """False if the products round differently from those of the plain weights, which generators have."""
+    """False if the products round differently from those of the plain weights, which generators
+    have.
+    """
     compute_dtype: ClassVar[str | None] = None
-    """Dtype that factors of products are rounded to, None for the model's; the bound of logprob parity."""
+    """Dtype that factors of products are rounded to, None for the model's; the bound of logprob
+    parity.
+    """
     token_multiple: int = 1
     """Divisor of the number of tokens of every forward, ensured by padding."""
 
@@ -56,13 +62,17 @@ class ModelConverter(Configurable):
         self.device = device
 
     def convert(self, model: nn.Module) -> None:
-        """Change the model in place, which is whole and on the meta device; raise ValueError if that cannot work."""
+        """Change the model in place, which is whole and on the meta device; raise ValueError if
+        that cannot work.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
 
     def saved_settings(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint's weights depend on, as JSON values; called after `convert`.
+        """Return the settings that a checkpoint's weights depend on, as JSON values; called after
+        `convert`.
 
-        A checkpoint only opens with equal settings; without settings it opens with or without this converter.
+        A checkpoint only opens with equal settings; without settings it opens with or without this
+        converter.
         """
         return {}
 
@@ -70,8 +80,8 @@ class ModelConverter(Configurable):
         """React to new weights in the sharded model.
 
         Args:
-            fresh: only the plain model's weights were read or drawn, and this converter has to initialize its
-                own. Otherwise a checkpoint restored both.
+            fresh: only the plain model's weights were read or drawn, and this converter has to
+                initialize its own. Otherwise a checkpoint restored both.
         """
 
     def post_optimizer_hook(self, model: nn.Module) -> None:
@@ -93,7 +103,9 @@ class ModelConverters:
         degrees: Degrees,
         device: torch.device,
     ) -> None:
-        """Build the converters; a ValueError from one of them is prefixed with its position in the config."""
+        """Build the converters; a ValueError from one of them is prefixed with its position in the
+        config.
+        """
         self.members: list[ModelConverter] = []
         for config in configs:
             with _numbered(len(self.members)):
@@ -118,8 +130,8 @@ class ModelConverters:
                 for name, shape in before.items():
                     if after.get(name) != shape:
                         raise ValueError(
-                            f"{type(member).__qualname__} changed or lost parameter {name} of shape "
-                            f"{list(shape)}: a converter keeps the parameters that it finds"
+                            f"{type(member).__qualname__} changed or lost parameter {name} of "
+                            f"shape {list(shape)}: a converter keeps the parameters that it finds"
                         )
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
@@ -140,8 +152,8 @@ class ModelConverters:
             member.post_optimizer_hook(model)
 
     def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
-        """Yield those of the plain model's parameters that are given, in the converted model's layout; every rank must
-        consume all."""
+        """Yield those of the plain model's parameters that are given, in the converted model's
+        layout; every rank must consume all."""
         for name in (name for name in self.plain_names if name in parameters):
             tensor = parameters[name].detach()
             for member in reversed(self.members):

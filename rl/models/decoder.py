@@ -1,16 +1,19 @@
-"""Decoder-only transformer: pre-norm blocks, grouped-query attention, rotary positions, gated feed-forward layers.
+"""Decoder-only transformer: pre-norm blocks, grouped-query attention, rotary positions, gated
+feed-forward layers.
 
-One definition for trainer and generator, and for every family of this kind: switches in the configs tell the
-families apart. The model runs on a flat axis of T tokens, which is both a packed training batch and the form in
-which vLLM calls a model; only the core attention differs and is passed in.
+One definition for trainer and generator, and for every family of this kind: switches in the configs
+tell the families apart. The model runs on a flat axis of T tokens, which is both a packed training
+batch and the form in which vLLM calls a model; only the core attention differs and is passed in.
 
-Projections are fused, with the rows of a fused weight ordered by key-value head: group g holds its query heads,
-its key head and its value head; likewise its share of the gate rows, then of the up rows. A plain row split
-(`Shard(0)`) over any tensor-parallel degree that divides the key-value heads therefore gives each rank whole
-groups, and weights move between layouts unchanged. Biases follow the rows of their weights.
+Projections are fused, with the rows of a fused weight ordered by key-value head: group g holds its
+query heads, its key head and its value head; likewise its share of the gate rows, then of the up
+rows. A plain row split (`Shard(0)`) over any tensor-parallel degree that divides the key-value
+heads therefore gives each rank whole groups, and weights move between layouts unchanged. Biases
+follow the rows of their weights.
 
-Shape legend: T tokens, E model width, V vocabulary, H query heads, K key-value heads, D head size, G = H / K
-queries per group, F feed-forward width, P positions, W = F / K feed-forward width of one group.
+Shape legend: T tokens, E model width, V vocabulary, H query heads, K key-value heads, D head size,
+G = H / K queries per group, F feed-forward width, P positions, W = F / K feed-forward width of one
+group.
 """
 
 from __future__ import annotations
@@ -46,12 +49,15 @@ class Attention(Configurable, nn.Module):
         o_bias: bool = False
         """Add a bias to the output."""
         scale_dim: int | None = None
-        """Number whose inverse square root scales the products of queries and keys; None: the head size."""
+        """Number whose inverse square root scales the products of queries and keys; None: the head
+        size.
+        """
 
         def __post_init__(self) -> None:
             if self.num_heads % self.num_kv_heads:
                 raise ValueError(
-                    f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+                    f"num_heads={self.num_heads} is not a multiple of "
+                    f"num_kv_heads={self.num_kv_heads}"
                 )
 
     def __init__(
@@ -117,7 +123,8 @@ class FeedForward(Configurable, nn.Module):
     def __init__(self, *, config: Config, dim: int, num_kv_heads: int) -> None:
         super().__init__()
         self.config = config
-        # Gate and up rows alternate by group, so that a tensor-parallel rank has both of its groups.
+        # Gate and up rows alternate by group, so that a tensor-parallel rank has both of its
+        # groups.
         self.group_width = config.hidden_dim // math.gcd(config.hidden_dim, num_kv_heads)
         self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=config.bias)
         self.down_proj = nn.Linear(config.hidden_dim, dim, bias=config.bias)
@@ -135,7 +142,8 @@ class TransformerBlock(Configurable, nn.Module):
     class Config(Configurable.Config):
         attention: Attention.Config
         feed_forward: Configurable.Config
-        """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`)."""
+        """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`).
+        """
         post_norms: bool = False
         """Normalize the results of attention and feed-forward too, before they are added."""
 
@@ -226,7 +234,9 @@ class Decoder(Configurable, nn.Module):
         config: Config,
         core_attention: Callable[[int, int | None], nn.Module] = _packed_attention,
     ) -> None:
-        """Build the model; `core_attention(layer, window)` makes the attention between that layer's projections."""
+        """Build the model; `core_attention(layer, window)` makes the attention between that layer's
+        projections.
+        """
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
@@ -245,7 +255,9 @@ class Decoder(Configurable, nn.Module):
             None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         )
         self.lm_head_lora: LowRank | None = None
-        """Adapter of the head, set by a converter; the head's weight is used without its layer's forward."""
+        """Adapter of the head, set by a converter; the head's weight is used without its layer's
+        forward.
+        """
 
     @property
     def head_weight(self) -> Tensor:
@@ -263,8 +275,8 @@ class Decoder(Configurable, nn.Module):
     ) -> Any:
         """Return the final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
 
-        The head runs inside the forward, where sharding hooks have gathered its weight. A stage of a pipeline takes the
-        hidden states of the stage before it in place of ids.
+        The head runs inside the forward, where sharding hooks have gathered its weight. A stage of
+        a pipeline takes the hidden states of the stage before it in place of ids.
 
         Args:
             positions: [T] int64, restarting at 0 with each sequence.
@@ -310,7 +322,8 @@ class Decoder(Configurable, nn.Module):
     def init_weights(
         self, *, seed: int, std: float | None = None, names: Collection[str] | None = None
     ) -> None:
-        """Set normal weights, unit norms and zero biases; a seed gives the same numbers in every layout.
+        """Set normal weights, unit norms and zero biases; a seed gives the same numbers in every
+        layout.
 
         Args:
             names: parameters to set; None for all.
@@ -346,7 +359,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm of [..., E] that keeps its input alone, where autograd would keep two tensors in float32."""
+    """RMS norm of [..., E] that keeps its input alone, where autograd would keep two tensors in
+    float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -356,7 +371,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In float32 at least, and rounded once at the end: every rounded product in between would add an error.
+        # In float32 at least, and rounded once at the end: every rounded product in between would
+        # add an error.
         inputs = *ctx.saved_tensors, grads[0]  # Checkpoints allow to read them once.
         stored = grads[0].dtype
         x, weight, grad_out = (
@@ -389,7 +405,8 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 def part_of(model: Decoder, modules: Collection[str]) -> Decoder:
-    """Return a model with only some modules (embed_tokens, layers.0, ..., norm, lm_head), which it shares with `model`.
+    """Return a model with only some modules (embed_tokens, layers.0, ..., norm, lm_head), which it
+    shares with `model`.
 
     The others pass on what they are given.
     """
@@ -428,7 +445,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Buffers that a model can recompute, such as tables, are registered with `persistent=False`.
     """
-    # `state_dict` would not do: its hooks shard an FSDP model again, even while another thread computes with it.
+    # `state_dict` would not do: its hooks shard an FSDP model again, even while another thread
+    # computes with it.
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

@@ -78,7 +78,8 @@ class DrawCalls:
         """Return a call; raise ValueError as `LocalBackend.generate`."""
         if sampling.stop_texts and self._folder is None:
             raise ValueError(
-                f"stop_texts={sampling.stop_texts}: needs a tokenizer: set hf_assets_path, or give stop_token_ids"
+                f"stop_texts={sampling.stop_texts}: needs a tokenizer: set hf_assets_path, or give "
+                "stop_token_ids"
             )
         cancelled = threading.Event()
 
@@ -101,7 +102,9 @@ class DrawCalls:
         return open_tokenizer(Path(self._folder), vocab_size=self._spec.model.vocab_size)[0]
 
     def group(self, first: DrawCall) -> SharedDrawing:
-        """Put a call and the waiting ones that fit into a group; a single call may exceed the limits."""
+        """Put a call and the waiting ones that fit into a group; a single call may exceed the
+        limits.
+        """
         calls, num_sequences, num_tokens = [first], len(first.requests), first.num_tokens
         for other in tuple(self.waiting):
             if other is first or other.cancelled.is_set() or other.group is not None:

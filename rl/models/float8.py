@@ -1,7 +1,8 @@
 """Float8 matrix products in linear layers and in the experts of a mixture, from torchao.
 
-Weights keep their dtype in training and for the optimizer: inputs, weights and gradients are scaled and cast for
-each product, with dynamic scales. torchao is only imported here, and only if a config asks for it.
+Weights keep their dtype in training and for the optimizer: inputs, weights and gradients are scaled
+and cast for each product, with dynamic scales. torchao is only imported here, and only if a config
+asks for it.
 
 Shape legend: S rows in the order of their experts, N experts, E and F the widths of a product.
 """
@@ -33,17 +34,22 @@ HEAD = "lm_head"
 
 
 class Float8(ModelConverter):
-    """Converter of all linear layers except the output head, which keeps the precision of its logits."""
+    """Converter of all linear layers except the output head, which keeps the precision of its
+    logits.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-        """Granularity of scales: a tensor (fastest) or a row. The last also computes the gradient of the weight
-        in high precision (most accurate)."""
+        """Granularity of scales: a tensor (fastest) or a row. The last also computes the gradient
+        of the weight in high precision (most accurate)."""
         enable_fsdp_float8_all_gather: bool = False
-        """Cast shards before FSDP gathers them, for a quarter of float32's bytes. Tensorwise only."""
+        """Cast shards before FSDP gathers them, for a quarter of float32's bytes. Tensorwise only.
+        """
         precompute_float8_dynamic_scale_for_fsdp: bool = False
-        """Compute the scales of all weights together after each step rather than one by one when gathered."""
+        """Compute the scales of all weights together after each step rather than one by one when
+        gathered.
+        """
         filter_fqns: tuple[str, ...] = ()
         """Name parts of layers to leave unconverted."""
         emulate: bool = False
@@ -52,8 +58,8 @@ class Float8(ModelConverter):
         def __post_init__(self) -> None:
             if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
                 raise ValueError(
-                    f"enable_fsdp_float8_all_gather=True with recipe={self.recipe!r}: shards are gathered "
-                    "with one scale a tensor; must be 'tensorwise'"
+                    f"enable_fsdp_float8_all_gather=True with recipe={self.recipe!r}: shards are "
+                    "gathered with one scale a tensor; must be 'tensorwise'"
                 )
             if (
                 self.precompute_float8_dynamic_scale_for_fsdp
@@ -72,21 +78,24 @@ class Float8(ModelConverter):
     def __init__(
         self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device
     ) -> None:
-        """Raise ValueError if the device has no float8, nothing is sharded for the all-gather, or torchao is
-        missing."""
+        """Raise ValueError if the device has no float8, nothing is sharded for the all-gather, or
+        torchao is missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
         if not config.emulate:
             _check_hardware(device, products="float8", capabilities=CAPABILITIES, or_newer=True)
         if config.enable_fsdp_float8_all_gather and degrees.fsdp == 1:
             raise ValueError(
-                "enable_fsdp_float8_all_gather=True: nothing is gathered, parameters are whole on every "
-                "rank; must be with parallelism.data_parallel_shard_degree or context_parallel_degree above 1"
+                "enable_fsdp_float8_all_gather=True: nothing is gathered, parameters are whole on "
+                "every rank; must be with parallelism.data_parallel_shard_degree or "
+                "context_parallel_degree above 1"
             )
         if find_spec("torchao") is None:
             raise ValueError("Float8 needs torchao 0.18: pip install 'torchao==0.18.*'")
 
     def convert(self, model: nn.Module) -> None:
-        """Convert the layers; raise ValueError naming an unsupported layer size or an unknown filter."""
+        """Convert the layers; raise ValueError naming an unsupported layer size or an unknown
+        filter.
+        """
         torchao = import_module("torchao.float8")
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         chosen = self._chosen(linears)
@@ -132,21 +141,23 @@ class Float8(ModelConverter):
         for field in ("in_features", "out_features"):
             if getattr(linear, field) % multiple:
                 raise ValueError(
-                    f"{name} has {field}={getattr(linear, field)}: must be a multiple of {multiple} (16 on each "
-                    "tensor-parallel rank), or the layer be named in filter_fqns"
+                    f"{name} has {field}={getattr(linear, field)}: must be a multiple of "
+                    f"{multiple} (16 on each tensor-parallel rank), or the layer be named in "
+                    "filter_fqns"
                 )
         if linear._forward_hooks or linear._forward_pre_hooks:
             raise ValueError(
-                f"an earlier converter added to {name}, which Float8 would replace: Float8 must come "
-                "before it"
+                f"an earlier converter added to {name}, which Float8 would replace: Float8 must "
+                "come before it"
             )
 
 
 class Float8GroupedMM(ModelConverter):
-    """Converter of the grouped products of a mixture's experts; `Float8` converts the layers around them.
+    """Converter of the grouped products of a mixture's experts; `Float8` converts the layers around
+    them.
 
-    All factors are rounded to e4m3. Each row of a factor has a scale of its own, a power of two, as have the columns
-    in products that sum over rows.
+    All factors are rounded to e4m3. Each row of a factor has a scale of its own, a power of two, as
+    have the columns in products that sum over rows.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -154,7 +165,9 @@ class Float8GroupedMM(ModelConverter):
         fqns: tuple[str, ...] = ("experts",)
         """Name parts of the experts' modules to convert; "experts" is in the name of each."""
         emulate: bool = False
-        """Round to float8 and multiply in the model's dtype: the numerics without the hardware, slowly."""
+        """Round to float8 and multiply in the model's dtype: the numerics without the hardware,
+        slowly.
+        """
 
         def __post_init__(self) -> None:
             if not self.fqns:
@@ -167,8 +180,8 @@ class Float8GroupedMM(ModelConverter):
     def __init__(
         self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device
     ) -> None:
-        """Raise ValueError if the model has no experts or a size that 16 does not divide, the device has no grouped
-        float8 products, or torchao is missing."""
+        """Raise ValueError if the model has no experts or a size that 16 does not divide, the
+        device has no grouped float8 products, or torchao is missing."""
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
         if not spec.model.has_experts:
             raise ValueError(
@@ -181,8 +194,8 @@ class Float8GroupedMM(ModelConverter):
         ):
             if value % (MULTIPLE * num_ranks):
                 raise ValueError(
-                    f"the model has {field}={value}: must be a multiple of {MULTIPLE * num_ranks} for grouped "
-                    "products in float8 (16 on each rank that shares an expert)"
+                    f"the model has {field}={value}: must be a multiple of {MULTIPLE * num_ranks} "
+                    "for grouped products in float8 (16 on each rank that shares an expert)"
                 )
         if not config.emulate:
             _check_hardware(device, products="grouped float8", capabilities=GROUPED_CAPABILITIES)
@@ -197,7 +210,8 @@ class Float8GroupedMM(ModelConverter):
         for part in self.config.fqns:
             if not any(part in name for name in experts):
                 raise ValueError(
-                    f"fqns has {part!r}, which the name of no experts contains: they are {', '.join(experts)}"
+                    f"fqns has {part!r}, which the name of no experts contains: they are "
+                    f"{', '.join(experts)}"
                 )
         for name, module in experts.items():
             if any(part in name for part in self.config.fqns):
@@ -207,11 +221,13 @@ class Float8GroupedMM(ModelConverter):
 
 
 def float8_grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Return `grouped_linear` in float8, by torchao's kernels on a GPU, which have results in bfloat16.
+    """Return `grouped_linear` in float8, by torchao's kernels on a GPU, which have results in
+    bfloat16.
 
-    The kernels need a multiple of 16 rows in each group, and not zero. Rows of zeros are put after each group's, 16
-    a group in all, so that the number of rows is known without waiting for the GPU. Then rows are added up to one of
-    eight numbers from each power of two to the next: a kernel is tuned anew for each number, 4 s on an H100.
+    The kernels need a multiple of 16 rows in each group, and not zero. Rows of zeros are put after
+    each group's, 16 a group in all, so that the number of rows is known without waiting for the
+    GPU. Then rows are added up to one of eight numbers from each power of two to the next: a kernel
+    is tuned anew for each number, 4 s on an H100.
     """
     num_rows = x_SE.size(0)
     total = (num_rows // MULTIPLE + ends_N.numel()) * MULTIPLE
@@ -285,6 +301,7 @@ def _check_hardware(
     if found not in capabilities and not (or_newer and found >= max(capabilities)):
         needed = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
         raise ValueError(
-            f"emulate=False: this {device.type} has no {products} products, which need NVIDIA compute capability "
-            f"{needed}{' or newer' if or_newer else ''}; emulate=True gives their rounding anywhere, slowly"
+            f"emulate=False: this {device.type} has no {products} products, which need NVIDIA "
+            f"compute capability {needed}{' or newer' if or_newer else ''}; emulate=True gives "
+            "their rounding anywhere, slowly"
         )

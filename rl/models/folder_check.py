@@ -1,6 +1,7 @@
 """Checks of a folder that somebody gives as a model's: what it is, and whether its files lie in it.
 
-A folder from elsewhere may hold links to any file of this machine, whose text would become the prompt and the export.
+A folder from elsewhere may hold links to any file of this machine, whose text would become the
+prompt and the export.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ _ARCHIVES = {
 _ARCHIVES |= {b"\xfd7zXZ": "a compressed archive", b"\x28\xb5\x2f\xfd": "a compressed archive"}
 
 _CONVERT = (
-    "open it with transformers where you trust it, and save it: AutoModelForCausalLM.from_pretrained(folder)"
-    ".save_pretrained(other)"
+    "open it with transformers where you trust it, and save it: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)"
 )
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("*.distcp", "step-[0-9]*"),
-        "a checkpoint of a run, or a folder of them: give the exported model, hf/ beside the steps, or load the "
-        "checkpoint with trainer.checkpoint.initial_load_path",
+        "a checkpoint of a run, or a folder of them: give the exported model, hf/ beside the "
+        "steps, or load the checkpoint with trainer.checkpoint.initial_load_path",
     ),
     (
         ("zero_to_fp32.py", "global_step[0-9]*", "pytorch_model_fsdp_[0-9]*", "mp_rank_*"),
-        "a sharded checkpoint of another trainer: write a folder of safetensors with its own tool (zero_to_fp32.py, "
-        "`accelerate merge-weights`)",
+        "a sharded checkpoint of another trainer: write a folder of safetensors with its own tool "
+        "(zero_to_fp32.py, `accelerate merge-weights`)",
     ),
     (
         ("model_index.json",),
@@ -58,13 +59,13 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("[0-9]_Pooling", "sentence_bert_config.json"),
-        "a model of sentence-transformers, which has no output head and writes no text: give the folder of a language "
-        "model",
+        "a model of sentence-transformers, which has no output head and writes no text: give the "
+        "folder of a language model",
     ),
     (
         (ADAPTER_CONFIG, "adapter_model.*"),
-        "a PEFT adapter without the model it belongs to: give the model's folder here, and the adapter's as "
-        "initial_adapter of the LoRA converter",
+        "a PEFT adapter without the model it belongs to: give the model's folder here, and the "
+        "adapter's as initial_adapter of the LoRA converter",
     ),
     (
         ("*.gguf",),
@@ -72,10 +73,11 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("consolidated*", "params.json", "tekken.json"),
-        "a model in the format of its maker (consolidated.*, params.json): give the folder in Hugging Face's format, "
-        "with config.json and model.safetensors",
+        "a model in the format of its maker (consolidated.*, params.json): give the folder in "
+        "Hugging Face's format, with config.json and model.safetensors",
     ),
-    (("openvino_model*", "*.mlpackage", "*.engine"), "a compiled model, which cannot be trained: give its safetensors"),
+    (("openvino_model*", "*.mlpackage", "*.engine"), "a compiled model, which cannot be trained: "
+                                                     "give its safetensors"),
     (
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt"),
         f"a model with weights in pickles, which can run code and are not read: {_CONVERT}",
@@ -83,19 +85,23 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tf_model*", "*.h5"), f"a model with weights of TensorFlow: {_CONVERT}"),
     (("flax_model*", "*.msgpack"), f"a model with weights of Flax: {_CONVERT}"),
     (("*.onnx", "onnx"), "a model exported to ONNX, which cannot be trained: give its safetensors"),
-    (("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"), "a model in a format that is not read: give safetensors"),
+    (("*.npz", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"), "a model in a format that is not read: "
+                                                           "give safetensors"),
 )  # fmt: skip
-"""Names of files by which a folder is recognized, and what it is and what to do; the first that fits counts."""
+"""Names of files by which a folder is recognized, and what it is and what to do; the first that
+fits counts.
+"""
 _NO_LANGUAGE_MODELS = _KINDS[2:4]
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 """How files begin that transformers' Trainer writes beside weights, with the same endings."""
 
 
 def check_links(folder: Path) -> None:
-    """Raise ValueError for a link that leaves the folder, and for a pipe or device in place of a file.
+    """Raise ValueError for a link that leaves the folder, and for a pipe or device in place of a
+    file.
 
-    The folder itself may be a link, and so may safetensors, from which nothing but tensors is read. In the hub's cache,
-    links lead to the `blobs` of the same model.
+    The folder itself may be a link, and so may safetensors, from which nothing but tensors is read.
+    In the hub's cache, links lead to the `blobs` of the same model.
     """
     real = Path(os.path.realpath(folder))
     roots = [
@@ -121,8 +127,8 @@ def check_links(folder: Path) -> None:
         target = Path(os.path.realpath(file))
         if not (fnmatch(file.name, _WEIGHTS) or any(target.is_relative_to(root) for root in roots)):
             raise ValueError(
-                f"{file} is a link that leaves its folder, to {target}: only safetensors may lie elsewhere: if the "
-                "link is meant, put a copy of the file in its place"
+                f"{file} is a link that leaves its folder, to {target}: only safetensors may lie "
+                "elsewhere: if the link is meant, put a copy of the file in its place"
             )
         if not target.exists():
             raise ValueError(
@@ -143,8 +149,8 @@ def check_not_pointer(file: Path) -> None:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     if begin == _POINTER:
         raise ValueError(
-            f"{file} is a pointer of git-LFS and not the file itself: run `git lfs pull` in {file.parent}, or "
-            "download the model with `hf download`"
+            f"{file} is a pointer of git-LFS and not the file itself: run `git lfs pull` in "
+            f"{file.parent}, or download the model with `hf download`"
         )
 
 
@@ -153,7 +159,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ValueError, saying what the path is and what to do, for anything but a folder of a model in safetensors."""
+    """Raise ValueError, saying what the path is and what to do, for anything but a folder of a
+    model in safetensors.
+    """
     if not folder.is_dir():
         raise ValueError(_describe_file(folder))
     check_links(folder)
@@ -170,8 +178,8 @@ def check_model_folder(folder: Path) -> None:
     if {"blobs", "snapshots"} <= {*names}:
         commits = sorted(path.name for path in (folder / "snapshots").iterdir())
         raise ValueError(
-            f"{folder} is the hub's cache of a model: give its name, or one of the folders in {folder / 'snapshots'} "
-            f"({', '.join(commits[:3])})"
+            f"{folder} is the hub's cache of a model: give its name, or one of the folders in "
+            f"{folder / 'snapshots'} ({', '.join(commits[:3])})"
         )
     if kind := _kind(names):
         raise ValueError(f"{folder} is {kind}")
@@ -182,16 +190,18 @@ def check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").exists():
         has = "weights" if has_weights(folder) else f"{len(names)} files, such as {min(names)}"
         raise ValueError(
-            f"file {folder / 'config.json'} is missing: the folder has {has}, and must be a Hugging Face folder"
+            f"file {folder / 'config.json'} is missing: the folder has {has}, and must be a "
+            "Hugging Face folder"
         )
     if shards := sorted(name for name in names if name.endswith(".safetensors")):
         raise ValueError(
-            f"weights file {folder / SINGLE_FILE} is missing, and so is {INDEX_FILE}: there is {shards[0]}, but "
-            "nothing says which tensors are in which file: download the index too, or rename a single file"
+            f"weights file {folder / SINGLE_FILE} is missing, and so is {INDEX_FILE}: there is "
+            f"{shards[0]}, but nothing says which tensors are in which file: download the index "
+            "too, or rename a single file"
         )
     raise ValueError(
-        f"weights file {folder / SINGLE_FILE} is missing, and so is {INDEX_FILE}: the folder has a config.json and no "
-        "weights: download the model's safetensors too"
+        f"weights file {folder / SINGLE_FILE} is missing, and so is {INDEX_FILE}: the folder has a "
+        "config.json and no weights: download the model's safetensors too"
     )
 
 
@@ -199,8 +209,8 @@ def _check_unambiguous(folder: Path, names: Collection[str]) -> None:
     """Raise ValueError for a folder that other programs take for something else."""
     if adapters := [name for name in names if name.startswith("adapter_model.")]:
         raise ValueError(
-            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), and other programs "
-            "may read the other one: move one of them into a folder of its own"
+            f"{folder} holds the weights of a model and of an adapter ({adapters[0]}), and other "
+            "programs may read the other one: move one of them into a folder of its own"
         )
     if kind := _kind(names, _NO_LANGUAGE_MODELS):
         raise ValueError(f"{folder} is {kind}")
@@ -220,7 +230,10 @@ def _kind(
 def _describe_file(path: Path) -> str:
     """Return what is wrong with a path that is no folder."""
     if path.is_symlink() and not path.exists():
-        return f"Hugging Face folder {path} is a link to {os.path.realpath(path)}, which does not exist"
+        return (
+            f"Hugging Face folder {path} is a link to {os.path.realpath(path)}, which does not "
+            "exist"
+        )
     if not path.exists():
         return f"Hugging Face folder {path} does not exist"
     if not path.is_file():
@@ -238,4 +251,7 @@ def _describe_file(path: Path) -> str:
         return f"{path} is a tar archive: unpack it, and give the folder"
     if begin.startswith(b"GGUF"):
         return f"{path} is a GGUF file: its name must end in .gguf"
-    return f"{path} is a file: must be the Hugging Face folder that it is in, here {path.absolute().parent}"
+    return (
+        f"{path} is a file: must be the Hugging Face folder that it is in, here "
+        f"{path.absolute().parent}"
+    )

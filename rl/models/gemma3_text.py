@@ -1,4 +1,5 @@
-"""Gemma 3, text: norms around both halves of a block, GeGLU, and mostly layers with a sliding window.
+"""Gemma 3, text: norms around both halves of a block, GeGLU, and mostly layers with a sliding
+window.
 
 Layers with a window have a rope base of their own, and no scaling.
 """

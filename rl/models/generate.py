@@ -1,11 +1,12 @@
 """A batched sampler with a key-value cache, in plain PyTorch on the trainer's model.
 
-It serves the in-process backends and is the reference for the engine's logprobs. While it runs, only the model's
-core attention is replaced. Forwards of a batch-invariant model are padded to whole tiles of rows.
+It serves the in-process backends and is the reference for the engine's logprobs. While it runs,
+only the model's core attention is replaced. Forwards of a batch-invariant model are padded to whole
+tiles of rows.
 
-Shape legend: T packed tokens of a forward, P prompts, N requests, B of them still running, C tokens of one chunk,
-E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens of one prompt, k most likely
-tokens.
+Shape legend: T packed tokens of a forward, P prompts, N requests, B of them still running, C tokens
+of one chunk, E model width, H query heads, K key-value heads, D head size, V vocabulary, M tokens
+of one prompt, k most likely tokens.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ def generate(
 ) -> list[list[Completion]]:
     """Return `sampling.num_samples` completions of each prompt ([M] int token ids), in order.
 
-    With a seed, a prompt's completions depend only on the seed and the prompt, not on the rest of the call, up to
-    the rounding of the kernels. A completion that fills the model's context ends as "length". At most `max_sequences`
-    completions are decoded at once. Raises ValueError for an empty or too long prompt, or a setting out of range.
+    With a seed, a prompt's completions depend only on the seed and the prompt, not on the rest of
+    the call, up to the rounding of the kernels. A completion that fills the model's context ends as
+    "length". At most `max_sequences` completions are decoded at once. Raises ValueError for an
+    empty or too long prompt, or a setting out of range.
     """
     if sampling.stop_texts:
         raise ValueError(
-            f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; give stop_token_ids"
+            f"stop_texts={sampling.stop_texts}: must be empty here, because they need a tokenizer; "
+            "give stop_token_ids"
         )
     requests = completion_requests(
         prompts,
@@ -98,7 +101,8 @@ class CompletionRequest:
 def completion_requests(
     prompts: Sequence[np.ndarray], *, sampling: SamplingParams, context: int, ends: End
 ) -> list[CompletionRequest]:
-    """Return `sampling.num_samples` requests for each prompt, in order; raise ValueError as `generate`.
+    """Return `sampling.num_samples` requests for each prompt, in order; raise ValueError as
+    `generate`.
 
     `context` is the largest number of tokens of a prompt and its completion.
     """
@@ -140,7 +144,8 @@ def complete(
     """Return a completion for each request, with the temperature, top-k and top-p of `sampling`.
 
     Args:
-        is_cancelled: called before each token; once it returns true, running completions end as "abort".
+        is_cancelled: called before each token; once it returns true, running completions end as
+            "abort".
     """
     drawing = Drawing(requests, sampling=sampling, max_sequences=max_sequences)
     drawing.draw(model, is_cancelled)
@@ -168,7 +173,8 @@ class Drawing:
         return sum(len(tokens) for batch in self._batches for tokens in batch.tokens)
 
     def draw(self, model: Decoder, pauses: Callable[[], bool]) -> bool:
-        """Draw until all completions have ended or `pauses`, called before each token, is true; return the former.
+        """Draw until all completions have ended or `pauses`, called before each token, is true;
+        return the former.
 
         Raises DivergedWeightsError for logprobs that are NaN.
         """
@@ -322,7 +328,8 @@ class CachedAttention(nn.Module):
 
 @contextmanager
 def cached_attention(model: Decoder, caches: list[CachedAttention]) -> Iterator[None]:
-    """Replace the model's core attention by one that reads and fills a cache, and that permits padding.
+    """Replace the model's core attention by one that reads and fills a cache, and that permits
+    padding.
 
     `caches` has those of the layers, or is empty and gets them.
     """
@@ -360,7 +367,8 @@ class PromptLogprobs:
 def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
     """Return the predictions of a prompt ([M] int token ids), with its `top_k` most likely tokens.
 
-    With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for bit.
+    With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for
+    bit.
     """
     tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(model.embed_tokens.weight.device)
     pad = partial(pad_rows, multiple=model.row_multiple)

@@ -1,7 +1,8 @@
 """GGUF files: converted once into a Hugging Face folder, which everything else reads.
 
-transformers translates names and settings; the package `gguf` dequantizes. Tensors are written in bfloat16, in which
-most models are published and whose rounding, 2^-9, is below that of a file of 4 to 8 bits.
+transformers translates names and settings; the package `gguf` dequantizes. Tensors are written in
+bfloat16, in which most models are published and whose rounding, 2^-9, is below that of a file of 4
+to 8 bits.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from rl.models.tokenizer import write_json
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names in GGUF of the families that can be converted; Mistral's is "llama"."""
 SMOLLM = "smollm"
-"""Name in GGUF of a rule of splitting texts that transformers lacks: each digit on its own, then GPT-2's rule."""
+"""Name in GGUF of a rule of splitting texts that transformers lacks: each digit on its own, then
+GPT-2's rule.
+"""
 RECIPE = 4
 """Part of the folder's name; incremented when a change of the conversion changes the result."""
 
 
 def convert_gguf(file: Path, *, cache: Path, writes: bool = True) -> Path | None:
-    """Return the Hugging Face folder of a GGUF file in `cache`; one that is missing is written, or else is None.
+    """Return the Hugging Face folder of a GGUF file in `cache`; one that is missing is written, or
+    else is None.
 
     Raises:
-        ValueError: the package `gguf` is missing, or the file is damaged or holds a model that is not supported.
+        ValueError: the package `gguf` is missing, or the file is damaged or holds a model that is
+            not supported.
     """
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -83,7 +88,9 @@ def _split_digits(tokenizer: Any) -> None:
 
 
 def _name_class(file: Path) -> None:
-    """Name the tokenizer's class so that transformers 4 opens it too, which other programs than relay use."""
+    """Name the tokenizer's class so that transformers 4 opens it too, which other programs than
+    relay use.
+    """
     described = json.loads(file.read_text(encoding="utf-8"))
     if described["tokenizer_class"] == "TokenizersBackend":
         write_json(file, described | {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -136,11 +143,13 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
     scaling = settings.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
         raise ValueError(
-            f"{file}: scaled rope frequencies are not read from GGUF: give the model's Hugging Face folder"
+            f"{file}: scaled rope frequencies are not read from GGUF: give the model's Hugging "
+            "Face folder"
         )
     if window := settings.get(f"{architecture}.attention.sliding_window"):
         raise ValueError(
-            f"{file}: attention.sliding_window={window} is not read from GGUF: give the model's Hugging Face folder"
+            f"{file}: attention.sliding_window={window} is not read from GGUF: give the model's "
+            "Hugging Face folder"
         )
     rule = settings.get("tokenizer.ggml.pre")
     if settings.get("tokenizer.ggml.model") == "gpt2" and rule not in {
@@ -149,8 +158,8 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
         *GGUF_PRE_TOKENIZER_SPLITS,
     }:
         raise ValueError(
-            f"{file}: tokenizer.ggml.pre={rule!r}: how texts are split into tokens is not known: give the model's "
-            "Hugging Face folder"
+            f"{file}: tokenizer.ggml.pre={rule!r}: how texts are split into tokens is not known: "
+            "give the model's Hugging Face folder"
         )
     # transformers takes this name for an architecture, which the package `gguf` does not have.
     if settings.get("general.name") == "mistral":
@@ -165,7 +174,8 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    # In a folder of its own: transformers would also read templates and settings that lie beside the file.
+    # In a folder of its own: transformers would also read templates and settings that lie beside
+    # the file.
     with tempfile.TemporaryDirectory() as alone:
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
@@ -189,7 +199,9 @@ def _in_decimals(config: Any) -> Any:
 
 
 def _token_ids(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return generation_config.json; a reply ends with the end of a turn as well as with that of the text."""
+    """Return generation_config.json; a reply ends with the end of a turn as well as with that of
+    the text.
+    """
     ids: dict[str, Any] = {
         name: settings.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "padding")
@@ -208,13 +220,16 @@ def _check_fit(
     adapter: DecoderAdapter,
     names: list[str],
 ) -> None:
-    """Raise ValueError for a head that is rotated in part, or a stored tensor that no parameter is made of."""
+    """Raise ValueError for a head that is rotated in part, or a stored tensor that no parameter is
+    made of.
+    """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     architecture, head_dim = settings["general.architecture"], model.block.attention.head_dim
     if (rotated := settings.get(f"{architecture}.rope.dimension_count", head_dim)) != head_dim:
         raise ValueError(
-            f"{file}: rope.dimension_count={rotated} is not supported: must be the size of a head, {head_dim}"
+            f"{file}: rope.dimension_count={rotated} is not supported: must be the size of a head, "
+            f"{head_dim}"
         )
     table = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.num_layers)
     known = {
@@ -222,7 +237,8 @@ def _check_fit(
     }
     if unknown := [name for name in stored if name not in known]:
         raise ValueError(
-            f"{file}: tensor {unknown[0]} has no place in the model: give the model's Hugging Face folder"
+            f"{file}: tensor {unknown[0]} has no place in the model: give the model's Hugging Face "
+            "folder"
         )
 
 

@@ -1,6 +1,7 @@
 """Check of a GGUF file's header, before the package `gguf` reads it.
 
-The package trusts every count: an array that claims 2^40 numbers keeps it busy for ever, whatever the file's size.
+The package trusts every count: an array that claims 2^40 numbers keeps it busy for ever, whatever
+the file's size.
 
     magic, version, number of tensors, number of settings
     settings    name, type, value; an array has the type and number of its values first
@@ -86,7 +87,8 @@ class _Header:
             self._num_values += count
             if self._num_values > MAX_VALUES:
                 raise ValueError(
-                    f"{name!r} has {count} values: all arrays must have at most {MAX_VALUES} together"
+                    f"{name!r} has {count} values: all arrays must have at most {MAX_VALUES} "
+                    "together"
                 )
             if of == _STRING:
                 self._check_fits(count, 8, f"texts of {name!r}")

@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json, tokenizer files, safetensors in one file or in shards.
 
-A folder's headers are read and checked when it is opened; tensors are read one at a time. An adapter
-(`rl.models.adapter`) translates between a family's parameters and its tensors.
+A folder's headers are read and checked when it is opened; tensors are read one at a time. An
+adapter (`rl.models.adapter`) translates between a family's parameters and its tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class HFFolder:
     """A folder with complete files; with `tokenizer`, those of the tokenizer too.
 
     Raises:
-        ValueError: naming the folder, file or tensor that is missing, or the file that is truncated.
+        ValueError: naming the folder, file or tensor that is missing, or the file that is
+            truncated.
     """
 
     def __init__(self, path: str | Path, *, tokenizer: bool = False) -> None:
@@ -107,8 +108,8 @@ class HFFolder:
             if dtype not in _DTYPES:
                 quantized = " (the model is quantized: give it without quantization)"
                 raise ValueError(
-                    f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of {', '.join(_DTYPES)}"
-                    f"{quantized if _QUANTIZED.search(' '.join(dtypes)) else ''}"
+                    f"{self.files[tensor]}: tensor {tensor} is of {dtype}: must be of "
+                    f"{', '.join(_DTYPES)}{quantized if _QUANTIZED.search(' '.join(dtypes)) else ''}"
                 )
         for tensor, name in weight_map.items():
             if self.files.get(tensor) != self.path / name:
@@ -125,12 +126,14 @@ class HFFolder:
     def spec(
         self, *, expected: ModelSpec | None = None, otherwise: str = "choose a folder of that model"
     ) -> ModelSpec:
-        """Return the spec that config.json describes, which must be `expected` but for `_FREE_FIELDS`.
+        """Return the spec that config.json describes, which must be `expected` but for
+        `_FREE_FIELDS`.
 
         Numbers may differ by their rounding to float32, which GGUF files have.
 
         Raises:
-            ValueError: names the folder and the unsupported field, or all fields that differ; ends with `otherwise`.
+            ValueError: names the folder and the unsupported field, or all fields that differ; ends
+                with `otherwise`.
         """
         same_family = expected is not None and expected.name == self.config.get("model_type")
         adapter = expected.adapter if expected is not None and same_family else None
@@ -163,10 +166,12 @@ class HFFolder:
     def check(
         self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None
     ) -> None:
-        """Raise ValueError, naming the first difference, unless the tensors are those of the model's parameters.
+        """Raise ValueError, naming the first difference, unless the tensors are those of the
+        model's parameters.
 
-        The model may be on the meta device or sharded. A folder of a tied model may contain an output head equal to
-        its embedding, and any folder the model's persistent buffers. `names` restricts the check to some parameters.
+        The model may be on the meta device or sharded. A folder of a tied model may contain an
+        output head equal to its embedding, and any folder the model's persistent buffers. `names`
+        restricts the check to some parameters.
         """
         needed = {
             hf_name: tuple(tensor.shape)
@@ -196,15 +201,19 @@ class HFFolder:
                 )
             if not torch.equal(self._stored(_HEAD), self._stored(_EMBEDDING)):
                 raise ValueError(
-                    f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs from {_EMBEDDING}: "
-                    "set tie_word_embeddings to false to use both, or remove the tensor that is not meant"
+                    f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} differs "
+                    f"from {_EMBEDDING}: set tie_word_embeddings to false to use both, or remove "
+                    "the tensor that is not meant"
                 )
 
     def _hint(self, missing: str) -> str:
         """Return what a folder without one of the model's tensors may be, or an empty text."""
         for name in self.shapes:
             if name.endswith(f".{missing}") or missing == f"model.{name}":
-                return f", but there is {name}: save the language model itself, and no wrapper or part of it"
+                return (
+                    f", but there is {name}: save the language model itself, and no wrapper or "
+                    "part of it"
+                )
         return ""
 
     def _stored(self, name: str) -> Tensor:
@@ -227,7 +236,8 @@ def read_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters on the CPU, one at a time in the order of `names`.
 
-    They are in the file's dtype, or in float32 if that is FP8. Raises ValueError for a tensor with NaN or infinity.
+    They are in the file's dtype, or in float32 if that is FP8. Raises ValueError for a tensor with
+    NaN or infinity.
     """
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
@@ -249,10 +259,13 @@ def read_parameters(
 
 
 def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
-    """Raise ValueError for a tensor with NaN or infinity; takes less time than a copy of the tensor."""
+    """Raise ValueError for a tensor with NaN or infinity; takes less time than a copy of the
+    tensor.
+    """
     if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
         raise ValueError(
-            f"{file}: tensor {name} has values that are NaN or infinite: the checkpoint has diverged"
+            f"{file}: tensor {name} has values that are NaN or infinite: the checkpoint has "
+            "diverged"
         )
 
 
@@ -285,9 +298,9 @@ def write_hf_folder(
 ) -> None:
     """Write a folder that transformers and vLLM can open, atomically.
 
-    Remains of processes killed while writing next to `path` are removed first. About one shard is held in memory
-    at a time. With several ranks one rank calls this, with an iterator whose collectives the other ranks step
-    through at the same time.
+    Remains of processes killed while writing next to `path` are removed first. About one shard is
+    held in memory at a time. With several ranks one rank calls this, with an iterator whose
+    collectives the other ranks step through at the same time.
 
     Args:
         params: our names and whole tensors, one at a time.
@@ -322,10 +335,11 @@ def write_hf_folder(
 
 
 def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Path:
-    """Write a random model with a tokenizer of bytes, unless the folder exists; deterministic given the seed.
+    """Write a random model with a tokenizer of bytes, unless the folder exists; deterministic given
+    the seed.
 
-    Two processes may call this at once: each writes its own copy, and the first to finish names the folder. Raises
-    ValueError if the folder exists and does not hold a complete model of the spec.
+    Two processes may call this at once: each writes its own copy, and the first to finish names the
+    folder. Raises ValueError if the folder exists and does not hold a complete model of the spec.
     """
     folder = Path(folder)
     adapter = spec.adapter(spec.model)
@@ -416,8 +430,9 @@ def _check_one_source(folder: Path, weight_map: dict[str, str]) -> None:
     listed = sorted(set(weight_map.values()))
     if (folder / SINGLE_FILE).exists() and listed != [SINGLE_FILE]:
         raise ValueError(
-            f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which lists {', '.join(listed[:2])}: programs differ "
-            "in what they read: remove the one that is not meant (in a copy of the hub's cache)"
+            f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which lists "
+            f"{', '.join(listed[:2])}: programs differ in what they read: remove the one that is "
+            "not meant (in a copy of the hub's cache)"
         )
 
 

@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub: downloaded into the cache that all its programs share (HF_HOME).
 
-The first request has a deadline and no retries, so that a machine without a network learns it at once; then the cache
-alone is asked. HF_HUB_OFFLINE, HF_ENDPOINT and the login of `hf auth login` are those of the hub's own library.
+The first request has a deadline and no retries, so that a machine without a network learns it at
+once; then the cache alone is asked. HF_HUB_OFFLINE, HF_ENDPOINT and the login of `hf auth login`
+are those of the hub's own library.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rl.utils.proxies import used_proxy
 TIMEOUT_S = 10.0
 """Longest wait for the hub's first answer."""
 SETTINGS, WEIGHTS = ("*.json", "*.jinja", "merges.txt"), "*.safetensors"
-"""Files of a model that are downloaded, and that must be in the cache; those in subfolders are other formats."""
+"""Files of a model that are downloaded, and that must be in the cache; those in subfolders are
+other formats.
+"""
 MORE, TEMPLATES = (
     ("vocab.txt", "tokenizer.model", "tokenizer.model.v3"),
     f"{CHAT_TEMPLATES}/*.jinja",
@@ -28,10 +31,12 @@ UNWANTED = ("*/*", "consolidated*")
 
 
 def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | None:
-    """Return the folder of a model in the cache; what is missing is downloaded, or else the folder is None.
+    """Return the folder of a model in the cache; what is missing is downloaded, or else the folder
+    is None.
 
     Raises:
-        ValueError: the model or revision does not exist, may not be read, or cannot be reached and is not cached.
+        ValueError: the model or revision does not exist, may not be read, or cannot be reached and
+            is not cached.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -97,14 +102,20 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
 
     hub = HfApi().endpoint
     if isinstance(error, errors.GatedRepoError):
-        return f"{name}: the hub gives it to people with permission only: ask at {hub}/{name}, then `hf auth login`"
+        return (
+            f"{name}: the hub gives it to people with permission only: ask at {hub}/{name}, "
+            "then `hf auth login`"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{name} is no folder here, and {hub} has no such model, or it is private: check the name, or log in with "
-            "`hf auth login`"
+            f"{name} is no folder here, and {hub} has no such model, or it is private: check the "
+            "name, or log in with `hf auth login`"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name}: hf_revision={revision!r} does not exist: must be {_revisions(name)} or a commit"
+        return (
+            f"{name}: hf_revision={revision!r} does not exist: must be {_revisions(name)} or a "
+            "commit"
+        )
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "it is not downloaded, and HF_HUB_OFFLINE forbids that"
     else:
@@ -113,8 +124,9 @@ def _advice(name: str, revision: str | None, error: Exception) -> str:
         told = (str(error).splitlines() or [""])[0]
         reason = f"it cannot be downloaded from {hub}{through} ({type(error).__name__}: {told})"
     return (
-        f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` where there is a "
-        f"network, and give its folder or its cache (HF_HUB_CACHE, here {constants.HF_HUB_CACHE})"
+        f"{name} is no folder here, and {reason}: run `hf download {name}{_option(revision)}` "
+        "where there is a network, and give its folder or its cache (HF_HUB_CACHE, here "
+        f"{constants.HF_HUB_CACHE})"
     )
 
 

@@ -1,4 +1,6 @@
-"""Llama 2, 3, 3.1, 3.2 and models of their architecture, such as SmolLM2: a decoder without normalized queries."""
+"""Llama 2, 3, 3.1, 3.2 and models of their architecture, such as SmolLM2: a decoder without
+normalized queries.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
     head = functools.partial(token_logprobs, targets_T=targets, temperatures_T=temperatures)
     logprobs_T, entropy_T = model(tokens, positions=positions, sequences=layout, head=head)
 
-Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum, sum of exponentials
-and the target's logit are reduced over the ranks, [C] numbers each; no rank holds the whole vocabulary.
+Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum, sum of
+exponentials and the target's logit are reduced over the ranks, [C] numbers each; no rank holds the
+whole vocabulary.
 
-Shape legend: T packed tokens, R of them whose values are needed, C tokens of one chunk, K targets of each token, E
-model width, V vocabulary, W part of the vocabulary on this rank.
+Shape legend: T packed tokens, R of them whose values are needed, C tokens of one chunk, K targets
+of each token, E model width, V vocabulary, W part of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from rl.distributed.collectives import all_reduce
 
 PART_NUMBERS = 1 << 19
-"""Logits that a CPU works on at once, so that every pass but the first finds them in a core's cache."""
+"""Logits that a CPU works on at once, so that every pass but the first finds them in a core's
+cache.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,17 +53,21 @@ def token_logprobs(
     chunk_logprobs: Callable[..., tuple[Tensor, Tensor]] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the entropy.
+    """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the
+    entropy.
 
-    Logits are computed in the inputs' dtype, as in the generator (`Decoder.float32_head`), everything after them in
-    float32. Under tensor parallelism hidden is a DTensor, replicated or sharded by token, and the weight is sharded by
-    vocabulary; every rank returns the same plain tensors.
+    Logits are computed in the inputs' dtype, as in the generator (`Decoder.float32_head`),
+    everything after them in float32. Under tensor parallelism hidden is a DTensor, replicated or
+    sharded by token, and the weight is sharded by vocabulary; every rank returns the same plain
+    tensors.
 
     Args:
         targets_T: int64; or [T, K] for several targets of each distribution.
         temperatures_T: float32, above 0.
-        rows_R: int64, the tokens whose values are needed; those of all others are 0. None for all tokens.
-        chunk_tokens: largest number of tokens whose logits exist at once; the backward recomputes them.
+        rows_R: int64, the tokens whose values are needed; those of all others are 0. None for all
+            tokens.
+        chunk_tokens: largest number of tokens whose logits exist at once; the backward recomputes
+            them.
         loss_parallel: keep each rank's part of the vocabulary; False gathers the head's weight.
         chunk_logprobs: a compiled form of `logprobs_of_chunk`.
         entropy_gradient: give the entropy a gradient, which may cost memory in the backward.
@@ -88,7 +95,9 @@ def token_logprobs(
 def _in_chunks(
     compute: Callable[..., tuple[Tensor, Tensor]], chunk_tokens: int | None, *inputs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies of the tokens, of which the backward recomputes one chunk after another."""
+    """Return logprobs and entropies of the tokens, of which the backward recomputes one chunk after
+    another.
+    """
     if chunk_tokens is None or inputs[0].size(0) <= chunk_tokens:
         return compute(*inputs)
     chunks = zip(*(x.split(chunk_tokens) for x in inputs), strict=True)
@@ -148,8 +157,8 @@ def logprobs_of_chunk(
                 logits_CV, targets_CK, temperatures_C, shard, entropy_gradient
             )
         )
-        # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost if a loss changes it
-        # in place.
+        # A sum of one number instead of a view: FSDP2's hooks on an output that is a view are lost
+        # if a loss changes it in place.
         return (logprobs_CK if targets_C.ndim == 2 else logprobs_CK.sum(1)), entropy_C
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     if targets_C.ndim == 2:
@@ -170,8 +179,8 @@ def _entropy(logprobs_CV: Tensor) -> Tensor:
 class _Logprobs(torch.autograd.Function):
     """Logprobs [C, K] with gradient, and entropy [C], of whole logits [C, V].
 
-    The logits' memory holds the probabilities until the backward, and then the gradient. Everything else of this
-    size exists for a part of the rows at a time.
+    The logits' memory holds the probabilities until the backward, and then the gradient. Everything
+    else of this size exists for a part of the rows at a time.
     """
 
     @staticmethod
@@ -193,8 +202,8 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probabilities_CV, targets_CK, temperatures_C, of_targets_CK = ctx.saved_tensors
-        # d logprob / d logit = (1 if target else 0) - probability, over the temperature; the targets' in float32,
-        # because in bfloat16 a probability near 1 has lost 1 - p.
+        # d logprob / d logit = (1 if target else 0) - probability, over the temperature; the
+        # targets' in float32, because in bfloat16 a probability near 1 has lost 1 - p.
         slopes_C1 = -grads[0].sum(1, keepdim=True)
         is_same_CKK = targets_CK.unsqueeze(2) == targets_CK.unsqueeze(1)
         pulls_CK = torch.where(is_same_CKK, grads[0].unsqueeze(1), 0.0).sum(2)
@@ -214,7 +223,9 @@ def _parts(logits_CV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd would keep three."""
+    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd would keep
+    three.
+    """
 
     @staticmethod
     def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:
@@ -230,7 +241,9 @@ class _Entropy(torch.autograd.Function):
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Logprobs [C, K] and entropy [C] of vocabulary-sharded logits [C, W], with two reductions in the forward."""
+    """Logprobs [C, K] and entropy [C] of vocabulary-sharded logits [C, W], with two reductions in
+    the forward.
+    """
 
     @staticmethod
     def forward(
@@ -279,7 +292,9 @@ class _ShardedLogprobs(torch.autograd.Function):
 
 
 def _local_rows(targets_CK: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return each target's row in this rank's part of the vocabulary, or 0, and whether it is there."""
+    """Return each target's row in this rank's part of the vocabulary, or 0, and whether it is
+    there.
+    """
     rows_CK = targets_CK - first_row
     is_here_CK = (rows_CK >= 0) & (rows_CK < num_rows)
     return torch.where(is_here_CK, rows_CK, 0), is_here_CK

@@ -1,8 +1,8 @@
 """LoRA: training of low-rank products next to frozen weights.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), equation 3. Generators and
-Hugging Face folders get the sums W + alpha / rank * B A under the weights' own names; an adapter alone is read
-and written in PEFT's format (`rl.models.peft`).
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), equation 3.
+Generators and Hugging Face folders get the sums W + alpha / rank * B A under the weights' own
+names; an adapter alone is read and written in PEFT's format (`rl.models.peft`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 class LoRA(ModelConverter):
-    """Converter that freezes the model and adds adapters, without dropout: the policy that is trained also samples."""
+    """Converter that freezes the model and adds adapters, without dropout: the policy that is
+    trained also samples.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
@@ -36,9 +38,9 @@ class LoRA(ModelConverter):
         alpha: float = 32.0
         """Numerator of the products' scale, alpha / rank."""
         target_modules: tuple[str, ...] | None = None
-        """Linear layers to adapt, by Hugging Face's names (q_proj, gate_proj ...) or ours (qkv_proj is q_proj,
-        k_proj and v_proj; gate_up_proj is gate_proj and up_proj). None selects all layers of attention and
-        feed-forward; experts of a mixture cannot be adapted."""
+        """Linear layers to adapt, by Hugging Face's names (q_proj, gate_proj ...) or ours (qkv_proj
+        is q_proj, k_proj and v_proj; gate_up_proj is gate_proj and up_proj). None selects all
+        layers of attention and feed-forward; experts of a mixture cannot be adapted."""
         unembedding: bool = False
         """Adapt the output head too, unless it shares the embedding's weight."""
         seed: int = 0
@@ -82,8 +84,9 @@ class LoRA(ModelConverter):
         if self.config.unembedding:
             if (head := getattr(model, HEAD, None)) is None:
                 raise ValueError(
-                    f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of its own, its "
-                    "weight is the embedding's, which the adapter would change too: must be False"
+                    f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of "
+                    "its own, its weight is the embedding's, which the adapter would change too: "
+                    "must be False"
                 )
             # The loss uses the head's weight without calling its layer.
             self._attach(model, HEAD, head, {f"{HEAD}.weight": 0})
@@ -147,7 +150,9 @@ class LoRA(ModelConverter):
 
     @torch.no_grad()
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
-        """Initialize fresh adapters, drawn whole and sliced, so that they are equal in every layout."""
+        """Initialize fresh adapters, drawn whole and sliced, so that they are equal in every
+        layout.
+        """
         if not fresh:
             return
         if self.config.initial_adapter is not None:
@@ -165,7 +170,8 @@ class LoRA(ModelConverter):
         return tensor if adapter is None else adapter.merged_like(tensor)
 
     def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of each weight with its whole A and B; every rank must consume all.
+        """Yield the Hugging Face name of each weight with its whole A and B; every rank must
+        consume all.
 
         Adapters that only other ranks of a pipeline have are on the meta device, and left out.
         """
@@ -179,7 +185,9 @@ class LoRA(ModelConverter):
 
     @torch.no_grad()
     def load_peft(self, folder: str | Path) -> None:
-        """Load the adapters of a folder in PEFT's format; every rank reads it. Raises ValueError if it does not fit."""
+        """Load the adapters of a folder in PEFT's format; every rank reads it. Raises ValueError if
+        it does not fit.
+        """
         found = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
             rows = self._hf_rows(weight, adapter.lora_b.size(0))

@@ -1,10 +1,11 @@
 """Low-rank adapter of a frozen weight: W + s B A.
 
-One of our fused weights consists of several Hugging Face weights, regrouped by rows (`rl.models.adapter`). Each
-of them gets factors of its own, as in PEFT: the A's are stacked, and a row of B belongs to the A of the weight
-that the row came from.
+One of our fused weights consists of several Hugging Face weights, regrouped by rows
+(`rl.models.adapter`). Each of them gets factors of its own, as in PEFT: the A's are stacked, and a
+row of B belongs to the A of the weight that the row came from.
 
-Shape legend: T tokens, I input width, O output rows of the fused weight, N adapted weights fused in it, R rank.
+Shape legend: T tokens, I input width, O output rows of the fused weight, N adapted weights fused in
+it, R rank.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ SUFFIX = "_lora"
 class LowRank(nn.Module):
     """Adapter next to an unchanged linear layer; `add_to` adds the product to the layer's output.
 
-    Under tensor parallelism the factors follow the layer's weight: B is split if the weight is split by rows, A
-    if it is split by columns. Each rank adds its own part without communication; its gradient of a factor that
-    it holds whole is a partial sum, which `optim_step` completes.
+    Under tensor parallelism the factors follow the layer's weight: B is split if the weight is
+    split by rows, A if it is split by columns. Each rank adds its own part without communication;
+    its gradient of a factor that it holds whole is a partial sum, which `optim_step` completes.
     """
 
     rows_ON: Tensor
@@ -79,7 +80,9 @@ class LowRank(nn.Module):
         self.rows_ON = self._local_rows(self.rows_ON.device)
 
     def follow(self, weight: Tensor) -> None:
-        """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a plain weight."""
+        """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a
+        plain weight.
+        """
         if not isinstance(weight, DTensor):
             return
         mesh = weight.device_mesh
@@ -96,20 +99,24 @@ class LowRank(nn.Module):
             self.rows_ON = self._local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the layer's output for `x` plus the product, both inside the tensor-parallel hooks."""
+        """Return the layer's output for `x` plus the product, both inside the tensor-parallel
+        hooks.
+        """
         low = F.linear(own_part(x), own_part(self.lora_a))
         added = F.linear(low, self._by_source(own_part(self.lora_b), self.rows_ON)) * self.scale
         return output + wrapped_like(output, added)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + s B A with gradients to both factors, for a plain or row-split weight used without its
-        layer."""
+        """Return W + s B A with gradients to both factors, for a plain or row-split weight used
+        without its layer."""
         product = self._by_source(own_part(self.lora_b), self.rows_ON) @ own_part(self.lora_a)
         return weight + wrapped_like(weight, product * self.scale)
 
     @torch.no_grad()
     def merged_like(self, weight: Tensor) -> Tensor:
-        """Return W + s B A in W's layout and dtype, summed in float32. Only the factors are gathered."""
+        """Return W + s B A in W's layout and dtype, summed in float32. Only the factors are
+        gathered.
+        """
         a, b = (whole_tensor(p.detach()).float() for p in (self.lora_a, self.lora_b))
         local = local_tensor(weight)
         if local.numel():
@@ -137,7 +144,9 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
 
 
 def follow_base_layers(model: nn.Module) -> None:
-    """Shard all adapters like their layers; call it after tensor parallelism and before data parallelism."""
+    """Shard all adapters like their layers; call it after tensor parallelism and before data
+    parallelism.
+    """
     for base, adapter in adapted_layers(model):
         adapter.follow(base.weight)
 

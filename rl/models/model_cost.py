@@ -1,10 +1,11 @@
 """Arithmetic of a decoder, counted from its shapes.
 
-A token's product with a matrix of n weights is 2 n operations in the forward, and as many again for the
-gradient of its input and for the gradient of trained weights. Attention to one token is 4 operations per number
-of a head in each layer, its product with the key and the sum of the values, and twice that in the backward.
-Norms, rotations, activations and sampling are left out, and recomputation (activation checkpointing) is not
-counted: Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B, with attention limited by the causal mask.
+A token's product with a matrix of n weights is 2 n operations in the forward, and as many again for
+the gradient of its input and for the gradient of trained weights. Attention to one token is 4
+operations per number of a head in each layer, its product with the key and the sum of the values,
+and twice that in the backward. Norms, rotations, activations and sampling are left out, and
+recomputation (activation checkpointing) is not counted: Chowdhery et al., "PaLM"
+(arXiv:2204.02311), appendix B, with attention limited by the causal mask.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ModelWork:
     parameters: int
     """All parameters."""
     products: float
-    """Weights that one token is multiplied with: those of its experts only, the whole output head, and no
-    embedding unless it is also the output head."""
+    """Weights that one token is multiplied with: those of its experts only, the whole output head,
+    and no embedding unless it is also the output head."""
     trained: float
     """The part of `products` that has a gradient."""
     attention: int
@@ -61,7 +62,8 @@ class ModelWork:
 
 
 def model_work(model: Decoder.Config, *, converted: nn.Module | None = None) -> ModelWork:
-    """Count the work of the model as it is sampled or, given the module after its converters, trained.
+    """Count the work of the model as it is sampled or, given the module after its converters,
+    trained.
 
     The module may be on the meta device.
     """

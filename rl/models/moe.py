@@ -2,23 +2,24 @@
 
     Decoder.Config(..., block=TransformerBlock.Config(attention=..., feed_forward=MoE.Config(...)))
 
-A router chooses K of N experts for each token; each expert is a SwiGLU. The experts' weights are stacked and the
-rows of a batch sorted by expert, so that one grouped product serves all experts.
+A router chooses K of N experts for each token; each expert is a SwiGLU. The experts' weights are
+stacked and the rows of a batch sorted by expert, so that one grouped product serves all experts.
 
-The rows of an expert's fused gate and up projection are ordered by key-value head, as in the dense layer
-(`rl.models.decoder`), so tensor parallelism splits an expert at the same places.
+The rows of an expert's fused gate and up projection are ordered by key-value head, as in the dense
+layer (`rl.models.decoder`), so tensor parallelism splits an expert at the same places.
 
 Experts of a mixture can be split in three ways, alone or together:
 
 - FSDP, like every parameter of a block.
-- Expert parallelism: groups of neighbours among the ranks that shard parameters hold different experts and send
-  each other tokens. FSDP then shards a rank's experts over the ranks that hold the same ones.
-- Tensor parallelism. A rank either keeps its T / tp tokens and all experts, or the layer gathers the tokens, each
-  rank computes its part of every expert, and the sums are scattered again. Either way the router's gradient is a
-  sum over the ranks.
+- Expert parallelism: groups of neighbours among the ranks that shard parameters hold different
+  experts and send each other tokens. FSDP then shards a rank's experts over the ranks that hold the
+  same ones.
+- Tensor parallelism. A rank either keeps its T / tp tokens and all experts, or the layer gathers
+  the tokens, each rank computes its part of every expert, and the sums are scattered again. Either
+  way the router's gradient is a sum over the ranks.
 
-Shape legend: T tokens, E model width, N experts, K chosen for each token, S = T * K rows in the order of their
-experts, F width of one expert.
+Shape legend: T tokens, E model width, N experts, K chosen for each token, S = T * K rows in the
+order of their experts, F width of one expert.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ _ALIGNMENT = 16
 class ExpertRouter(nn.Module):
     """Choice of experts for each token, with their weights.
 
-    A bias on the scores, used for the choice only, evens out the load: after every optimizer step the trainer
-    lowers it for experts chosen more often than the mean and raises it for the others (Wang et al. 2024,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). At zero this is Hugging Face's router.
+    A bias on the scores, used for the choice only, evens out the load: after every optimizer step
+    the trainer lowers it for experts chosen more often than the mean and raises it for the others
+    (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). At
+    zero this is Hugging Face's router.
     """
 
     load_balance_bias: Tensor
@@ -170,7 +172,9 @@ class MoE(Configurable, nn.Module):
         return out_TE
 
     def shard(self, mesh: DeviceMesh, *, config: ShardingOptions) -> None:
-        """Make router and experts DTensors on the axes over which their gradients are summed or kept apart."""
+        """Make router and experts DTensors on the axes over which their gradients are summed or
+        kept apart.
+        """
         tp, expert_mesh, experts = mesh[TP], config.expert_mesh, self.experts
         split = config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1
         if tp.size() > 1:
@@ -195,7 +199,9 @@ class MoE(Configurable, nn.Module):
             setattr(experts, name, distributed(getattr(experts, name), axes, placements))
 
     def shard_for_generation(self, mesh: DeviceMesh) -> None:
-        """Split each expert over a mesh of one axis; every rank routes alike, and one sum combines the parts."""
+        """Split each expert over a mesh of one axis; every rank routes alike, and one sum combines
+        the parts.
+        """
         experts = self.experts
         experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
         experts.down_proj = distributed(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
@@ -203,7 +209,9 @@ class MoE(Configurable, nn.Module):
 
 
 def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are summed."""
+    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are
+    summed.
+    """
     split = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
     return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
 
@@ -238,7 +246,9 @@ def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
 
 
 def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
-    """Compute `grouped_linear` with PyTorch's grouped product, with zeros around widths that it does not take."""
+    """Compute `grouped_linear` with PyTorch's grouped product, with zeros around widths that it
+    does not take.
+    """
     width, multiple = weight_NFE.size(1), _ALIGNMENT // x_SE.element_size()
     missing_E, missing_F = (-size % multiple for size in (weight_NFE.size(2), width))
     if missing_E or missing_F:

@@ -1,21 +1,25 @@
 """The parallel plans for decoders: the trainer's and the generator's.
 
-The trainer has tensor parallelism with sequence parallelism, experts and FSDP2. Between the blocks each
-tensor-parallel rank holds T / tp tokens at full width; inside attention and feed-forward all T tokens of its own
-heads and feed-forward rows. A fused projection gathers the tokens, the output projection scatters them again. Every
-parameter becomes a DTensor on the `tp` axis, including replicated ones, so that with FSDP2 all of them live on one
-two-dimensional mesh and each gradient is right. Context parallelism changes the axis that FSDP2 shards over; the batch
-tells attention which tokens belong to this rank, or ranks exchange tokens for heads around it (`rl.models.attention`).
+The trainer has tensor parallelism with sequence parallelism, experts and FSDP2. Between the blocks
+each tensor-parallel rank holds T / tp tokens at full width; inside attention and feed-forward all T
+tokens of its own heads and feed-forward rows. A fused projection gathers the tokens, the output
+projection scatters them again. Every parameter becomes a DTensor on the `tp` axis, including
+replicated ones, so that with FSDP2 all of them live on one two-dimensional mesh and each gradient
+is right. Context parallelism changes the axis that FSDP2 shards over; the batch tells attention
+which tokens belong to this rank, or ranks exchange tokens for heads around it
+(`rl.models.attention`).
 
-Pipeline parallelism divides the model into parts (`rl.distributed.stages`), each with some of the layers, which
-FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass of all micro-batches.
+Pipeline parallelism divides the model into parts (`rl.distributed.stages`), each with some of the
+layers, which FSDP2 always wraps: it casts their parameters, and sums their gradients once in a pass
+of all micro-batches.
 
-The generator has tensor parallelism alone, for any number of tokens, and no backward. Every rank sees all tokens. The
-fused projections, the embedding and the output head hold this rank's rows; the output projections hold its columns
-and sum their results over the ranks. A mixture's router is whole on every rank and chooses the same experts there;
-each rank computes its part of each expert, and one sum per layer combines the parts. Parameters are DTensors, so
-weights move between this layout and any other by name. The forward works on their local shards with explicit
-collectives, because DTensor's dispatch costs a small layer several times its arithmetic.
+The generator has tensor parallelism alone, for any number of tokens, and no backward. Every rank
+sees all tokens. The fused projections, the embedding and the output head hold this rank's rows; the
+output projections hold its columns and sum their results over the ranks. A mixture's router is
+whole on every rank and chooses the same experts there; each rank computes its part of each expert,
+and one sum per layer combines the parts. Parameters are DTensors, so weights move between this
+layout and any other by name. The forward works on their local shards with explicit collectives,
+because DTensor's dispatch costs a small layer several times its arithmetic.
 """
 
 from __future__ import annotations
@@ -91,8 +95,9 @@ def parallelize_decoder(
     Returns the model, or with a pipeline the parts of this rank, one for each of its stages.
 
     Args:
-        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more, perhaps behind `pp`. The number of
-            tokens of a forward must be a multiple of the size of `tp`. `check_decoder_layout` allows its sizes.
+        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more, perhaps behind
+            `pp`. The number of tokens of a forward must be a multiple of the size of `tp`.
+            `check_decoder_layout` allows its sizes.
     """
     if mesh is not None and mesh[TP].size() > 1:
         _shard_tensor_parallel(model, mesh[TP])
@@ -131,7 +136,9 @@ def parallelize_decoder(
 
 
 def _parts_of_rank(model: Decoder, pipeline: Pipeline) -> list[Decoder]:
-    """Return the model's part of each of this rank's stages; the last stage of a tied model has a head of its own."""
+    """Return the model's part of each of this rank's stages; the last stage of a tied model has a
+    head of its own.
+    """
     parts = [part_of(model, pipeline.plan.modules[stage]) for stage in pipeline.stages]
     if model.config.tie_embeddings and pipeline.stages[-1] == pipeline.num_stages - 1:
         weight = model.embed_tokens.weight
@@ -154,16 +161,17 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
     num_heads = config.block.attention.num_heads // parallelism.tensor_parallel_degree
     if parallelism.exchanges_heads and num_heads % parallelism.context_parallel_degree:
         raise ValueError(
-            f"context_parallel_degree={parallelism.context_parallel_degree} with context_parallel_rotation='alltoall' "
-            f"must divide the {num_heads} query heads of a tensor-parallel rank (num_heads="
-            f"{config.block.attention.num_heads}): choose another degree, or context_parallel_rotation='allgather'"
+            f"context_parallel_degree={parallelism.context_parallel_degree} with "
+            f"context_parallel_rotation='alltoall' must divide the {num_heads} query heads of a "
+            f"tensor-parallel rank (num_heads={config.block.attention.num_heads}): choose another "
+            "degree, or context_parallel_rotation='allgather'"
         )
     if (degree := parallelism.pipeline_parallel_degree) > 1:
         owner: Any = config.owner
         if owner.forward is not Decoder.forward:
             raise ValueError(
-                f"pipeline_parallel_degree={degree}: must be 1, because {owner.__qualname__} has a forward of "
-                "its own, which each stage would run"
+                f"pipeline_parallel_degree={degree}: must be 1, because {owner.__qualname__} has a "
+                "forward of its own, which each stage would run"
             )
         plan_stages(parallelism, module_names(config))
     if config.has_experts:
@@ -183,10 +191,11 @@ def check_decoder_layout(config: Decoder.Config, parallelism: ParallelismConfig)
 def check_tensor_parallel(
     config: Decoder.Config, degree: int, *, whole_experts: bool = False
 ) -> None:
-    """Raise ValueError unless the degree divides key-value heads, feed-forward width and vocabulary.
+    """Raise ValueError unless the degree divides key-value heads, feed-forward width and
+    vocabulary.
 
-    Key-value heads are not replicated over ranks; query heads are a multiple of them. The width of `whole_experts`,
-    which each rank has for its own tokens, does not matter.
+    Key-value heads are not replicated over ranks; query heads are a multiple of them. The width of
+    `whole_experts`, which each rank has for its own tokens, does not matter.
     """
     feed_forward: Any = config.block.feed_forward
     sizes = {
@@ -206,7 +215,9 @@ def check_tensor_parallel(
 
 
 def _shard_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Apply the plan to all layers except mixtures, which take and return this rank's T / tp tokens."""
+    """Apply the plan to all layers except mixtures, which take and return this rank's T / tp
+    tokens.
+    """
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         # The output stays a DTensor: the head must know that it holds only a part of the tokens.
@@ -233,7 +244,8 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
         if not isinstance(getattr(block, name), nn.Identity):
             plan[name] = tokens
     if block.attention.q_norm is not None:
-        # Each rank normalizes its own heads with the same weight, whose gradient is then a sum over ranks.
+        # Each rank normalizes its own heads with the same weight, whose gradient is then a sum over
+        # ranks.
         heads = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
     if isinstance(block.feed_forward, FeedForward):
@@ -250,9 +262,9 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
 def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     """Shard the model in place over a mesh of one axis, preferably on the meta device.
 
-    Nothing is sent: every rank holds the same weights, or none yet. On a mesh of size 1 the model keeps its
-    plain tensors. Norms are whole, plain tensors on every rank. `check_tensor_parallel` allows the size of the
-    mesh.
+    Nothing is sent: every rank holds the same weights, or none yet. On a mesh of size 1 the model
+    keeps its plain tensors. Norms are whole, plain tensors on every rank. `check_tensor_parallel`
+    allows the size of the mesh.
     """
     if mesh.size() == 1:
         return model
@@ -288,8 +300,8 @@ def sum_over_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 class ShardedLinear(nn.Module):
-    """Linear layer with this rank's rows, which returns its part of the output, or columns, which returns the sum
-    over all ranks."""
+    """Linear layer with this rank's rows, which returns its part of the output, or columns, which
+    returns the sum over all ranks."""
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
         super().__init__()
@@ -311,7 +323,9 @@ class ShardedLinear(nn.Module):
 
 
 class VocabShardedEmbedding(nn.Module):
-    """Embedding of which each rank looks up its part of the vocabulary; the sum over ranks is complete."""
+    """Embedding of which each rank looks up its part of the vocabulary; the sum over ranks is
+    complete.
+    """
 
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()

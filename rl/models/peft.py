@@ -31,47 +31,61 @@ _NEUTRAL = frozenset({
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "target_modules",
 })  # fmt: skip
-"""Settings of PEFT that do not change the adapted model's function: they describe the file, act in training alone, act
-only with a setting that is refused, or choose the layers, which the tensors' names tell."""
+"""Settings of PEFT that do not change the adapted model's function: they describe the file, act in
+training alone, act only with a setting that is refused, or choose the layers, which the tensors'
+names tell."""
 _VALID: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Valid values of settings that are not simply off. Other initial values change the base weights too."""
+"""Valid values of settings that are not simply off. Other initial values change the base weights
+too.
+"""
 _OFF: tuple[Any, ...] = (None, False, {}, [], "")
 """Values with which every other setting, of later versions of PEFT too, does nothing."""
 _MERGE = (
-    "or let PEFT merge the adapter into its base model (merge_and_unload, then save_pretrained) and start from the "
-    "merged folder"
+    "or let PEFT merge the adapter into its base model (merge_and_unload, then save_pretrained) "
+    "and start from the merged folder"
 )
 _CONVERT = (
-    "its product belongs to base weights that PEFT changed at the start: save it with save_pretrained and "
-    "path_initial_model_for_weight_conversion, or merge it in the process that trained it"
+    "its product belongs to base weights that PEFT changed at the start: save it with "
+    "save_pretrained and path_initial_model_for_weight_conversion, or merge it in the process that "
+    "trained it"
 )
 _FOREIGN = {
     r"lora_[AB]\.([^.]+)\.weight$": (
-        "has the adapter's name in it, as in a state_dict() of the whole model: save it with PEFT's save_pretrained, "
-        "or remove the name"
+        "has the adapter's name in it, as in a state_dict() of the whole model: save it with "
+        "PEFT's save_pretrained, or remove the name"
     ),
     r"_orig_mod\.": (
-        "is of a compiled model: save the model that was given to torch.compile, or remove '_orig_mod.' from the names"
+        "is of a compiled model: save the model that was given to torch.compile, or remove "
+        "'_orig_mod.' from the names"
     ),
     r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|^module\.": (
-        "is of a wrapped model (FSDP, DDP, checkpoints of activations): save the model inside with PEFT's "
-        "save_pretrained"
+        "is of a wrapped model (FSDP, DDP, checkpoints of activations): save the model inside with "
+        "PEFT's save_pretrained"
     ),
     r"lora_magnitude_vector": f"is DoRA's, which is not supported: train without it, {_MERGE}",
-    r"lora_embedding_": f"adapts an embedding, which is not supported: adapt linear layers alone, {_MERGE}",
-    r"trainable_tokens": f"has single trained tokens, which is not supported: train without them, {_MERGE}",
-    r"lora_[AB]\.bias$": f"is a product's bias, which is not supported: set lora_bias to False, {_MERGE}",
-    r"(embed_tokens|lm_head)\.(base_layer\.|modules_to_save\.)?weight$": (
-        "is a saved embedding or output head, which PEFT writes beside the adapter if the vocabulary was resized or "
-        "the layer is adapted or trained: if it is the base model's, save with save_embedding_layers=False; otherwise "
-        "let PEFT merge the adapter (merge_and_unload, then save_pretrained) and start from the merged folder"
+    r"lora_embedding_": (
+        f"adapts an embedding, which is not supported: adapt linear layers alone, {_MERGE}"
     ),
-    r"modules_to_save|base_layer": f"is of a layer that was trained whole: adapt it instead, {_MERGE}",
+    r"trainable_tokens": (
+        f"has single trained tokens, which is not supported: train without them, {_MERGE}"
+    ),
+    r"lora_[AB]\.bias$": (
+        f"is a product's bias, which is not supported: set lora_bias to False, {_MERGE}"
+    ),
+    r"(embed_tokens|lm_head)\.(base_layer\.|modules_to_save\.)?weight$": (
+        "is a saved embedding or output head, which PEFT writes beside the adapter if the "
+        "vocabulary was resized or the layer is adapted or trained: if it is the base model's, "
+        "save with save_embedding_layers=False; otherwise let PEFT merge the adapter "
+        "(merge_and_unload, then save_pretrained) and start from the merged folder"
+    ),
+    r"modules_to_save|base_layer": (
+        f"is of a layer that was trained whole: adapt it instead, {_MERGE}"
+    ),
 }
 """What a tensor is that is no factor of a product, by a pattern of its name."""
 
@@ -93,7 +107,8 @@ def write_peft_folder(
     alpha: float,
     base_model: str | None,
 ) -> None:
-    """Write a folder that PEFT can open, atomically; raises FileExistsError if the folder exists and is not empty.
+    """Write a folder that PEFT can open, atomically; raises FileExistsError if the folder exists
+    and is not empty.
 
     Args:
         factors: Hugging Face name of a weight, A and B.
@@ -127,11 +142,12 @@ def write_peft_folder(
 def read_peft_folder(
     folder: str | Path, *, rank: int, alpha: float, widths: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Read A [R, I] and B [O, R] of each Hugging Face weight, with (I, O) in `widths`, from an adapter's folder.
+    """Read A [R, I] and B [O, R] of each Hugging Face weight, with (I, O) in `widths`, from an
+    adapter's folder.
 
     Raises:
-        ValueError: if a file is missing or truncated, the adapter is more than a low-rank product, its rank or
-            alpha differs, or its tensors are those of other weights.
+        ValueError: if a file is missing or truncated, the adapter is more than a low-rank product,
+            its rank or alpha differs, or its tensors are those of other weights.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -172,8 +188,8 @@ def read_peft_folder(
         needed = list(shapes[name]) if name in shapes else None
         if found != needed:
             raise ValueError(
-                f"{file}: tensor {name} has shape {found}, the model needs {needed}: an adapter of another "
-                "rank or model, or with other target modules"
+                f"{file}: tensor {name} has shape {found}, the model needs {needed}: an adapter of "
+                "another rank or model, or with other target modules"
             )
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -185,7 +201,8 @@ def read_peft_folder(
 
 
 def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> dict[str, Any]:
-    """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r), if alpha / r is the same scale.
+    """Return the settings without PEFT's use_rslora, a scale of lora_alpha / sqrt(r), if alpha / r
+    is the same scale.
 
     Raises ValueError if it is another one.
     """
@@ -198,8 +215,8 @@ def _with_plain_scale(config: dict[str, Any], *, alpha: float, file: Path) -> di
     if rank <= 0 or not math.isclose(alpha, theirs * math.sqrt(rank), rel_tol=1e-6):
         needed = f"{theirs * math.sqrt(max(rank, 0)):.9g}"
         raise ValueError(
-            f"{file}: use_rslora=True with r={rank} and lora_alpha={theirs} is the scale of alpha={needed} without it: "
-            f"must be alpha={alpha!r} of the config"
+            f"{file}: use_rslora=True with r={rank} and lora_alpha={theirs} is the scale of "
+            f"alpha={needed} without it: must be alpha={alpha!r} of the config"
         )
     return {**config, "use_rslora": False, "lora_alpha": alpha}
 
@@ -234,7 +251,9 @@ def _check_settings(
 
 
 def _check_names(unknown: Collection[str], *, file: Path) -> None:
-    """Raise ValueError that says what a tensor is, if its name tells that it is no factor of a product."""
+    """Raise ValueError that says what a tensor is, if its name tells that it is no factor of a
+    product.
+    """
     for name in sorted(unknown):
         for pattern, meaning in _FOREIGN.items():
             if re.search(pattern, name):

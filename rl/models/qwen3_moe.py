@@ -1,8 +1,8 @@
 """Qwen3 MoE: Qwen3 with a mixture of experts in every feed-forward layer.
 
-Hugging Face's files hold three matrices per expert; ours, two stacks of all experts (`rl.models.moe`). The
-load-balance bias has no place in their model; it is written beside the router's weight, and other readers
-ignore it.
+Hugging Face's files hold three matrices per expert; ours, two stacks of all experts
+(`rl.models.moe`). The load-balance bias has no place in their model; it is written beside the
+router's weight, and other readers ignore it.
 
 Shape legend: E model width, N experts, F rows of the gate and up projection of one expert.
 """
@@ -44,7 +44,9 @@ class Qwen3MoeAdapter(DecoderAdapter):
 
     @classmethod
     def feed_forward_from_hf(cls, hf: dict[str, Any]) -> MoE.Config:
-        """Return the mixture; raise ValueError for layers without experts or the router's auxiliary loss."""
+        """Return the mixture; raise ValueError for layers without experts or the router's auxiliary
+        loss.
+        """
         refuse_other_values(
             hf,
             {

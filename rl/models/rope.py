@@ -1,4 +1,5 @@
-"""Rotary position embedding, and the scalings of its wavelengths for texts longer than those of pretraining.
+"""Rotary position embedding, and the scalings of its wavelengths for texts longer than those of
+pretraining.
 
 Fields of the scalings have the names of Hugging Face's `rope_parameters`.
 
@@ -46,7 +47,9 @@ class LinearScaling(RoPEScaling):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling(RoPEScaling):
-    """Scaling of Llama 3.1: long wavelengths are stretched, short ones kept, those between are interpolated."""
+    """Scaling of Llama 3.1: long wavelengths are stretched, short ones kept, those between are
+    interpolated.
+    """
 
     rope_type: ClassVar[str] = "llama3"
     low_freq_factor: float
@@ -59,7 +62,8 @@ class Llama3Scaling(RoPEScaling):
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor={self.high_freq_factor}: must be above low_freq_factor={self.low_freq_factor}"
+                f"high_freq_factor={self.high_freq_factor}: must be above "
+                f"low_freq_factor={self.low_freq_factor}"
             )
 
     def scaled(self, frequencies_F: Tensor, *, theta: float) -> Tensor:
@@ -80,7 +84,9 @@ class YarnScaling(RoPEScaling):
     beta_slow: float = 1.0
     """Rotations within the original context below which a frequency is divided by `factor`."""
     attention_factor: float | None = None
-    """Factor of all cosines and sines; None computes it from `factor`, and `mscale` if there are both."""
+    """Factor of all cosines and sines; None computes it from `factor`, and `mscale` if there are
+    both.
+    """
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True

@@ -1,10 +1,11 @@
 """Rules of sampling that all samplers share: seeds, random numbers, distribution, stop conditions.
 
-A token is the inverse of the cumulative distribution at one uniform number, which depends only on the request's
-seed and the token's position in the completion. Neither the batch of a request, nor an interruption, nor the
-choice of sampler changes its tokens, up to the rounding of the logits.
+A token is the inverse of the cumulative distribution at one uniform number, which depends only on
+the request's seed and the token's position in the completion. Neither the batch of a request, nor
+an interruption, nor the choice of sampler changes its tokens, up to the rounding of the logits.
 
-Shape legend: B rows sampled at once, V vocabulary, C tokens of one completion, N blocks of W tokens.
+Shape legend: B rows sampled at once, V vocabulary, C tokens of one completion, N blocks of W
+tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ End = Callable[[Sequence[int]], bool]
 BLOCK_TOKENS = 128
 """Tokens of a block in the search of a drawn token."""
 STOP_TEXT_MARGIN = 8
-"""Extra tokens decoded before the longest stop text, so that its spelling is the same as in the whole text."""
+"""Extra tokens decoded before the longest stop text, so that its spelling is the same as in the
+whole text.
+"""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -45,7 +48,8 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int) -> list[list[int]]:
-    """Derive a seed below 2**63 for each completion from the seed, the prompt and the number of the sample.
+    """Derive a seed below 2**63 for each completion from the seed, the prompt and the number of the
+    sample.
 
     The samples of a prompt that occurs twice are numbered consecutively.
     """
@@ -66,7 +70,8 @@ def uniforms(seed: int, count: int) -> Tensor:
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return the logprobs of the sampled distribution, [B, V] float32, with -inf for excluded tokens.
+    """Return the logprobs of the sampled distribution, [B, V] float32, with -inf for excluded
+    tokens.
 
     Temperature applies first, then top-k, then top-p of the remainder, as in vLLM. Greedy decoding
     (temperature 0) reports the logprobs of temperature 1.
@@ -88,11 +93,12 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the token at which the cumulative distribution passes the row's uniform number, [B] int64.
+    """Return the token at which the cumulative distribution passes the row's uniform number, [B]
+    int64.
 
-    The block of tokens is searched first, then the token in the block, so that only a small part of the
-    distribution is summed in order. Sums over blocks are in double precision: in single precision a large
-    vocabulary's tail is lost to rounding.
+    The block of tokens is searched first, then the token in the block, so that only a small part of
+    the distribution is summed in order. Sums over blocks are in double precision: in single
+    precision a large vocabulary's tail is lost to rounding.
     """
     probs_BV = logprobs_BV.exp()
     if padding := -probs_BV.size(1) % BLOCK_TOKENS:
@@ -105,10 +111,13 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the share `uniforms_B` of each row's sum lies, [B] int64, and its share of the weight there, [B]."""
+    """Return where the share `uniforms_B` of each row's sum lies, [B] int64, and its share of the
+    weight there, [B].
+    """
     cumulative_BN = weights_BN.cumsum(-1, dtype=torch.float64)
     totals_B1 = cumulative_BN[:, -1:]
-    # Below the total, and right=True: a weight of 0, whose sum equals its predecessor's, is never found.
+    # Below the total, and right=True: a weight of 0, whose sum equals its predecessor's, is never
+    # found.
     points_B1 = torch.minimum(uniforms_B.unsqueeze(1) * totals_B1, totals_B1 * (1 - 2**-52))
     found_B1 = torch.searchsorted(cumulative_BN, points_B1, right=True).clamp_(
         max=weights_BN.size(1) - 1
@@ -119,7 +128,8 @@ def _search(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spells_any(texts: Sequence[str], tokens: Sequence[int], *, tokenizer: Any) -> bool:
-    """Return whether the last token completes one of the stop texts, assuming earlier tokens were checked.
+    """Return whether the last token completes one of the stop texts, assuming earlier tokens were
+    checked.
 
     A token is at least one byte, so a text of n bytes lies within the last n tokens.
     """

@@ -1,7 +1,8 @@
-"""Everything that the rest of the code needs to know of a model family, and the registry of families.
+"""Everything that the rest of the code needs to know of a model family, and the registry of
+families.
 
-All families are made of `Decoder` or subclasses of it; the parallel plans, the memory estimate and the adapter of its
-tensors are shared.
+All families are made of `Decoder` or subclasses of it; the parallel plans, the memory estimate and
+the adapter of its tensors are shared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ FAMILIES: dict[str, type[DecoderAdapter] | str] = {
     "qwen3": "rl.models.qwen3:Qwen3Adapter",
     "qwen3_moe": "rl.models.qwen3_moe:Qwen3MoeAdapter",
 }
-"""Adapter of each `model_type` of Hugging Face, or its place until it is imported. `register_family` adds to it."""
+"""Adapter of each `model_type` of Hugging Face, or its place until it is imported.
+`register_family` adds to it.
+"""
 
 AdapterT = TypeVar("AdapterT", bound=type[DecoderAdapter])
 
@@ -38,10 +41,12 @@ class ModelSpec:
     adapter: type[DecoderAdapter]
     """Translation to and from Hugging Face's `config.json` and tensors."""
     batch_invariant: bool = False
-    """Use kernels for which a token's bits do not depend on the rest of the batch, the same in trainer and
-    generator (docs/training.md)."""
+    """Use kernels for which a token's bits do not depend on the rest of the batch, the same in
+    trainer and generator (docs/training.md)."""
     float32_head: bool = False
-    """Compute logits in float32, in trainer and generator, whatever the dtype of the other products."""
+    """Compute logits in float32, in trainer and generator, whatever the dtype of the other
+    products.
+    """
 
     @property
     def name(self) -> str:
@@ -50,9 +55,11 @@ class ModelSpec:
 
 
 def register_family(adapter: AdapterT) -> AdapterT:
-    """Make the adapter that of its `model_type`; a decorator. Its module has a `model_registry` of flavors.
+    """Make the adapter that of its `model_type`; a decorator. Its module has a `model_registry` of
+    flavors.
 
-    A process that gets a `ModelSpec` imports the module of its adapter, so it must be a module's and not `__main__`'s.
+    A process that gets a `ModelSpec` imports the module of its adapter, so it must be a module's
+    and not `__main__`'s.
     """
     FAMILIES[adapter.model_type] = adapter
     return adapter
@@ -62,8 +69,8 @@ def family_adapter(model_type: str) -> type[DecoderAdapter]:
     """Return the adapter of a family; raise ValueError if it is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}; docs/models.md says "
-            "how to add a family"
+            f"model_type={model_type!r} is not supported: must be one of {', '.join(FAMILIES)}; "
+            "docs/models.md says how to add a family"
         )
     adapter = FAMILIES[model_type]
     if isinstance(adapter, str):
@@ -85,15 +92,17 @@ def spec_from_hf(
     flavor: str | None = None,
     adapter: type[DecoderAdapter] | None = None,
 ) -> ModelSpec:
-    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if unsupported.
+    """Return the spec of the model that a Hugging Face `config.json` describes; raise ValueError if
+    unsupported.
 
     `adapter` reads it; None takes the adapter of its `model_type`.
     """
     model_type = str(config.get("model_type"))
     if model_type == "gemma3":
         raise ValueError(
-            "config.json: model_type='gemma3' is a model of texts and images, which is not supported: must be "
-            "'gemma3_text', a folder of the text model alone, such as google/gemma-3-1b-it"
+            "config.json: model_type='gemma3' is a model of texts and images, which is not "
+            "supported: must be 'gemma3_text', a folder of the text model alone, such as "
+            "google/gemma-3-1b-it"
         )
     adapter = adapter or family_adapter(model_type)
     return ModelSpec(
@@ -107,6 +116,7 @@ def spec_of_flavor(
     """Return the spec of a flavor; raise ValueError, naming the existing ones, if it is unknown."""
     if flavor not in flavors:
         raise ValueError(
-            f"{adapter.model_type} flavor {flavor!r} does not exist: must be one of {', '.join(flavors)}"
+            f"{adapter.model_type} flavor {flavor!r} does not exist: must be one of "
+            f"{', '.join(flavors)}"
         )
     return ModelSpec(flavor=flavor, model=flavors[flavor], adapter=adapter)

@@ -79,7 +79,9 @@ def byte_characters() -> list[str]:
 
 
 def build_byte_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer whose tokens 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`."""
+    """Write a tokenizer whose tokens 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and
+    `WORD_TOKENS`.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
@@ -108,7 +110,8 @@ def build_byte_tokenizer(folder: str | Path) -> None:
 
 
 def tokenizer_files(folder: str | Path) -> list[str]:
-    """Return the names of the folder's files that belong to the tokenizer, templates in `CHAT_TEMPLATES` too.
+    """Return the names of the folder's files that belong to the tokenizer, templates in
+    `CHAT_TEMPLATES` too.
 
     Raises ValueError for a link that leaves the folder.
     """
@@ -151,7 +154,9 @@ def check_tokenizer_files(folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if it is not whole."""
+    """Load the folder's transformers tokenizer without contacting a model hub; raise ValueError if
+    it is not whole.
+    """
     check_tokenizer_files(folder)
     for file in (Path(folder) / name for name in _SETTINGS):
         if file.exists():
@@ -162,8 +167,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     original = None
     if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
         read_tokenizer_json(file)
-        # Classes of one model (GPT2Tokenizer, which SmolLM2's folders name, LlamaTokenizer) split texts by rules of
-        # their own instead of those in tokenizer.json, so the model would see other tokens than in its training.
+        # Classes of one model (GPT2Tokenizer, which SmolLM2's folders name, LlamaTokenizer) split
+        # texts by rules of their own instead of those in tokenizer.json, so the model would see
+        # other tokens than in its training.
         kind = PreTrainedTokenizerFast
     elif not (Path(folder) / "vocab.json").exists():
         original = _open_sentencepiece(Path(folder) / SENTENCEPIECE)
@@ -193,13 +199,16 @@ def _open_sentencepiece(file: Path) -> Any:
 
 
 def _check_conversion(file: Path, tokenizer: Any, original: Any) -> None:
-    """Raise ValueError if transformers splits texts otherwise than sentencepiece, which the model was trained with."""
+    """Raise ValueError if transformers splits texts otherwise than sentencepiece, which the model
+    was trained with.
+    """
     for text in _PROBES:
         split, right = tokenizer.encode(text, add_special_tokens=False), original.encode(text)
         if split != right:
             raise ValueError(
-                f"tokenizer file {file}: transformers splits {text!r} into {split[:8]}, sentencepiece into {right[:8]}"
-                ": name the model's tokenizer_class in tokenizer_config.json, or add tokenizer.json"
+                f"tokenizer file {file}: transformers splits {text!r} into {split[:8]}, "
+                f"sentencepiece into {right[:8]}: name the model's tokenizer_class in "
+                "tokenizer_config.json, or add tokenizer.json"
             )
 
 
@@ -218,10 +227,10 @@ def read_tokenizer_json(file: Path) -> Any:
 def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any, tuple[int, ...]]:
     """Return the transformers tokenizer and the tokens that end a reply.
 
-    Those are the tokenizer's end of turn and the ones of generation_config.json and config.json. Raises ValueError if a
-    file is missing or malformed, or a token id is beyond the model's vocabulary. Special tokens beyond it that only a
-    text naming them can bring in are let through (Gemma 3's `<image_soft_token>`); trainer and generator refuse their
-    ids.
+    Those are the tokenizer's end of turn and the ones of generation_config.json and config.json.
+    Raises ValueError if a file is missing or malformed, or a token id is beyond the model's
+    vocabulary. Special tokens beyond it that only a text naming them can bring in are let through
+    (Gemma 3's `<image_soft_token>`); trainer and generator refuse their ids.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -234,7 +243,8 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
             raise ValueError(
                 f"eos_token_id of generation_config.json is not a list of token ids: {stop_ids}"
             )
-        # config.json may have the defaults of its class, which are ordinary tokens of this vocabulary.
+        # config.json may have the defaults of its class, which are ordinary tokens of this
+        # vocabulary.
         added = tokenizer.added_tokens_decoder.keys()
         stop_ids = tuple(sorted({*stop_ids, *(added & set(_end_ids(folder / "config.json")))}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -255,9 +265,9 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     )
     if vocab_size is not None and max(token_id, *stop_ids) >= vocab_size:
         raise ValueError(
-            f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies with "
-            f"{list(stop_ids)}: the model has vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}: "
-            "give the tokenizer that the weights were trained with"
+            f"the tokenizer of {folder} has token {token!r} with id {token_id} and ends replies "
+            f"with {list(stop_ids)}: the model has vocab_size={vocab_size}, so ids must be from 0 "
+            f"to {vocab_size - 1}: give the tokenizer that the weights were trained with"
         )
     return tokenizer, stop_ids
 
@@ -275,7 +285,9 @@ def _end_ids(file: Path) -> list[Any]:
 
 
 def tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer puts before a text, such as that of its beginning; most have none."""
+    """Return the tokens that the tokenizer puts before a text, such as that of its beginning; most
+    have none.
+    """
     inner = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
     for place in range(len(whole) - len(inner) + 1):
@@ -289,7 +301,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 TOKEN_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", SENTENCEPIECE)
-"""Files that assign tokens to the rows of the model's weights; the last only where there is no tokenizer.json."""
+"""Files that assign tokens to the rows of the model's weights; the last only where there is no
+tokenizer.json.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,7 +317,9 @@ class TokenizerFingerprint:
     """False in checkpoints of older versions, which have no other files than `_FIRST_FILES`."""
 
     def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
-        """Return the names of the files that differ; with `tokens_alone` only those of `TOKEN_FILES`."""
+        """Return the names of the files that differ; with `tokens_alone` only those of
+        `TOKEN_FILES`.
+        """
         templates = sorted({*self.parts, *other.parts} - {*TOKENIZER_FILES})
         names: Sequence[str] = TOKEN_FILES if tokens_alone else (*TOKENIZER_FILES, *templates)
         if tokens_alone and "tokenizer.json" in self.parts and "tokenizer.json" in other.parts:

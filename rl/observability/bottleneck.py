@@ -70,7 +70,10 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
     if _could_overlap(record, config) and min(generating, training) >= OVERLAP:
         idle = record.get("limit/idle")
         told = "" if idle is None else f", and devices are idle for {_percent(idle)} of it"
-        found = f"generation ({_percent(generating)} of a step) and training ({_percent(training)}) take turns{told}"
+        found = (
+            f"generation ({_percent(generating)} of a step) and training "
+            f"({_percent(training)}) take turns{told}"
+        )
         because, setting = _overlap(config)
     else:
         part = max(shares, key=lambda name: shares[name])
@@ -110,7 +113,9 @@ def _overlap(config: Config) -> Advice:
 
 
 def _advice(part: str, record: Mapping[str, float], config: Config, *, is_near: bool) -> Advice:
-    """Advise for the largest part of a step; `is_near` is whether the part is near the machine's limit."""
+    """Advise for the largest part of a step; `is_near` is whether the part is near the machine's
+    limit.
+    """
     if part == "score":
         doubled = _doubled(config, "reward.num_procs")
         return "reward functions are slow; more processes score in parallel", doubled
@@ -136,7 +141,10 @@ def _advice(part: str, record: Mapping[str, float], config: Config, *, is_near: 
         _number(config, "loop.groups_per_batch") * _number(config, "loop.group_size") / num_replicas
     )
     if not is_near and requests > _number(config, "generator.max_num_seqs") > 0:
-        because = f"a step has {requests:.0f} completions for each generator, and more at once cost little more"
+        because = (
+            f"a step has {requests:.0f} completions for each generator, and more at once "
+            "cost little more"
+        )
         return because, f"--generator.max_num_seqs {math.ceil(requests)}"
     return "more completions at a time need more generators", _doubled(
         config, "generator.num_replicas"

@@ -36,8 +36,8 @@ class ConsoleConfig:
     """Output on the console during a run."""
 
     style: Literal["auto", "lines", "off"] = "auto"
-    """auto: a live table on a terminal and a line for each step elsewhere; lines: a line for each step; off: no
-    steps."""
+    """auto: a live table on a terminal and a line for each step elsewhere; lines: a line for each
+    step; off: no steps."""
     num_rows: int = field(default=12, metadata=only_if("style", "auto"))
     """Number of latest steps in the live table."""
 
@@ -46,7 +46,9 @@ class ConsoleConfig:
 
 
 class TolerantStream:
-    """Stream on which a failed write is a warning, such as to a terminal that was closed or a full disk."""
+    """Stream on which a failed write is a warning, such as to a terminal that was closed or a full
+    disk.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -185,7 +187,9 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class LineConsole(Console):
-    """Console that prints a line for each step under a repeated header, and a sentence for each evaluation."""
+    """Console that prints a line for each step under a repeated header, and a sentence for each
+    evaluation.
+    """
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -205,7 +209,8 @@ class LineConsole(Console):
 
 
 class LiveConsole(Console):
-    """Table of the latest steps on a terminal, with evaluations, the time left, and what each process does.
+    """Table of the latest steps on a terminal, with evaluations, the time left, and what each
+    process does.
 
     A thread of rich redraws the table every second. Lines printed meanwhile appear above it.
     """
@@ -225,7 +230,8 @@ class LiveConsole(Console):
         self._num_rows = num_rows
         self._logs = logs
         self._stream = stream
-        # The drawing thread reads these while the loop writes them: they are replaced, never changed.
+        # The drawing thread reads these while the loop writes them: they are replaced, never
+        # changed.
         self._rows: tuple[Record, ...] = ()
         self._phase: str | None = None
         self._evaluation: Record | None = None

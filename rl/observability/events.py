@@ -1,7 +1,7 @@
 """Events of a run besides its steps: events.jsonl, one JSON object a line.
 
-    {"time": 1764000000.123, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 is dead"}
-    {"time": 1764000012.457, "event": "recovered", "role": "generator_0", "after_s": 12.3}
+    {"time": 1764000000.123, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 is
+    dead"} {"time": 1764000012.457, "event": "recovered", "role": "generator_0", "after_s": 12.3}
 
 `time` is the wall clock in seconds since 1970, for readers only.
 """

@@ -1,4 +1,6 @@
-"""Configs and clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come from one thread."""
+"""Configs and clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come
+from one thread.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class MetricsLogger:
     name: str
 
     def open(self, last_step: int | None) -> None:
-        """Start, or continue a run after this step; called again when the run goes back to an earlier step."""
+        """Start, or continue a run after this step; called again when the run goes back to an
+        earlier step.
+        """
 
     def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         """Log one record; `row` is twice the step, plus one for an evaluation."""
@@ -82,8 +86,8 @@ class WandbConfig:
     enable: bool = False
     """Log to W&B; needs the extra `sinks`."""
     mode: Literal["offline", "online"] = field(default="offline", metadata=_ENABLED)
-    """offline: write to wandb/ of the run's folder, without network, for a later `wandb sync`; online: send to
-    the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
+    """offline: write to wandb/ of the run's folder, without network, for a later `wandb sync`;
+    online: send to the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
     project: str = field(default="relay", metadata=_ENABLED)
     """Project of the run."""
 
@@ -93,7 +97,9 @@ class WandbConfig:
 
 @contextmanager
 def error_hooks_kept() -> Iterator[None]:
-    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be printed twice."""
+    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be
+    printed twice.
+    """
     hooks = sys.excepthook, sys.exit
     try:
         yield
@@ -109,7 +115,8 @@ class WandbLogger(MetricsLogger):
     def __init__(self, config: WandbConfig, /, *, finish_s: float, **run: Any) -> None:
         """Take the arguments of `wandb.init` about the run.
 
-        `finish_s` limits the time to reach the server, and the time to send what is left at the end.
+        `finish_s` limits the time to reach the server, and the time to send what is left at the
+        end.
         """
         self._config = config
         self._finish_s = finish_s
@@ -166,8 +173,8 @@ class TrackioConfig:
     """Trackio, a local dashboard: `trackio show`."""
 
     enable: bool = False
-    """Write to trackio's database on this machine, in the folder TRACKIO_DIR or the cache of Hugging Face;
-    needs the extra `sinks`."""
+    """Write to trackio's database on this machine, in the folder TRACKIO_DIR or the cache of
+    Hugging Face; needs the extra `sinks`."""
     project: str = field(default="relay", metadata=_ENABLED)
     """Project of the run."""
 
@@ -178,7 +185,8 @@ class TrackioConfig:
 class TrackioLogger(MetricsLogger):
     """Run in trackio's local database.
 
-    The storage is used directly: `trackio.init` starts a dashboard server and hides errors of the database.
+    The storage is used directly: `trackio.init` starts a dashboard server and hides errors of the
+    database.
     """
 
     name = "trackio"

@@ -1,7 +1,7 @@
 """Python logging of one process, with time, level, role and rank on every line.
 
-Records go to `logs/<role>-<rank>.log` in a run's folder, and from the console level up to the console. Of
-libraries only errors reach the console.
+Records go to `logs/<role>-<rank>.log` in a run's folder, and from the console level up to the
+console. Of libraries only errors reach the console.
 """
 
 from __future__ import annotations
@@ -26,18 +26,25 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # On a GPU vLLM forces progress bars while it compiles: with this delay in seconds they never show.
+    # On a GPU vLLM forces progress bars while it compiles: with this delay in seconds they never
+    # show.
     "TQDM_DELAY": "86400",
     "FLASHINFER_LOGGING_LEVEL": "error",
     # vLLM binds memory to NUMA nodes on a CPU, and chooses cuBLASLt on a GPU, which both warn.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
+"""Environment that keeps libraries from adding log handlers and progress bars, set before their
+import.
+"""
 
 MAX_RECORD_CHARS = 20_000
-"""Longest record; the middle of a longer one is left out. Errors may quote whole replies of a model."""
+"""Longest record; the middle of a longer one is left out. Errors may quote whole replies of a
+model.
+"""
 MAX_LOG_BYTES = 128_000_000
-"""Largest size of a process's two log files together; a run that fails without end keeps its latest records."""
+"""Largest size of a process's two log files together; a run that fails without end keeps its latest
+records.
+"""
 
 _undo: Callable[[], None] | None = None
 
@@ -50,7 +57,8 @@ def setup_logging(
     console_level: int | str = logging.WARNING,
     console: TextIO | None = None,
 ) -> Callable[[], None]:
-    """Set up logging in this process, for uncaught exceptions too, and return a function that undoes the set-up.
+    """Set up logging in this process, for uncaught exceptions too, and return a function that
+    undoes the set-up.
 
     An earlier set-up is replaced. Records below INFO are kept only if `console_level` is lower.
 
@@ -127,7 +135,8 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so once.
+    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so
+    once.
 
     The older half of a long log is `<role>-<rank>.1.log`.
     """

@@ -1,10 +1,12 @@
 """The machines of a run: the description in environment.json, and their measured limits.
 
-    {"host": "node-1", "system": "Linux 6.1.0 x86_64", "python": "3.11.9", "cpu": "...", "num_cpus": 2,
+    {"host": "node-1", "system": "Linux 6.1.0 x86_64", "python": "3.11.9", "cpu": "...", "num_cpus":
+    2,
      "memory_gib": 23.5, "gpus": ["..."], "packages": {"torch": "2.13.0", ...},
      "variables": {"OMP_NUM_THREADS": "1"}}
 
-environment.json is about the controller's machine. Metrics tell which share of its machine's limits each part of a
+environment.json is about the controller's machine. Metrics tell which share of its machine's limits
+each part of a
 step reached:
 
     limit/decode    least time of the decoding at the measured rates (operations or bytes, whichever takes
@@ -14,9 +16,9 @@ step reached:
     limit/idle      mean share of the step in which trainer and generators were idle; on shared devices, in
                     which both were
 
-Only the work that a step needs at least is counted (docs/metrics.md). The limits are measured before the first step,
-by the processes and threads that compute there. The best of several tries counts, since other work only slows a try
-down.
+Only the work that a step needs at least is counted (docs/metrics.md). The limits are measured
+before the first step, by the processes and threads that compute there. The best of several tries
+counts, since other work only slows a try down.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ SMALLEST_COPY = 1 << 20
 
 
 def describe_environment(*, gpus: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, Any]:
-    """Describe this process and machine; GPUs as in the driver's folder `gpus`, without initialising CUDA."""
+    """Describe this process and machine; GPUs as in the driver's folder `gpus`, without
+    initialising CUDA.
+    """
     installed = {
         distribution.name: distribution.version for distribution in metadata.distributions()
     }
@@ -94,8 +98,8 @@ class LimitsConfig:
     """Comparison of steps with the machine's measured limits."""
 
     enable: bool = True
-    """Measure the machine before the first step, and report the share of its limits that each part of a step
-    reaches."""
+    """Measure the machine before the first step, and report the share of its limits that each part
+    of a step reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,8 +223,8 @@ class RunLimits:
         if not took_s:
             return None
         num_bytes = self.sampled.parameters * self.itemsize
-        # The trainer copies to the host's memory once, each replica from there; a copy within the host's memory
-        # reads and writes.
+        # The trainer copies to the host's memory once, each replica from there; a copy within the
+        # host's memory reads and writes.
         on_host = self.trainer.host_bytes_per_s == self.trainer.memory_bytes_per_s
         copy_s = num_bytes * (2 if on_host else 1) / self.trainer.host_bytes_per_s
         return (

@@ -1,8 +1,9 @@
 """Metrics: values with their reduction, and the file metrics.jsonl.
 
-The file has one JSON object a line: a step's (`step`, `policy_version`, `reward/mean`, `time/step_s`, ...) or an
-evaluation's (it has the key `eval/correct`). Lines are strictly valid JSON: numbers that are not finite are the strings
-"nan", "inf" and "-inf". Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
+The file has one JSON object a line: a step's (`step`, `policy_version`, `reward/mean`,
+`time/step_s`, ...) or an evaluation's (it has the key `eval/correct`). Lines are strictly valid
+JSON: numbers that are not finite are the strings "nan", "inf" and "-inf". Names end in their unit
+(`_s`, `_per_s`), logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 Record = Mapping[str, Metric | SupportsFloat | None]
-"""Values of one line by name; plain numbers (also of numpy) are written as they are, None is omitted."""
+"""Values of one line by name; plain numbers (also of numpy) are written as they are, None is
+omitted.
+"""
 
 
 def reduced(metric: Metric | SupportsFloat | None) -> float | None:
@@ -194,7 +197,9 @@ class MetricsWriter:
 
 
 def to_json(value: Any) -> str:
-    """Return strictly valid JSON: numbers that are not finite and objects of other types become strings."""
+    """Return strictly valid JSON: numbers that are not finite and objects of other types become
+    strings.
+    """
     return json.dumps(_plain(value), allow_nan=False)
 
 
@@ -235,7 +240,9 @@ def read_record(line: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def parse_number(value: object) -> float | None:
-    """Return a number of a line, in which numbers that are not finite are strings; None for anything else."""
+    """Return a number of a line, in which numbers that are not finite are strings; None for
+    anything else.
+    """
     if isinstance(value, int | float):
         return value
     if isinstance(value, str):

@@ -1,15 +1,17 @@
 """Recorded rollouts: rollouts.jsonl, one JSON object a line, of bounded size.
 
-    {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21", "sample": 0,
-     "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages": [...],
-     "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...],
-     "trainer_logprobs": [...], "advantages": 0.5, "mask": 1}]}
+    {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21",
+    "sample": 0,
+     "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages":
+     [...], "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...],
+     "policy_versions": [...], "trainer_logprobs": [...], "advantages": 0.5, "mask": 1}]}
 
-`kind` is train, dropped (with the reason), pending (not yet trained on when the run stopped), eval (greedy) or
-eval_sampled (with the set). `logprobs` are the generator's, in nats. Only `train` has the last three: the
-trainer's logprobs in the pass that computed the gradient, NaN for tokens that were cut off; advantages; and the
-mask, 1 for tokens that were trained on. Versions, advantages and mask are one number if all tokens have the same.
-Numbers that are not finite are strings, as in metrics.jsonl.
+`kind` is train, dropped (with the reason), pending (not yet trained on when the run stopped), eval
+(greedy) or eval_sampled (with the set). `logprobs` are the generator's, in nats. Only `train` has
+the last three: the trainer's logprobs in the pass that computed the gradient, NaN for tokens that
+were cut off; advantages; and the mask, 1 for tokens that were trained on. Versions, advantages and
+mask are one number if all tokens have the same. Numbers that are not finite are strings, as in
+metrics.jsonl.
 
 Shape legend: P groups, G scored rollouts of each, C tokens that the model produced, in all turns.
 """
@@ -50,14 +52,20 @@ class RecorderConfig:
     enable: bool = True
     """Record rollouts."""
     num_groups: int | None = field(default=2, metadata=only_if("enable", True))
-    """Number of groups recorded from each step (the first ones), and from those dropped before it. Of other
-    groups only rollouts that failed or have no answer are recorded, up to as many rollouts. None: all groups."""
+    """Number of groups recorded from each step (the first ones), and from those dropped before it.
+    Of other groups only rollouts that failed or have no answer are recorded, up to as many
+    rollouts. None: all groups.
+    """
     num_eval_problems: int | None = field(default=32, metadata=only_if("enable", True))
-    """Number of problems recorded from each evaluation set, and of failed rollouts of others. None: all."""
+    """Number of problems recorded from each evaluation set, and of failed rollouts of others. None:
+    all.
+    """
     tokens: bool = field(default=True, metadata=only_if("enable", True))
     """Record token ids, logprobs of generator and trainer, policy versions, advantages and mask."""
     max_megabytes: float = field(default=256.0, metadata=only_if("enable", True))
-    """Largest size of rollouts.jsonl and rollouts.1.jsonl together; the oldest rollouts are dropped."""
+    """Largest size of rollouts.jsonl and rollouts.1.jsonl together; the oldest rollouts are
+    dropped.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "num_groups", "num_eval_problems", at_least=0)
@@ -73,7 +81,8 @@ class TrainedRollout:
     mask: np.ndarray | None = None
     """[C] bool, True for tokens that were trained on; None if unknown."""
     trainer_logprobs: np.ndarray | None = None
-    """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them."""
+    """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them.
+    """
 
     def by_turn(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         values = {"advantages": self.advantages, "trainer_logprobs": self.trainer_logprobs}
@@ -97,11 +106,15 @@ class Entry:
 
 
 Candidates = tuple[Group, Sequence[TrainedRollout], Mapping[str, Any]]
-"""A group, what is known of the training on its scored rollouts (or nothing), and the head of their lines."""
+"""A group, what is known of the training on its scored rollouts (or nothing), and the head of their
+lines.
+"""
 
 
 class Recorder:
-    """Writer of rollouts.jsonl, which replaces rollouts.1.jsonl when it has half of the allowed size."""
+    """Writer of rollouts.jsonl, which replaces rollouts.1.jsonl when it has half of the allowed
+    size.
+    """
 
     def __init__(self, path: Path, *, config: RecorderConfig) -> None:
         self.path = path
@@ -248,7 +261,9 @@ def _entries(
 
 
 def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int, *, most: int) -> Iterator[Entry]:
-    """Yield the entries of the first `num` groups, and as many odd ones of others as `num` groups of `most` hold."""
+    """Yield the entries of the first `num` groups, and as many odd ones of others as `num` groups
+    of `most` hold.
+    """
     yield from chain.from_iterable(entries_PG[:num])
     yield from islice(
         (e for e in chain.from_iterable(entries_PG[num:]) if _is_odd(e.score)), num * most

@@ -35,13 +35,15 @@ LOGS = "logs"
 OWN_FOLDERS = (LOGS, "checkpoints")
 SINK_FOLDERS = (TENSORBOARD, "wandb")
 WEIGHTS = "weights"
-"""Folder of weights that are published as files; its versions are removed at a regular end of the run."""
+"""Folder of weights that are published as files; its versions are removed at a regular end of the
+run.
+"""
 OWN_FILES = (
     CONFIG, DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png",
     EVENTS, ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
 )  # fmt: skip
-"""Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
-not finite, and the latest collectives of each rank."""
+"""Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of
+a loss that is not finite, and the latest collectives of each rank."""
 
 _VERSION = re.compile(r"v\d+")
 
@@ -87,7 +89,9 @@ def is_run(path: Path) -> bool:
 
 
 def is_unused(path: Path) -> bool:
-    """Return whether a folder holds at most what a start leaves that was killed before it wrote the status."""
+    """Return whether a folder holds at most what a start leaves that was killed before it wrote the
+    status.
+    """
     for entry in path.iterdir():
         is_empty = entry.name in OWN_FOLDERS and not entry.is_symlink() and entry.is_dir()
         if is_empty and not any(entry.iterdir()):
@@ -98,7 +102,9 @@ def is_unused(path: Path) -> bool:
 
 
 def remove_versions(folder: Path) -> None:
-    """Remove the versions of the weights that were published as files, and the folder if nothing else is in it."""
+    """Remove the versions of the weights that were published as files, and the folder if nothing
+    else is in it.
+    """
     if not folder.is_dir() or folder.is_symlink():
         return
     for version in folder.iterdir():
@@ -109,5 +115,7 @@ def remove_versions(folder: Path) -> None:
 
 
 def files_of_runs(path: Path, *, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files that runs write; those with `TMP_SUFFIX` were left by a process that was killed."""
+    """Return the files that runs write; those with `TMP_SUFFIX` were left by a process that was
+    killed.
+    """
     return [file for name in OWN_FILES for suffix in suffixes for file in path.glob(name + suffix)]

@@ -1,12 +1,13 @@
 """Folder of one run: its files and its lock.
 
     outputs/<name>/
-        config.json  defaults.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
-        status.json  and, made on request, timeline.json  report.html
-        logs/  checkpoints/  and of enabled sinks tensorboard/  wandb/
+        config.json  defaults.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl
+        environment.json status.json  and, made on request, timeline.json  report.html logs/
+        checkpoints/  and of enabled sinks tensorboard/  wandb/
 
-The run holds a lock on `.lock`, which the kernel releases when the process ends. `status.json` says whether the
-run finished. A run that continues from a checkpoint first truncates its records to the checkpoint (`cut_back`).
+The run holds a lock on `.lock`, which the kernel releases when the process ends. `status.json` says
+whether the run finished. A run that continues from a checkpoint first truncates its records to the
+checkpoint (`cut_back`).
 """
 
 from __future__ import annotations
@@ -98,14 +99,16 @@ class RunFolder:
         """Make and lock `dump_folder/name`.
 
         Args:
-            time_stamp: add `-YYYYmmdd-HHMMSS` to the name, and `-2` and so on if that folder exists.
+            time_stamp: add `-YYYYmmdd-HHMMSS` to the name, and `-2` and so on if that folder
+                exists.
             inputs: files and folders that the run reads, by config field.
             checkpoints: another folder for checkpoints, which is neither made nor cleared.
             wall_clock: local time for the name.
 
         Raises:
-            ValueError: the folder cannot be made, holds something and is not a run's, is in use, or holds a run and
-                `overwrite` is false; or an input lies in the folder that would be replaced. Nothing is left behind.
+            ValueError: the folder cannot be made, holds something and is not a run's, is in use, or
+                holds a run and `overwrite` is false; or an input lies in the folder that would be
+                replaced. Nothing is left behind.
         """
         if time_stamp:
             name = f"{name}-{wall_clock():%Y%m%d-%H%M%S}"
@@ -134,7 +137,9 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Lock the folder, to continue its run after `reopen`; raises ValueError unless a run of it has ended."""
+        """Lock the folder, to continue its run after `reopen`; raises ValueError unless a run of it
+        has ended.
+        """
         folder = cls.to_read(path, checkpoints=checkpoints)
         folder._lock = lock_folder(
             path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed"
@@ -191,7 +196,8 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         if is_own:
-            # NFS keeps the name of a file that is open, here the lock, so its folder was not empty until now.
+            # NFS keeps the name of a file that is open, here the lock, so its folder was not empty
+            # until now.
             with suppress(OSError):
                 self.path.rmdir()
 
@@ -223,8 +229,8 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve()
     ):
         raise ValueError(
-            f"{path} is a link to the folder of another run, {path.resolve()}, which --overwrite would replace; "
-            "give the name of that folder, or choose another name"
+            f"{path} is a link to the folder of another run, {path.resolve()}, which --overwrite "
+            "would replace; give the name of that folder, or choose another name"
         )
 
 
@@ -233,7 +239,10 @@ def _describe_run(path: Path, status: Literal["running", "finished"]) -> str:
         return "a finished run; choose another name,"
     if not (path / CONFIG).exists():
         return f"an unfinished run without {CONFIG}; choose another name,"
-    return f"an unfinished run (it failed or was killed); continue it with --resume {path}, choose another name,"
+    return (
+        f"an unfinished run (it failed or was killed); continue it with --resume {path}, "
+        "choose another name,"
+    )
 
 
 def _make_new(path: Path) -> bool:
@@ -248,7 +257,9 @@ def _make_new(path: Path) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a folder that holds something and is not a run's: no file of a person is replaced or among a run's."""
+    """Refuse a folder that holds something and is not a run's: no file of a person is replaced or
+    among a run's.
+    """
     if not is_run(path) and not is_unused(path):
         raise ValueError(f"{path} exists and is not a run's folder; choose another name")
 
@@ -258,8 +269,8 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
     for field, given in inputs.items():
         if given.expanduser().resolve().is_relative_to(path.resolve()):
             raise ValueError(
-                f"{field}={str(given)!r} lies in the folder of the run that --overwrite would replace, "
-                f"{path}; choose another name"
+                f"{field}={str(given)!r} lies in the folder of the run that --overwrite would "
+                f"replace, {path}; choose another name"
             )
 
 
@@ -282,9 +293,10 @@ def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
 def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) -> None:
     """Truncate a run's records to the checkpoint that the run continues from.
 
-    Lines of later steps are removed, since those steps are repeated; so are evaluations that the checkpoint does
-    not include, an unfinished last line, and lines that are not JSON. A file is replaced by one rename, or unchanged.
-    A run that starts from the beginning keeps its earlier files under another name.
+    Lines of later steps are removed, since those steps are repeated; so are evaluations that the
+    checkpoint does not include, an unfinished last line, and lines that are not JSON. A file is
+    replaced by one rename, or unchanged. A run that starts from the beginning keeps its earlier
+    files under another name.
 
     Args:
         position: position of the checkpoint; None if the run starts from the beginning.
@@ -301,7 +313,9 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
 
 
 def _cut(file: Path, position: LoopPosition | None) -> int:
-    """Return the number of kept lines; a file without any is removed or, without a checkpoint, renamed."""
+    """Return the number of kept lines; a file without any is removed or, without a checkpoint,
+    renamed.
+    """
     if not file.exists():
         return 0
     if position is None:

@@ -5,9 +5,9 @@
             loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.console.watch, ...)
             await loop.run()
 
-Each package's logger runs in a thread with a bounded queue, so that a logger that fails or hangs neither stops
-nor delays training. A resumed run continues the loggers' records by step number; the records that a logger has
-lost are in metrics.jsonl.
+Each package's logger runs in a thread with a bounded queue, so that a logger that fails or hangs
+neither stops nor delays training. A resumed run continues the loggers' records by step number; the
+records that a logger has lost are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -63,14 +63,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class SinksConfig:
-    """Destinations of a run's metrics beside metrics.jsonl, which is always written: docs/metrics.md."""
+    """Destinations of a run's metrics beside metrics.jsonl, which is always written:
+    docs/metrics.md.
+    """
 
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     close_s: float = field(default=30.0, metadata=unless("enabled", ()))
-    """Seconds that the loggers have at the end of the run to write what is left; the rest is dropped."""
+    """Seconds that the loggers have at the end of the run to write what is left; the rest is
+    dropped.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "close_s", above=0, below=math.inf)
@@ -86,7 +90,8 @@ def check_installed(config: SinksConfig) -> None:
     """Raise a ValueError if a package of an enabled logger is not installed; import nothing."""
     for name in config.enabled:
         found = importlib.util.find_spec(name)
-        # A folder of that name, such as W&B's in the working directory, is a package without a file.
+        # A folder of that name, such as W&B's in the working directory, is a package without a
+        # file.
         if found is None or found.origin is None:
             raise ValueError(
                 f"sinks.{name}.enable=True: the package {name} is not installed. Install the extra "
@@ -105,8 +110,8 @@ def check_sinks(config: SinksConfig) -> None:
             has_key = wandb.login(prompt=False, verify=False)
         if not has_key:
             raise ValueError(
-                "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or "
-                "choose offline"
+                "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set "
+                "WANDB_API_KEY, or choose offline"
             )
 
 
@@ -209,7 +214,9 @@ class LoggerThread:
 
 
 class RunSinks:
-    """Sink that hands records to the console and the loggers; an async context manager around the run."""
+    """Sink that hands records to the console and the loggers; an async context manager around the
+    run.
+    """
 
     def __init__(
         self, *, console: Console, threads: Sequence[LoggerThread], metrics: Path, close_s: float
@@ -271,7 +278,8 @@ def open_sinks(
 ) -> RunSinks:
     """Return the sinks that the config enables, which `check_sinks` has checked.
 
-    No logger is opened before the first attempt. Dashboards show the title, and the run's config as the settings.
+    No logger is opened before the first attempt. Dashboards show the title, and the run's config as
+    the settings.
     """
     logs, values = folder / "logs", dict(settings or {})
     loggers: list[MetricsLogger] = []
@@ -295,7 +303,9 @@ def open_sinks(
 
 
 def _run_id(logs: Path) -> str:
-    """Return the id of the run, which is made once; without room on the disk, for this process only."""
+    """Return the id of the run, which is made once; without room on the disk, for this process
+    only.
+    """
     file, run_id = logs / RUN_ID, uuid.uuid4().hex
     with optional_write(file):
         if file.exists():

@@ -6,9 +6,9 @@
 
 Two files of a run's logs hold the recording of a process:
 
-- `state/<role>-<rank>.json`: the spans that are open. The file is one JSON object padded to a fixed size and
-  rewritten in place by one system call whenever a span begins or ends, so other processes can read it at any
-  time, also when the process is stopped or dead, and on a full disk.
+- `state/<role>-<rank>.json`: the spans that are open. The file is one JSON object padded to a fixed
+  size and rewritten in place by one system call whenever a span begins or ends, so other processes
+  can read it at any time, also when the process is stopped or dead, and on a full disk.
 - `spans/<role>-<rank>.jsonl`: the spans that have ended, one Chrome trace event a line.
 
 `read_states` reads the former, `rl.observability.timeline` the latter.
@@ -83,8 +83,8 @@ class _OpenSpan(NamedTuple):
 class SpanRecorder:
     """Recorder of the spans of one process. Thread-safe.
 
-    Times are those of the monotonic clock plus an offset to the wall clock that is read once, so that setting
-    the wall clock changes no duration.
+    Times are those of the monotonic clock plus an offset to the wall clock that is read once, so
+    that setting the wall clock changes no duration.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class SpanRecorder:
     ) -> Path:
         """Record under this name from now on, and return the state file.
 
-        Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be made.
+        Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be
+        made.
         """
         file = logs / STATE_FOLDER / f"{role}-{rank}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +176,8 @@ class SpanRecorder:
                 start_us, took_us = round(start_s * 1e6), round((end_s - start_s) * 1e6, 1)
                 with contextlib.suppress(OSError):  # a full disk loses spans
                     self.log.append(
-                        f'{{"ph": "X", "name": {_in_json(name)}, "ts": {start_us}, "dur": {took_us}, '
-                        f'"args": {json.dumps(args) if args else "{}"}}}\n'
+                        f'{{"ph": "X", "name": {_in_json(name)}, "ts": {start_us}, "dur": '
+                        f'{took_us}, "args": {json.dumps(args) if args else "{}"}}}\n'
                     )
 
     def _now_s(self) -> float:
@@ -186,8 +187,8 @@ class SpanRecorder:
         if self._descriptor is None:
             return
         self._num_writes += 1
-        # Put together by hand: a run writes the state thousands of times a step, and json.dumps of the whole takes
-        # five times as long.
+        # Put together by hand: a run writes the state thousands of times a step, and json.dumps of
+        # the whole takes five times as long.
         shown = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             since_s, version = next(iter(same_name.values()))
@@ -197,8 +198,9 @@ class SpanRecorder:
             )
         # A reader that finds two different numbers has read during a write.
         head = (
-            f'{{"write": {self._num_writes}, {self._process}, "policy_version": {_or_null(self._policy_version)}, '
-            f'"failed": {self._failed}, "changed_s": {now_s!r}, "open": ['
+            f'{{"write": {self._num_writes}, {self._process}, "policy_version": '
+            f'{_or_null(self._policy_version)}, "failed": {self._failed}, "changed_s": {now_s!r}, '
+            '"open": ['
         )
         tail = f'], "end": {self._num_writes}}}'
         while len(text := head + ", ".join(shown) + tail) >= STATE_BYTES:
@@ -338,7 +340,9 @@ class ProcessState:
 
     @property
     def place(self) -> str:
-        """Machine of the process; a container with the network of its machine may have the machine's name."""
+        """Machine of the process; a container with the network of its machine may have the
+        machine's name.
+        """
         is_apart = self.host == socket.gethostname() and not self.is_here
         return f"{self.host}, in another container" if is_apart else self.host
 
@@ -383,7 +387,8 @@ def read_states(logs: Path) -> Iterator[ProcessState]:
 def _state(record: dict[str, Any], *, name: str) -> ProcessState:
     """Return the state that a file of this name holds; raise if anything in it is not of its type.
 
-    The folder of a run may come from anybody, and a role and a rank are parts of the names of other files.
+    The folder of a run may come from anybody, and a role and a rank are parts of the names of other
+    files.
     """
     role, rank, failed = _text(record["role"]), _integer(record["rank"]), record["failed"]
     if _ROLE.fullmatch(role) is None or name != f"{role}-{rank}":

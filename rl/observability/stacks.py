@@ -1,13 +1,14 @@
-"""Stacks of the threads and asyncio tasks of another process of this machine, requested by a signal.
+"""Stacks of the threads and asyncio tasks of another process of this machine, requested by a
+signal.
 
     catch_signal()                             # in the main thread of the process, once
     write_stacks_to(logs, role="trainer", rank=0)
     ...
     text = await request_stacks(state, logs)   # in any process of the machine
 
-`faulthandler` writes the threads' stacks in the signal handler itself, even if the process is stuck in native
-code or in a deadlock on the interpreter's lock. The tasks' stacks follow as soon as the main thread runs
-Python. `excerpt` picks the few lines that an error message has room for.
+`faulthandler` writes the threads' stacks in the signal handler itself, even if the process is stuck
+in native code or in a deadlock on the interpreter's lock. The tasks' stacks follow as soon as the
+main thread runs Python. `excerpt` picks the few lines that an error message has room for.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _task_stacks() -> str:
-    """Return the stacks of the unfinished asyncio tasks of all event loops; equal stacks are merged."""
+    """Return the stacks of the unfinished asyncio tasks of all event loops; equal stacks are
+    merged.
+    """
     names_at: dict[str, list[str]] = {}
     for attribute in (
         "_all_tasks",
@@ -168,7 +171,9 @@ def _coroutine_frames(coroutine: Any) -> str:
 
 
 def excerpt(text: str) -> list[str]:
-    """Return a line for each stack with our code, threads before tasks; text without stacks as it is."""
+    """Return a line for each stack with our code, threads before tasks; text without stacks as it
+    is.
+    """
     stacks = re.split(rf"^(.*) {re.escape(ORDER)}\n", text, flags=re.MULTILINE)
     if len(stacks) == 1:
         return [line for line in text.splitlines() if line.strip()]

@@ -1,7 +1,9 @@
-"""The ended spans of a run, and its timeline as a Chrome trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""The ended spans of a run, and its timeline as a Chrome trace for Perfetto (ui.perfetto.dev) and
+chrome://tracing.
 
-Each process is a track with one async event for each span, so that spans may overlap. Open spans reach to the
-last moment at which any process ended a span. The events of events.jsonl are marks across all tracks.
+Each process is a track with one async event for each span, so that spans may overlap. Open spans
+reach to the last moment at which any process ended a span. The events of events.jsonl are marks
+across all tracks.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ def role_order(role: str) -> int:
 def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
     """Return the ended spans of all processes of a run, by start time.
 
-    Damaged lines are skipped. If there are more than `max_bytes`, each process gets an equal share for its
-    newest spans.
+    Damaged lines are skipped. If there are more than `max_bytes`, each process gets an equal share
+    for its newest spans.
     """
     files = [file for file in (logs / SPANS_FOLDER).glob("*.jsonl") if not file.stem.endswith(".1")]
     spans = [span for file in files for span in _newest(file, num_bytes=max_bytes // len(files))]
@@ -126,14 +128,16 @@ def _span(event: dict[str, Any], role: str, rank: int) -> Span:
 
 
 def write_timeline(logs: Path, destination: Path) -> int:
-    """Replace `destination` by the timeline of a run, which may still go on; return the number of spans.
+    """Replace `destination` by the timeline of a run, which may still go on; return the number of
+    spans.
 
     Raises ValueError if no spans were recorded; after an OSError an earlier file stays.
     """
     spans = read_spans(logs)
     if not spans:
         raise ValueError(
-            f"{logs} holds no spans: the run was made with timeline.enable=False, or by an older version"
+            f"{logs} holds no spans: the run was made with timeline.enable=False, or by an older "
+            "version"
         )
     end_s = max(span.end_s for span in spans)
     spans += [

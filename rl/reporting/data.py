@@ -1,10 +1,12 @@
-"""Everything that a run has left in its folder: finished, running, killed, of an older version, or from elsewhere.
+"""Everything that a run has left in its folder: finished, running, killed, of an older version, or
+from elsewhere.
 
     run = read_run(Path("outputs/try-1"))
     run.steps[-1]["reward/mean"], run.problems
 
-Nothing in the folder is written, locked or run. What cannot be read is named in `problems`, and the rest is
-returned. Only a folder that is not a run's, or has links, devices or pipes in place of files, is refused.
+Nothing in the folder is written, locked or run. What cannot be read is named in `problems`, and the
+rest is returned. Only a folder that is not a run's, or has links, devices or pipes in place of
+files, is refused.
 """
 
 from __future__ import annotations
@@ -58,14 +60,18 @@ class RunData:
     config: dict[str, Any]
     """config.json: `module`, `config` (the function's name) and `values`; empty if unreadable."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values that the config function had when the run started; empty for a version without the file."""
+    """Values that the config function had when the run started; empty for a version without the
+    file.
+    """
     environment: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
     """Records of steps, by step."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     """Records of evaluations, by step."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of rollouts.jsonl and of the file before it, oldest first (`rl.observability.recorder`)."""
+    """Lines of rollouts.jsonl and of the file before it, oldest first
+    (`rl.observability.recorder`).
+    """
     events: list[dict[str, Any]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -84,8 +90,8 @@ class RunData:
 def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
     """Read a run's folder; raises ValueError if it is missing, or is not a run's.
 
-    Beyond `tokens_mb` megabytes of rollouts the tokens of only every second, third, ... step are kept, to bound memory;
-    texts and rewards are always kept.
+    Beyond `tokens_mb` megabytes of rollouts the tokens of only every second, third, ... step are
+    kept, to bound memory; texts and rewards are always kept.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -148,7 +154,8 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
     keep_every = max(1, math.ceil(megabytes / tokens_mb))
     if keep_every > 1:
         problems.append(
-            f"rollouts have {megabytes:.0f} MB: their tokens are shown of one in {keep_every} recorded steps"
+            f"rollouts have {megabytes:.0f} MB: their tokens are shown of one in {keep_every} "
+            "recorded steps"
         )
     numbers: dict[int, int] = {}
 
@@ -169,7 +176,9 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
 
 
 def _is_rollout(line: dict[str, Any]) -> bool:
-    """Return whether the fields that the report computes with have the types of `rl.observability.recorder`."""
+    """Return whether the fields that the report computes with have the types of
+    `rl.observability.recorder`.
+    """
     parts = line.get("parts", {})
     return (
         isinstance(line.get("step"), int)
@@ -214,7 +223,9 @@ Take = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
-    """Return what `take` keeps of a JSON-lines file, and add the number of damaged lines to the problems."""
+    """Return what `take` keeps of a JSON-lines file, and add the number of damaged lines to the
+    problems.
+    """
     found: list[dict[str, Any]] = []
     broken: list[int] = []
     try:
@@ -228,8 +239,8 @@ def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
         problems.append(f"{file.name} cannot be read to its end: {error}")
     if broken:
         problems.append(
-            f"{file.name}: {len(broken)} damaged lines are skipped, the first of them line {broken[0]}; the "
-            "rest is shown"
+            f"{file.name}: {len(broken)} damaged lines are skipped, the first of them line "
+            f"{broken[0]}; the rest is shown"
         )
     return found
 

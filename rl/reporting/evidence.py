@@ -109,7 +109,8 @@ def series(name: str, value_of_step: Mapping[int, float]) -> Series:
 def first_lasting(flags: Sequence[bool], *, hold: int = 3, share: float = 0.8) -> int | None:
     """Return the first place from which a flag lasts, or None.
 
-    The flag must be true at `hold` places in a row, and at the given share of all places up to the end.
+    The flag must be true at `hold` places in a row, and at the given share of all places up to the
+    end.
     """
     num_true = held = 0
     found = None

@@ -3,8 +3,8 @@
     for finding in find(read_run("outputs/try-1")):
         print(finding.since_step, finding.title, finding.sentence)
 
-Each rule is a function from a run's data to a finding or None. Rules are cautious, since a healthy run must have no
-finding. docs/troubleshooting.md describes what each rule looks for.
+Each rule is a function from a run's data to a finding or None. Rules are cautious, since a healthy
+run must have no finding. docs/troubleshooting.md describes what each rule looks for.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ def find_collapsed_entropy(run: RunData) -> Finding | None:
         title="The entropy has collapsed",
         since_step=since,
         sentence=(
-            f"Since step {since} the entropy is below {COLLAPSED:.0%} of its start: it fell from {start:.3g} to "
-            f"{entropy.last_level:.3g} nats a token. The replies of a group hardly differ, so there is little "
-            "left to learn from."
+            f"Since step {since} the entropy is below {COLLAPSED:.0%} of its start: it fell from "
+            f"{start:.3g} to {entropy.last_level:.3g} nats a token. The replies of a group hardly "
+            "differ, so there is little left to learn from."
         ),
         advice=(
-            "A lower learning rate, a higher upper clip (`DAPOLoss`), an entropy bonus (its sign is plus), "
-            "more samples of a prompt, or harder problems; continue from an earlier checkpoint."
+            "A lower learning rate, a higher upper clip (`DAPOLoss`), an entropy bonus (its sign "
+            "is plus), more samples of a prompt, or harder problems; continue from an earlier "
+            "checkpoint."
         ),
         evidence=shown(entropy, metric(run.steps, CORRECT), rollouts=_last_group(run, since)),
     )
@@ -91,12 +92,14 @@ def find_no_variance(run: RunData) -> Finding | None:
         title="Groups have equal rewards",
         since_step=since,
         sentence=(
-            f"Since step {since} all replies of a group earn the same in {equal.since(since).last_level:.0%} of "
-            "the groups: their advantages are 0, and they teach nothing."
+            f"Since step {since} all replies of a group earn the same in "
+            f"{equal.since(since).last_level:.0%} of the groups: their advantages are 0, and they "
+            "teach nothing."
         ),
         advice=(
-            "Problems of another difficulty (docs/tasks.md, by pass rate), loop.drop_zero_advantage_groups, "
-            "more samples of a prompt, or a reward with more levels between wrong and right."
+            "Problems of another difficulty (docs/tasks.md, by pass rate), "
+            "loop.drop_zero_advantage_groups, more samples of a prompt, or a reward with more "
+            "levels between wrong and right."
         ),
         evidence=shown(
             equal,
@@ -139,10 +142,12 @@ def find_failed_rewards(run: RunData) -> Finding | None:
         title="Many rewards fail",
         since_step=since,
         sentence=(
-            f"Since step {since} {sum(after) / len(after):.3g}{f' of {drawn}' if drawn else ''} rollouts of a "
-            f"step cannot be scored and are not trained on.{first}"
+            f"Since step {since} {sum(after) / len(after):.3g}{f' of {drawn}' if drawn else ''} "
+            f"rollouts of a step cannot be scored and are not trained on.{first}"
         ),
-        advice="docs/rewards.md; loop.max_failed_rewards stops a run in which too many rewards fail.",
+        advice=(
+            "docs/rewards.md; loop.max_failed_rewards stops a run in which too many rewards fail."
+        ),
         evidence=shown(
             failed,
             rollouts=[rollout_evidence(r, note=str(r["failure"])[:200]) for r in failures[:3]],
@@ -151,7 +156,9 @@ def find_failed_rewards(run: RunData) -> Finding | None:
 
 
 def find_not_finite(run: RunData) -> Finding | None:
-    """Find a loss, gradient or reward that is NaN or infinite, in a record or as the reason of a stop."""
+    """Find a loss, gradient or reward that is NaN or infinite, in a record or as the reason of a
+    stop.
+    """
     found = stopped(run, "NonFiniteLossError")
     for record in reversed(run.steps):
         names = [
@@ -173,9 +180,9 @@ def find_not_finite(run: RunData) -> Finding | None:
         since_step=since,
         sentence=sentence,
         advice=(
-            "docs/checkpoints.md: the batch is in nan_batch_version_<n>.npz. Look at the rewards and "
-            "advantages of that step, then try a lower learning rate, trainer.training.max_norm, and "
-            "float32 parameters."
+            "docs/checkpoints.md: the batch is in nan_batch_version_<n>.npz. Look at the rewards "
+            "and advantages of that step, then try a lower learning rate, "
+            "trainer.training.max_norm, and float32 parameters."
         ),
         evidence=shown(metric(run.steps, "loss/grad_norm"), metric(run.steps, "loss/mean")),
     )
@@ -217,9 +224,9 @@ def find_length_drift(run: RunData) -> Finding | None:
         since_step=since,
         sentence=f"{sentence}.",
         advice=(
-            "Look at the sign and the size of whatever in the reward depends on length (loop.overlong, a "
-            "part of the rubric), and at loop.sampling.max_tokens; a loss that divides by the length of "
-            "each reply (docs/losses.md) also favours long wrong ones."
+            "Look at the sign and the size of whatever in the reward depends on length "
+            "(loop.overlong, a part of the rubric), and at loop.sampling.max_tokens; a loss that "
+            "divides by the length of each reply (docs/losses.md) also favours long wrong ones."
         ),
         evidence=shown(
             lengths,
@@ -264,7 +271,8 @@ def _paid(rollouts: Iterable[dict[str, Any]]) -> Series:
     """Return by step how far longer replies earn more (1) or less (-1) than equally right ones.
 
     Pairs of recorded replies to one problem are compared that are both right or both wrong and earn
-    different rewards. The value is 0 if hardly any rewards differ; steps without pairs are left out.
+    different rewards. The value is 0 if hardly any rewards differ; steps without pairs are left
+    out.
     """
     groups: dict[tuple[int, object, object], list[tuple[int, float]]] = {}
     for rollout in rollouts:

@@ -1,4 +1,6 @@
-"""Rule for generators with wrong weights, seen in the versions of tokens or in logprobs that move apart."""
+"""Rule for generators with wrong weights, seen in the versions of tokens or in logprobs that move
+apart.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ MIN_STEPS = 4
 IN_STEP = re.compile(r"\bstep (\d+)\b")
 ADVICE = (
     "Compare `sync/version` with `policy_version` and the generators' logs at that step, and let "
-    "parity.enable (on by default) check every pull; loop.max_logprob_diff stops a run at the first such "
-    "step."
+    "parity.enable (on by default) check every pull; loop.max_logprob_diff stops a run at the "
+    "first such step."
 )
 
 
@@ -62,8 +64,8 @@ def _by_versions(run: RunData) -> Finding | None:
         since = min(step for step in found if step is not None)
         most = max((*lag.since(since).values, *behind.since(since).values))
         sentence = (
-            f"Since step {since} rollouts come from weights up to {most:g} optimizer steps older than those "
-            f"that they train; loop.max_off_policy_steps allows {bound}."
+            f"Since step {since} rollouts come from weights up to {most:g} optimizer steps older "
+            f"than those that they train; loop.max_off_policy_steps allows {bound}."
         )
     return Finding(
         kind="stale_generator",
@@ -76,7 +78,9 @@ def _by_versions(run: RunData) -> Finding | None:
 
 
 def stopped(run: RunData, error: str) -> tuple[int, str] | None:
-    """Return the step at which this kind of error stopped the run, and a sentence; None if it did not."""
+    """Return the step at which this kind of error stopped the run, and a sentence; None if it did
+    not.
+    """
     reasons = [str(event.get("reason", "")) for event in run.events if event["event"] == "stopped"]
     for reason in reasons:
         if reason.startswith(error):
@@ -87,7 +91,9 @@ def stopped(run: RunData, error: str) -> tuple[int, str] | None:
 
 
 def _token_lag(run: RunData) -> Series:
-    """Return by step the optimizer steps between the first weights of the step and its oldest tokens."""
+    """Return by step the optimizer steps between the first weights of the step and its oldest
+    tokens.
+    """
     begins = {int(r["step"]) + 1: r["policy_version"] for r in run.steps if "policy_version" in r}
     lag: dict[int, float] = {}
     for rollout in run.rollouts:
@@ -137,8 +143,8 @@ def _by_logprobs(run: RunData) -> Finding | None:
         title=title,
         since_step=since,
         sentence=(
-            f"Since step {since} the logprobs of trainer and generator differ by {after.last_level:.2g} nats a "
-            f"token, before by {median(before):.2g}. {what}."
+            f"Since step {since} the logprobs of trainer and generator differ by "
+            f"{after.last_level:.2g} nats a token, before by {median(before):.2g}. {what}."
         ),
         advice=ADVICE,
         evidence=shown(
@@ -152,7 +158,9 @@ def _by_logprobs(run: RunData) -> Finding | None:
 
 
 def _is_jump(diffs: Series, place: int) -> bool:
-    """Return whether the difference rises at this place to ten times the usual one, and stays there."""
+    """Return whether the difference rises at this place to ten times the usual one, and stays
+    there.
+    """
     least = max(ROUNDING, JUMP * median(diffs.values[:place]))
     after = diffs.values[place:]
     return after[0] >= least and sum(value >= least for value in after) >= 0.8 * len(after)

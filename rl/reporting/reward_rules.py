@@ -1,8 +1,9 @@
 """Rule for reward hacking: wrong replies that win.
 
-A reply *wins* if it earns as much as right replies usually do. A reply is *wrong* if the rubric's `correct` says
-so, or if it lacks the problem's answer while other winning replies contain it. If the wrong winners share a word or
-a character that wrong losers lack, or are empty, the reward pays for this pattern.
+A reply *wins* if it earns as much as right replies usually do. A reply is *wrong* if the rubric's
+`correct` says so, or if it lacks the problem's answer while other winning replies contain it. If
+the wrong winners share a word or a character that wrong losers lack, or are empty, the reward pays
+for this pattern.
 """
 
 from __future__ import annotations
@@ -104,10 +105,12 @@ def find_reward_hacking(run: RunData) -> Finding | None:
                 title="The reward does not tell right from wrong",
                 since_step=since,
                 sentence=(
-                    f"{share:.0%} of the recorded replies that get the reward of right ones are not correct, "
-                    f"since step {since}; they share no pattern."
+                    f"{share:.0%} of the recorded replies that get the reward of right ones are "
+                    f"not correct, since step {since}; they share no pattern."
                 ),
-                advice="Compare the reward function with the rubric's `correct` on the replies below.",
+                advice=(
+                    "Compare the reward function with the rubric's `correct` on the replies below."
+                ),
                 evidence=shown(*_metrics(run), rollouts=_examples(won)),
             )
     return None
@@ -133,7 +136,9 @@ def _pattern(won: Sequence[_Reply], lost: Sequence[_Reply]) -> str | None:
 def _hacked(
     run: RunData, replies: Sequence[_Reply], wrong: Sequence[_Reply], pattern: str, *, by_text: bool
 ) -> Finding | None:
-    """Return None if the pattern does not explain the wins, or if the evidence is only textual and weak."""
+    """Return None if the pattern does not explain the wins, or if the evidence is only textual and
+    weak.
+    """
     having = [reply for reply in wrong if pattern in reply.words]
     place = first_lasting([reply.wins for reply in having], hold=2, share=MIN_WON)
     if place is None:
@@ -158,13 +163,14 @@ def _hacked(
         title=f"The reward is won by {name}",
         since_step=since,
         sentence=(
-            f"Since step {since}, replies with {name} get the reward of right ones although they {why}: "
-            f"{len(won)} of {len(later)} recorded ones did, of {len({r.line.get('problem') for r in won})} "
-            f"problems. They are {shares.last_level:.0%} of what is written at the end."
+            f"Since step {since}, replies with {name} get the reward of right ones although they "
+            f"{why}: {len(won)} of {len(later)} recorded ones did, of "
+            f"{len({r.line.get('problem') for r in won})} problems. They are "
+            f"{shares.last_level:.0%} of what is written at the end."
         ),
         advice=(
-            "Test the reward function on the replies below: it pays for the pattern. Fix it, and go "
-            f"back to a checkpoint from before step {since}."
+            "Test the reward function on the replies below: it pays for the pattern. Fix it, and "
+            f"go back to a checkpoint from before step {since}."
         ),
         evidence=shown(shares, *_metrics(run), rollouts=_examples(won)),
     )

@@ -1,7 +1,7 @@
 """Advantages from rewards, and penalties on rewards.
 
-Shape legend: P groups of a batch (one prompt each), G samples of a group, C tokens of a sample that the model
-produced.
+Shape legend: P groups of a batch (one prompt each), G samples of a group, C tokens of a sample that
+the model produced.
 """
 
 from __future__ import annotations
@@ -21,33 +21,37 @@ from rl.config.tree import check_bounds
 from rl.rollouts.reward_values import MAX_REWARD
 
 MAX_TOKEN_REWARD = 1e20
-"""Largest magnitude of a token's reward. It leaves room above `MAX_REWARD` for the sums over the turns of a rollout;
-squares in float64, and returns of 1e18 tokens in float32, stay finite."""
+"""Largest magnitude of a token's reward. It leaves room above `MAX_REWARD` for the sums over the
+turns of a rollout; squares in float64, and returns of 1e18 tokens in float32, stay finite."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Advantage:
     """Advantage estimator: A = (value - baseline) / scale, over all samples of a batch.
 
-    With `credit` "sequence" the value is the sum of a sample's rewards, and means and standard deviations are
-    over samples. With "token" each token's value is the discounted sum of the rewards at it and after it, and
-    they are over tokens, so that a long sample counts for more.
+    With `credit` "sequence" the value is the sum of a sample's rewards, and means and standard
+    deviations are over samples. With "token" each token's value is the discounted sum of the
+    rewards at it and after it, and they are over tokens, so that a long sample counts for more.
 
     The default is GRPO's (arXiv 2402.03300, section 4.1.2) without the division, which Dr. GRPO
-    (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as
-    GRPO does; "leave_one_out" is RLOO's (arXiv 2402.14740); "batch_mean" with "batch_std" and `credit`
-    "token" is REINFORCE++ (arXiv 2501.03262), "group_mean" with "batch_std" its form with a baseline.
+    (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std"
+    divides as GRPO does; "leave_one_out" is RLOO's (arXiv 2402.14740); "batch_mean" with
+    "batch_std" and `credit` "token" is REINFORCE++ (arXiv 2501.03262), "group_mean" with
+    "batch_std" its form with a baseline.
 
-    Against a baseline of its group, a group in which all samples have the same sum of rewards gets exact
-    zeros. If all values are equal, a baseline leaves exact zeros, and a scale changes nothing.
+    Against a baseline of its group, a group in which all samples have the same sum of rewards gets
+    exact zeros. If all values are equal, a baseline leaves exact zeros, and a scale changes
+    nothing.
 
     Raises:
-        ValueError: a field is out of range or has no effect; when called, a reward is not finite, or so large that
-            float32 cannot hold an advantage.
+        ValueError: a field is out of range or has no effect; when called, a reward is not finite,
+            or so large that float32 cannot hold an advantage.
     """
 
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """Baseline that is subtracted: the mean over the group, the group's other samples or the batch; or nothing."""
+    """Baseline that is subtracted: the mean over the group, the group's other samples or the batch;
+    or nothing.
+    """
     scale: Literal["none", "group_std", "batch_std"] = "none"
     """Divisor: nothing, or the standard deviation over the group or the batch."""
     credit: Literal["sequence", "token"] = "sequence"
@@ -69,9 +73,9 @@ class Advantage:
         """Return the [P][<=G][C] float32 advantages of the tokens.
 
         Args:
-            rewards_PG: [P][<=G][C] float64 rewards of the tokens: a sample's at its last token, a turn's at
-                the turn's last token, a penalty by token everywhere. A sample without tokens counts in no
-                mean.
+            rewards_PG: [P][<=G][C] float64 rewards of the tokens: a sample's at its last token, a
+                turn's at the turn's last token, a penalty by token everywhere. A sample without
+                tokens counts in no mean.
         """
         _check_sizes(rewards_PG)
         by_token = self.credit == "token"
@@ -123,7 +127,9 @@ class Advantage:
 
 
 def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
-    """Return [C] float64: for each token the sum over k of discount^k times the reward k tokens later."""
+    """Return [C] float64: for each token the sum over k of discount^k times the reward k tokens
+    later.
+    """
     if discount == 1:
         return np.cumsum(rewards_C[::-1])[::-1]
     returns_C = rewards_C.astype(np.float64)
@@ -133,7 +139,9 @@ def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray
 
 
 def _leave_one_out(values: np.ndarray, sizes_G: Sequence[int]) -> np.ndarray:
-    """Subtract the mean of the other samples' values from each sample's; zeros if there are no others."""
+    """Subtract the mean of the other samples' values from each sample's; zeros if there are no
+    others.
+    """
     values_G = np.split(values, np.cumsum(sizes_G)[:-1])
     total, count = sum(v.sum() for v in values_G), len(values)
     others_G = [
@@ -160,7 +168,9 @@ def _of_pools(
 
 
 def _split(values: np.ndarray, lengths_G: Sequence[int], *, by_token: bool) -> list[np.ndarray]:
-    """Return [G][C] advantages of the tokens from those of tokens, or of all samples that have tokens."""
+    """Return [G][C] advantages of the tokens from those of tokens, or of all samples that have
+    tokens.
+    """
     if not by_token:
         values = np.repeat(values, [length for length in lengths_G if length])
     ends = [*accumulate(lengths_G)]
@@ -186,14 +196,15 @@ def _check_sizes(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
 class OverlongPunishment:
     """Addition to the reward of a long completion; 0 unless enabled.
 
-    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476), equation 13.
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476),
+    equation 13.
     """
 
     enable: bool = False
     """Lower the reward of completions that end within the buffer."""
     buffer_tokens: int | None = field(default=4096, metadata=only_if("enable", True))
-    """Last tokens of a completion's limit, over which the punishment grows: DAPO's L_cache. None: a quarter
-    of the limit."""
+    """Last tokens of a completion's limit, over which the punishment grows: DAPO's L_cache. None: a
+    quarter of the limit."""
     penalty: float = field(default=1.0, metadata=only_if("enable", True))
     """Largest punishment, in units of reward."""
 
@@ -209,7 +220,9 @@ class OverlongPunishment:
             )
 
     def __call__(self, num_tokens: int, *, max_tokens: int) -> float:
-        """Return 0 up to `max_tokens` less the buffer, then a value that falls to -`penalty` at `max_tokens`."""
+        """Return 0 up to `max_tokens` less the buffer, then a value that falls to -`penalty` at
+        `max_tokens`.
+        """
         if not self.enable:
             return 0.0
         buffer_tokens = self.buffer_tokens or max(1, max_tokens // 4)
@@ -221,8 +234,8 @@ class OverlongPunishment:
 class KLReward:
     """Penalty on the reward of each token: coef times `kl_penalty` of the generator's logprobs.
 
-    Ouyang et al., "Training language models to follow instructions with human feedback" (arXiv 2203.02155),
-    section 3.4, token by token.
+    Ouyang et al., "Training language models to follow instructions with human feedback" (arXiv
+    2203.02155), section 3.4, token by token.
     """
 
     coef: float = 0.0
@@ -241,9 +254,10 @@ def kl_penalty(
 ) -> np.ndarray:
     """Return [C] float64, an estimate of KL(policy || reference) at each token, see `losses.ops`.
 
-    In a reward, k1 gives on average the gradient of the divergence, which it does not as a term of a loss; k2 and
-    k3 do not (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
-    The logprobs are in nats; raises ValueError if one is not finite.
+    In a reward, k1 gives on average the gradient of the divergence, which it does not as a term of
+    a loss; k2 and k3 do not (Tang and Munos, "On a few pitfalls in KL divergence gradient
+    estimation for RL", arXiv 2506.09477). The logprobs are in nats; raises ValueError if one is not
+    finite.
     """
     if not (np.isfinite(logprobs_C).all() and np.isfinite(reference_logprobs_C).all()):
         raise ValueError("logprobs must be finite for all tokens that the model produced")

@@ -1,7 +1,7 @@
 """Special tokens in texts that may not contain any: messages, and demonstrated replies.
 
-A tokenizer turns the text `<|im_end|>` into the token that ends a turn, whoever wrote the text. Only a template may
-write that token. In everything else its text is encoded as ordinary characters.
+A tokenizer turns the text `<|im_end|>` into the token that ends a turn, whoever wrote the text.
+Only a template may write that token. In everything else its text is encoded as ordinary characters.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
-    """Return the ids of the added tokens in a template's text, by text; marks of thoughts and words are left out."""
+    """Return the ids of the added tokens in a template's text, by text; marks of thoughts and words
+    are left out.
+    """
     added = {
         token: token_id
         for token_id, (token, special) in added_tokens(tokenizer).items()
@@ -73,9 +75,11 @@ def tokens_in(tokenizer: Any, text: str) -> dict[str, int]:
 def end_tokens(
     tokenizer: Any, *, end_token_id: int, stop_token_ids: Iterable[int]
 ) -> dict[str, int]:
-    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end replies, by text.
+    """Return the ids of the tokens that begin, end and pad texts, and of special ones that end
+    replies, by text.
 
-    A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the part has no end.
+    A stop token that closes a part of the reply (`</answer>`) is left out: without that token, the
+    part has no end.
     """
     added = added_tokens(tokenizer)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -98,7 +102,8 @@ class ControlTokens:
         self.tokenizer = tokenizer
         self.ids = dict(ids)
         self.token_ids = frozenset(ids.values())
-        # Two characters tell nearly all places without a token, also in a text full of angle brackets.
+        # Two characters tell nearly all places without a token, also in a text full of angle
+        # brackets.
         beginnings = sorted({text[:2] for text in ids}, key=len, reverse=True)
         self._beginning = re.compile(f"(?={'|'.join(map(re.escape, beginnings))})") if ids else None
         self._lengths = sorted({len(text) for text in ids}, reverse=True)
@@ -134,7 +139,8 @@ class ControlTokens:
         return token
 
     def encode(self, fragments: Sequence[Fragment]) -> list[int]:
-        """Return the tokens of a text in which only the template's own fragments may contain these tokens.
+        """Return the tokens of a text in which only the template's own fragments may contain these
+        tokens.
 
         Raises:
             RefusedMessageError: the tokenizer has no other way to write a token's text.
@@ -152,8 +158,9 @@ class ControlTokens:
         if brought_in := forbidden.intersection(encoded):
             names = sorted(token for token, token_id in self.ids.items() if token_id in brought_in)
             raise RefusedMessageError(
-                f"the text of the special token {names[0]!r} stands in a message, and the tokenizer of "
-                f"{self.tokenizer.name_or_path} has no other tokens for it: remove the text"
+                f"the text of the special token {names[0]!r} stands in a message, and the "
+                f"tokenizer of {self.tokenizer.name_or_path} has no other tokens for it: remove "
+                "the text"
             )
         return [real_ids.get(token_id, token_id) for token_id in encoded]
 
@@ -162,8 +169,8 @@ class ControlTokens:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s contains the text of the special token %r: such texts are read as ordinary characters, "
-                "here and in what follows",
+                "%s contains the text of the special token %r: such texts are read as ordinary "
+                "characters, here and in what follows",
                 where,
                 token,
             )
@@ -191,7 +198,9 @@ class ControlTokens:
         return self._stand_ins[token]
 
     def _open_copy(self) -> Any:
-        """Return a copy of the tokenizer to which the texts of these tokens are ordinary characters."""
+        """Return a copy of the tokenizer to which the texts of these tokens are ordinary
+        characters.
+        """
         if self._copy is None:
             from tokenizers import Tokenizer
 
@@ -199,7 +208,8 @@ class ControlTokens:
             if backend is None:
                 raise RefusedMessageError(
                     f"the text of a special token stands in a message, and the tokenizer of "
-                    f"{self.tokenizer.name_or_path} cannot read it as ordinary characters: remove it"
+                    f"{self.tokenizer.name_or_path} cannot read it as ordinary characters: remove "
+                    "it"
                 )
             settings = json.loads(backend.to_str())
             for token in settings["added_tokens"]:
@@ -223,7 +233,8 @@ def split_rendering(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation, with everything apart that could bring in a token.
+    """Return the fragments of a rendered conversation, with everything apart that could bring in a
+    token.
 
     Raises:
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
@@ -251,18 +262,21 @@ def split_rendering(
         return fragments
 
     framing = [before, *rest[1::2]]
-    # The template changes a message, such as quotes for JSON. The text of the token itself may be found again.
+    # The template changes a message, such as quotes for JSON. The text of the token itself may be
+    # found again.
     fragments = _split_at_tokens(messages, render=render, control=control)
     own = [fragment.text for fragment in fragments if not fragment.is_content]
     if _join(fragments) == text and _tokens_of(own, control) == _tokens_of(framing, control):
         return fragments
-    # The template may also take out the text of the token, such as that of thoughts in earlier replies.
+    # The template may also take out the text of the token, such as that of thoughts in earlier
+    # replies.
     if _tokens_of([text], control) == _tokens_of(framing, control):
         return [Fragment(text, False)]
     token = next(filter(None, (control.first_in(m.content) for m in messages)), "")
     raise RefusedMessageError(
-        f"the template changes a message that contains the text of the special token {token!r}, so that the "
-        "message cannot be read apart from it: remove the text, or choose another renderer.kind"
+        f"the template changes a message that contains the text of the special token {token!r}, so "
+        "that the message cannot be read apart from it: remove the text, or choose another "
+        "renderer.kind"
     )
 
 
@@ -280,7 +294,9 @@ def _split_at_tokens(
     render: Callable[[Sequence[Message]], str],
     control: ControlTokens,
 ) -> list[Fragment]:
-    """Return the fragments of a rendered conversation in which the text of each token in a message is one."""
+    """Return the fragments of a rendered conversation in which the text of each token in a message
+    is one.
+    """
     nonce = secrets.token_hex(8)
     tokens: list[str] = []
     marked = []
@@ -299,7 +315,9 @@ def _split_at_tokens(
 
 
 def _find_content(text: str, content: str, *, after: str, position: int) -> str:
-    """Return a message as the template wrote it at `position`, or the message itself if the template changed it."""
+    """Return a message as the template wrote it at `position`, or the message itself if the
+    template changed it.
+    """
     for trim in TRIMMED:
         if text.startswith(trim(content) + after, position):
             return trim(content)

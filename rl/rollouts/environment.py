@@ -1,8 +1,8 @@
 """Environments: the single-turn one, and calls of all others in a thread of their own.
 
-All environments run in one event loop in that thread, so that slow code does not stall the controller and the
-environments of a task can share a session or a semaphore. Code that blocks belongs in `asyncio.to_thread`: a `step`
-that blocks the event loop delays every other environment.
+All environments run in one event loop in that thread, so that slow code does not stall the
+controller and the environments of a task can share a session or a semaphore. Code that blocks
+belongs in `asyncio.to_thread`: a `step` that blocks the event loop delays every other environment.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class EnvironmentThread:
 
 
 async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Await `function()`; raise RuntimeError for errors that would end the episode or the event loop."""
+    """Await `function()`; raise RuntimeError for errors that would end the episode or the event
+    loop.
+    """
     try:
         return await function()
     except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
@@ -117,7 +119,9 @@ async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
 
 
 async def _with_timer(coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout) -> ResultT:
-    """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait for."""
+    """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait
+    for.
+    """
     try:
         waits_for = coroutine.send(None)
     except StopIteration as result:
@@ -144,7 +148,9 @@ def _continue(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EnvironmentCalls:
-    """Calls of one opened environment with a time limit, in the environment thread unless it `runs_inline`."""
+    """Calls of one opened environment with a time limit, in the environment thread unless it
+    `runs_inline`.
+    """
 
     environment: Environment
     problem: Problem
@@ -154,7 +160,9 @@ class EnvironmentCalls:
     messages: tuple[Message, ...] = ()
     """Opening messages."""
     ends_at_once: bool = field(init=False)
-    """True if the first reply ends the episode, and neither that nor closing has anything to wait for."""
+    """True if the first reply ends the episode, and neither that nor closing has anything to wait
+    for.
+    """
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -166,7 +174,8 @@ class EnvironmentCalls:
         """Return the environment's answer to a reply.
 
         Raises:
-            EnvironmentFailedError: no answer within `timeout_s`, an error, or an invalid field of the Observation.
+            EnvironmentFailedError: no answer within `timeout_s`, an error, or an invalid field of
+                the Observation.
             RunError: raised by the environment.
         """
         if self.ends_at_once:
@@ -186,8 +195,9 @@ class EnvironmentCalls:
                 raise ValueError("there are no messages, and the model needs at least one")
         except Exception as error:
             raise ValueError(
-                f"the environment of problem {shown(self.problem.id)} ({type(self.environment).__name__}) does not "
-                f"open: `opening` must return a sequence of Message: {shown(error)}"
+                f"the environment of problem {shown(self.problem.id)} "
+                f"({type(self.environment).__name__}) does not open: `opening` must return a "
+                f"sequence of Message: {shown(error)}"
             ) from error
         return self.messages
 
@@ -217,8 +227,8 @@ class EnvironmentCalls:
 class Environments:
     """The environments of a task, all called in one thread.
 
-    The checks before a run, the warm-up and the episodes share one object, so a client that the first environment
-    makes serves all of them.
+    The checks before a run, the warm-up and the episodes share one object, so a client that the
+    first environment makes serves all of them.
     """
 
     make: Callable[[Problem], Environment]
@@ -230,9 +240,11 @@ class Environments:
     async def opened(
         self, problems: Iterable[Problem], *, num: int = 1
     ) -> AsyncIterator[list[list[EnvironmentCalls]]]:
-        """Make and open `num` environments of each problem; close them at the end, where errors are only logged.
+        """Make and open `num` environments of each problem; close them at the end, where errors are
+        only logged.
 
-        Raises ValueError with the problem if one cannot be made, or does not open as the others of its problem.
+        Raises ValueError with the problem if one cannot be made, or does not open as the others of
+        its problem.
         """
         groups: list[list[EnvironmentCalls]] = []
         try:
@@ -244,8 +256,8 @@ class Environments:
                 openings = [calls.open() for calls in group]
                 if any(opening != openings[0] for opening in openings):
                     raise ValueError(
-                        f"environments of problem {shown(group[0].problem.id)} open differently, but a group has one "
-                        "prompt: let `opening` depend on the problem alone"
+                        f"environments of problem {shown(group[0].problem.id)} open differently, "
+                        "but a group has one prompt: let `opening` depend on the problem alone"
                     )
             yield groups
         finally:
@@ -272,7 +284,9 @@ class Environments:
 
 
 def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
-    """Raise ValueError if episodes share an environment that keeps a state; one of a single turn has none."""
+    """Raise ValueError if episodes share an environment that keeps a state; one of a single turn
+    has none.
+    """
     num_environments = len({id(calls.environment) for calls in group})
     if num_environments == len(group) or all(calls.ends_at_once for calls in group):
         return
@@ -283,7 +297,9 @@ def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
 
 
 def _check_observation(observation: Any) -> Observation:
-    """Return an observation with numbers as floats; raise TypeError or ValueError for an invalid field."""
+    """Return an observation with numbers as floats; raise TypeError or ValueError for an invalid
+    field.
+    """
     if not isinstance(observation, Observation):
         raise TypeError(f"`step` returned {shown(observation)}, which is not an Observation")
     _check_messages(observation.messages)
@@ -314,5 +330,6 @@ def _check_messages(messages: Sequence[Any]) -> None:
     for i, m in enumerate(messages):
         if not (isinstance(m, Message) and m.role in ROLES and isinstance(m.content, str)):
             raise ValueError(
-                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of {', '.join(ROLES)}"
+                f"messages[{i}]={shown(m)}: must be a Message with a text and a role of "
+                f"{', '.join(ROLES)}"
             )

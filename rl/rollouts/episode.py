@@ -1,8 +1,10 @@
 """Episodes: a model and an environment take turns, as a token sequence that only grows.
 
-    opening -> prompt -> completion -> reply -> step -> messages -> further prompt -> completion -> ...
+    opening -> prompt -> completion -> reply -> step -> messages -> further prompt -> completion ->
+    ...
 
-The model's tokens stay exactly as the engine produced them; only the environment's messages are tokenized.
+The model's tokens stay exactly as the engine produced them; only the environment's messages are
+tokenized.
 
 Shape legend: P problems, G samples of each.
 """
@@ -54,7 +56,9 @@ class Sampling:
     max_tokens: int = 32
     """Most new tokens of one completion."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution."""
+    """Sampling temperature. The trainer divides its logits by it, so that both use the same
+    distribution.
+    """
     top_p: float = field(default=1.0, metadata=WHOLE_DISTRIBUTION)
     """Refused: training needs tokens of the whole distribution."""
     top_k: int = field(default=0, metadata=WHOLE_DISTRIBUTION)
@@ -76,7 +80,8 @@ class EpisodeLimits:
     max_tokens: int | None = None
     """Most tokens of all turns, prompts included; None: as many as the generator can take."""
     step_timeout_s: float = 60.0
-    """Longest time an environment may take to answer a reply, or to close; then the rollout fails."""
+    """Longest time an environment may take to answer a reply, or to close; then the rollout fails.
+    """
     timeout_s: float = 600.0
     """Time after the first reply from which on no further turn begins."""
 
@@ -104,11 +109,12 @@ class Episodes:
     ) -> list[list[Rollout]]:
         """Return [P][G] rollouts, where G is `sampling.num_samples`.
 
-        All first turns are one call of the generator, every later turn is a call of its own, all of one
-        session. With a seed the result depends only on it, the problems and the weights.
+        All first turns are one call of the generator, every later turn is a call of its own, all of
+        one session. With a seed the result depends only on it, the problems and the weights.
 
         Raises:
-            ValueError: the environment of a problem cannot be made or opened, or its prompt leaves no room.
+            ValueError: the environment of a problem cannot be made or opened, or its prompt leaves
+                no room.
         """
         async with self.environments.opened(problems, num=sampling.num_samples) as environments:
             room = self.limit - sampling.max_tokens
@@ -187,7 +193,9 @@ class Episodes:
             )
 
     def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot be rendered."""
+        """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot
+        be rendered.
+        """
         try:
             return self.renderer.continuation(messages, after=after)
         except Exception as refused:  # by a template or tokenizer, for these messages
@@ -225,7 +233,9 @@ def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) ->
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the results in order; after an error or a cancellation cancel all, and wait until they have ended."""
+    """Return the results in order; after an error or a cancellation cancel all, and wait until they
+    have ended.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -34,8 +34,8 @@ class Evaluation:
     """Replies that an evaluation draws for each problem, besides the greedy one."""
 
     num_samples: int = 0
-    """Replies sampled at `temperature`: `eval/pass@k` is the probability that one of k of them is right, for
-    k = 1, 2, 4, ... up to this number. 0: none."""
+    """Replies sampled at `temperature`: `eval/pass@k` is the probability that one of k of them is
+    right, for k = 1, 2, 4, ... up to this number. 0: none."""
     temperature: float = field(default=1.0, metadata=unless("num_samples", 0))
     """Temperature of the sampled replies."""
 
@@ -95,7 +95,9 @@ class EvaluationResult:
         return merged
 
     def pass_rates(self) -> dict[str, float]:
-        """Return the share of right replies among each problem's sampled ones, by id, without failed ones."""
+        """Return the share of right replies among each problem's sampled ones, by id, without
+        failed ones.
+        """
         return {
             problem_id: sum(correct_G) / len(correct_G)
             for done in self.sets
@@ -114,14 +116,17 @@ class Evaluator:
     sampling: SamplingParams
     """Sampling of training, from which the length and the stop tokens are taken."""
     max_failed: float = 0.0
-    """Largest share of failed rollouts among the greedy ones of a set, and among its sampled ones."""
+    """Largest share of failed rollouts among the greedy ones of a set, and among its sampled ones.
+    """
 
     @property
     def num_problems(self) -> int:
         return sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
-        """Evaluate the weights that the generator has now; raise RunError if too many rollouts have no score."""
+        """Evaluate the weights that the generator has now; raise RunError if too many rollouts have
+        no score.
+        """
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
             self.sampling,
@@ -178,10 +183,12 @@ def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
 
 
 def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
-    """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad scores.
+    """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad
+    scores.
 
-    A function that has the name of another metric is reported as `function_<name>`. All scores of a step must
-    be passed at once: the environment's part, missing where it is 0, is averaged over all of them if any has it.
+    A function that has the name of another metric is reported as `function_<name>`. All scores of a
+    step must be passed at once: the environment's part, missing where it is 0, is averaged over all
+    of them if any has it.
     """
     good = [score for score in scores if score.failure is None]
     metrics: dict[str, Metric] = {

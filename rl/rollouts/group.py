@@ -61,20 +61,23 @@ class Group:
 def check_failures(
     failures: Sequence[str], *, num_scored: int, out_of: int, max_share: float, where: str
 ) -> None:
-    """Raise RunError with the first failure if the failures are more than `max_share` of `out_of` rewards."""
+    """Raise RunError with the first failure if the failures are more than `max_share` of `out_of`
+    rewards.
+    """
     # Compare the quotient, because 0.29 * 100 is less than 29.
     if failures and len(failures) / out_of > max_share:
         raise RunError(
-            f"{len(failures)} of {num_scored} rewards failed {where}; loop.max_failed_rewards={max_share:g} is the "
-            f"largest share allowed of {out_of}. The first failure: {failures[0]}"
+            f"{len(failures)} of {num_scored} rewards failed {where}; "
+            f"loop.max_failed_rewards={max_share:g} is the largest share allowed of {out_of}. The "
+            f"first failure: {failures[0]}"
         )
 
 
 def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
     """Return True if all samples of a group have the same reward, or there are none.
 
-    The overlong punishment does not count: DAPO's dynamic sampling (arXiv 2503.14476, equation 11) asks if
-    all replies are right, or none.
+    The overlong punishment does not count: DAPO's dynamic sampling (arXiv 2503.14476, equation 11)
+    asks if all replies are right, or none.
     """
     return len({member.score.reward for member in group_G}) <= 1
 
@@ -82,7 +85,8 @@ def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
 def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
     """Return [C] float64: the reward, including the overlong punishment, at the last token.
 
-    With `by_turn`, the environment's reward of each turn stands at the last token of that turn instead.
+    With `by_turn`, the environment's reward of each turn stands at the last token of that turn
+    instead.
     """
     rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
     rewards_C[-1] = member.score.reward + member.score.overlong
@@ -106,11 +110,15 @@ class RolloutWorker:
     """Seed of the run."""
     overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
     drop_long_prompts: bool = False
-    """Return a group without rollouts if a prompt leaves no room for a reply; otherwise that is an error."""
+    """Return a group without rollouts if a prompt leaves no room for a reply; otherwise that is an
+    error.
+    """
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """Draw and score one group; the result depends only on its number, the run's seed and the weights."""
+        """Draw and score one group; the result depends only on its number, the run's seed and the
+        weights.
+        """
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
             (rollouts,) = await self.episodes.run(
@@ -129,7 +137,9 @@ class RolloutWorker:
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
     def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """Add the overlong punishment of the last reply; one that ran out of tokens counts as one at the limit."""
+        """Add the overlong punishment of the last reply; one that ran out of tokens counts as one
+        at the limit.
+        """
         if not self.overlong.enable:
             return score
         max_tokens = self.sampling.max_tokens

@@ -1,4 +1,5 @@
-"""A language model as a judge: a reward function that asks a server for a grade; docs/rewards.md has an example.
+"""A language model as a judge: a reward function that asks a server for a grade; docs/rewards.md
+has an example.
 
 Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 """
@@ -30,14 +31,19 @@ from rl.utils.proxies import leads_here, used_proxy
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
 _BESIDE = r"(?:(?!\.[0-9])[^\w\n-]|-[ \t])*"
 """Characters before a number that are not part of it, as a sign or the point of .5 is."""
-# Words begin with a letter: if a blank could be part of them or of what is before them, the time to reject a line
-# would grow with the square of its length.
+# Words begin with a letter: if a blank could be part of them or of what is before them, the time to
+# reject a line would grow with the square of its length.
 NUMBER = (
     rf"(?im)^{_BESIDE}(?:(?:[a-z][a-z ]*)?(?:score|grade|rating){_BESIDE})?"
     rf"(-?{MAGNITUDE})(?:\s*/\s*({MAGNITUDE}))?[^\w\n]*$"
 )
-"""A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
-LABEL = r"(?im)^[^\w\n]*(?:(?:[a-z][a-z ]*)?(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
+"""A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:**
+7/10`.
+"""
+LABEL = (
+    r"(?im)^[^\w\n]*(?:(?:[a-z][a-z "
+    r"]*)?(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
+)
 """A line with only a label, or a label after "verdict", "grade", "answer" or "judgement"."""
 TEMPLATE = """Grade the reply to a question from 0 (useless) to 10 (nothing could be better).
 
@@ -73,8 +79,8 @@ class NumberGrade:
     lowest: float = 0.0
     highest: float = 10.0
     pattern: str = NUMBER
-    """Regular expression whose first group is the number. An optional second group is the maximum, which must
-    be `highest`."""
+    """Regular expression whose first group is the number. An optional second group is the maximum,
+    which must be `highest`."""
 
     def __post_init__(self) -> None:
         if not -math.inf < self.lowest < self.highest < math.inf:
@@ -99,7 +105,9 @@ class NumberGrade:
 
 
 def _check_has_group(pattern: str) -> None:
-    """Raise ValueError for a pattern that is invalid, or that does not say which part of a match is the grade."""
+    """Raise ValueError for a pattern that is invalid, or that does not say which part of a match is
+    the grade.
+    """
     try:
         num_groups = re.compile(pattern).groups
     except re.error as error:
@@ -109,7 +117,9 @@ def _check_has_group(pattern: str) -> None:
 
 
 def _number(written: str) -> float:
-    """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for another text."""
+    """Return the number, whatever its sign and separators are (`rl.utils.numbers`); ValueError for
+    another text.
+    """
     if not re.fullmatch(rf"[-+]?{MAGNITUDE}", written.strip()):
         raise ValueError(f"{written!r} is not a number alone")
     return float(Fraction(find_numbers(written)[0]))
@@ -145,9 +155,9 @@ class LabelGrade:
 class Judge:
     """Async reward function that asks a model; picklable, with one client in each event loop.
 
-    The score fails if the answer has no grade, if the status is not 2xx after the retries, or if no answer
-    comes in time; the failure names the URL and the answer. The key's environment variable must be set both
-    here and where rewards are computed.
+    The score fails if the answer has no grade, if the status is not 2xx after the retries, or if no
+    answer comes in time; the failure names the URL and the answer. The key's environment variable
+    must be set both here and where rewards are computed.
     """
 
     needs_network: ClassVar[bool] = True
@@ -158,30 +168,34 @@ class Judge:
     api_key_env: str | None = "OPENAI_API_KEY"
     """Environment variable that holds the key; None: the server needs no key."""
     template: str = TEMPLATE
-    """Prompt of the judge, in which {question}, {answer}, {reply} (the last one, after its thoughts) and
-    {conversation} (all of it, with thoughts) are filled in; other braces stay as they are."""
+    """Prompt of the judge, in which {question}, {answer}, {reply} (the last one, after its
+    thoughts) and {conversation} (all of it, with thoughts) are filled in; other braces stay as they
+    are."""
     system: str = ""
     """System message before the prompt; empty: none."""
     grade: Grade = field(default_factory=NumberGrade)
     temperature: float = 0.0
     max_tokens: int | None = 512
-    """Longest answer of the judge; an answer that is cut off has no grade. None: not sent, for servers with
-    another name for it, to set in `extra_body`."""
+    """Longest answer of the judge; an answer that is cut off has no grade. None: not sent, for
+    servers with another name for it, to set in `extra_body`."""
     timeout_s: float = 60.0
     """Timeout of each request. `reward.time_limit_s` limits all tries together."""
     max_retries: int = 2
-    """Most retries, after growing pauses, of a request with status 408, 409, 429 or 5xx, or without answer."""
+    """Most retries, after growing pauses, of a request with status 408, 409, 429 or 5xx, or without
+    answer.
+    """
     max_concurrency: int = 16
     """Concurrent requests of each reward process."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as {"chat_template_kwargs": {"enable_thinking": False}}."""
+    """Further fields of the request, such as {"chat_template_kwargs": {"enable_thinking": False}}.
+    """
 
     def __post_init__(self) -> None:
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname or url.password or url.query:
             raise ValueError(
-                "base_url: must be http:// or https:// with a host, without a password or a query; put the key "
-                "into the environment variable that api_key_env names"
+                "base_url: must be http:// or https:// with a host, without a password or a query; "
+                "put the key into the environment variable that api_key_env names"
             )
         if not self.model:
             raise ValueError("model='': must be the name of the model on the server")
@@ -195,7 +209,9 @@ class Judge:
         _key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:
-        """Return the grade; raises JudgeError if there is none, and UnparsedAnswer for a thought without an end."""
+        """Return the grade; raises JudgeError if there is none, and UnparsedAnswer for a thought
+        without an end.
+        """
         if has_open_thought(rollout.text):
             raise UnparsedAnswer("the reply ends within a thought")
         text = await self._ask(self.prompt(rollout))
@@ -252,7 +268,8 @@ class Judge:
             proxy = self._proxy()
             if proxy is None:
                 raise
-            # Errors of an address may quote its password; an ImportError names the package that SOCKS needs.
+            # Errors of an address may quote its password; an ImportError names the package that
+            # SOCKS needs.
             reason = str(error) if isinstance(error, ImportError) else "its address is not valid"
             raise self._error(f"the proxy of {proxy} cannot be used: {reason}") from None
 
@@ -288,9 +305,11 @@ class Judge:
 
 @functools.lru_cache(maxsize=16)
 def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
-    """Return the client of an event loop, to which its connections belong; it reaches this machine without a proxy.
+    """Return the client of an event loop, to which its connections belong; it reaches this machine
+    without a proxy.
 
-    openai's own HTTP client would fail later, when it is deleted, if the proxy's address is not valid.
+    openai's own HTTP client would fail later, when it is deleted, if the proxy's address is not
+    valid.
     """
     http_client = openai.DefaultAsyncHttpxClient(trust_env=not leads_here(settings["base_url"]))
     return openai.AsyncOpenAI(http_client=http_client, **settings)
@@ -302,7 +321,7 @@ def _key(api_key_env: str | None) -> str | None:
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(
-            f"api_key_env={api_key_env!r}: this environment variable is not set; set it to the key, or set "
-            "api_key_env=None for a server without keys"
+            f"api_key_env={api_key_env!r}: this environment variable is not set; set it to the "
+            "key, or set api_key_env=None for a server without keys"
         )
     return key

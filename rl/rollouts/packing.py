@@ -1,11 +1,11 @@
 """Packing of samples of any length into micro-batches, with the same plan on every rank.
 
-All ranks get equally many micro-batches, because FSDP gathers parameters in each; a rank with none left gets one of
-padding alone.
+All ranks get equally many micro-batches, because FSDP gathers parameters in each; a rank with none
+left gets one of padding alone.
 
-Samples of one prompt go together if they fit, and share their prompt, to whose tokens causal attention gives the same
-hidden states in each. Only tokens that no sample is trained on are shared, and not the last of them, because a
-different token follows it in each sample.
+Samples of one prompt go together if they fit, and share their prompt, to whose tokens causal
+attention gives the same hidden states in each. Only tokens that no sample is trained on are shared,
+and not the last of them, because a different token follows it in each sample.
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
 ids), K targets of a token, M micro-batches, R data-parallel ranks.
@@ -32,7 +32,9 @@ OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
 """Fields with K values for a token that has K targets."""
 SMALLEST_SAVING = 0.05
-"""Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their queries."""
+"""Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their
+queries.
+"""
 NO_ROWS = slice(0, 0)
 
 
@@ -53,9 +55,9 @@ class Piece:
 class PackedBatch:
     """One micro-batch. Entry t belongs to input token t and its target, by default the next token.
 
-    With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K]. Padding is a sequence
-    of its own at the end: its mask is False and its sequence id is `num_sequences`. A shared prompt has the
-    mask False and the sequence id of one of its samples.
+    With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K]. Padding is
+    a sequence of its own at the end: its mask is False and its sequence id is `num_sequences`. A
+    shared prompt has the mask False and the sequence id of one of its samples.
     """
 
     input_ids: Tensor
@@ -83,7 +85,9 @@ class PackedBatch:
     ratio_mask: Tensor | None = None
     """[T] bool; None if the samples have none."""
     loss_rows: Tensor
-    """[R] int64, the tokens that `mask` or `ratio_mask` selects; the first token if they select none."""
+    """[R] int64, the tokens that `mask` or `ratio_mask` selects; the first token if they select
+    none.
+    """
     num_sequences: int
     """Samples in this micro-batch; 0 for padding alone."""
     sample_indices: tuple[int, ...]
@@ -107,7 +111,8 @@ class PackedBatch:
         return [*self.lengths, *self.padding]
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is 0.
+        """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is
+        0.
 
         Values of shape [T, K] become [L + 1, K].
         """
@@ -138,12 +143,13 @@ def pack(
         max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
         share_prompts: store the prompt once for all samples of a micro-batch that have it.
-        num_allowed: smallest number of micro-batches allowed from a number up, for a pipeline: micro-batches become
-            smaller until there are as many as `num_allowed(1)`, some may be padding alone, and all get one length.
+        num_allowed: smallest number of micro-batches allowed from a number up, for a pipeline:
+            micro-batches become smaller until there are as many as `num_allowed(1)`, some may be
+            padding alone, and all get one length.
 
     Raises:
-        ValueError: a sample is longer than `max_tokens` or `max_length`, has fewer than two tokens, or has
-            arrays of different shapes; or samples differ in K or in their optional fields.
+        ValueError: a sample is longer than `max_tokens` or `max_length`, has fewer than two tokens,
+            or has arrays of different shapes; or samples differ in K or in their optional fields.
     """
     _check(samples, max_tokens=max_tokens, max_length=max_length)
     lengths = [len(sample.token_ids) - 1 for sample in samples]
@@ -179,12 +185,13 @@ def plan_micro_batches(
     num_ranks: int,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return [R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
+    """Return [R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in
+    each.
 
-    Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a rank, too,
-    longer samples come first, into the first micro-batch with room; so a micro-batch holds samples of similar
-    length, which suits attention on a grid. A family is one unit, which is divided if it would unbalance ranks
-    or does not fit a micro-batch.
+    Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a
+    rank, too, longer samples come first, into the first micro-batch with room; so a micro-batch
+    holds samples of similar length, which suits attention on a grid. A family is one unit, which is
+    divided if it would unbalance ranks or does not fit a micro-batch.
     """
     units = [[index] for index in range(len(lengths))] if families is None else families
     if num_ranks > 1:
@@ -353,7 +360,9 @@ def _rows_of(piece: Piece) -> tuple[slice, ...]:
 
 
 def num_shareable(sample: TrainingSample) -> int:
-    """Return the number of first inputs whose targets are not trained on; 0 for a sample with own targets."""
+    """Return the number of first inputs whose targets are not trained on; 0 for a sample with own
+    targets.
+    """
     if sample.targets is not None:
         return 0
     counts = sample.mask if sample.ratio_mask is None else sample.mask | sample.ratio_mask

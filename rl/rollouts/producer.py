@@ -2,8 +2,8 @@
 
     problems -> start (as the staleness bound allows) -> worker -> drop or keep -> next_batch
 
-New groups start after `serve` (newer weights), after `next_batch` (places of a taken batch), and after a dropped
-group. `next_batch` waits for finished groups, or for an error of any of them.
+New groups start after `serve` (newer weights), after `next_batch` (places of a taken batch), and
+after a dropped group. `next_batch` waits for finished groups, or for an error of any of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class NothingToLearnError(RunError):
 class NumberedProblems:
     """Iterator over training problems and their numbers, from 0, in the task's order.
 
-    Continued from a position, it first gives the problems that were outstanding there. A source without a
-    method `problem(number)` is drawn again from the beginning.
+    Continued from a position, it first gives the problems that were outstanding there. A source
+    without a method `problem(number)` is drawn again from the beginning.
     """
 
     def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
@@ -109,7 +109,9 @@ class RolloutProducer:
     max_failed_rewards: float
     """Largest share of failed rewards since the last batch."""
     rewards_per_step: int
-    """Smallest number that the share is taken of, so that a batch's first failure does not count as all of it."""
+    """Smallest number that the share is taken of, so that a batch's first failure does not count as
+    all of it.
+    """
 
     def __post_init__(self) -> None:
         self._num_scored = 0
@@ -125,7 +127,9 @@ class RolloutProducer:
         self._changed = asyncio.Event()
 
     def serve(self, step: int) -> None:
-        """Record that every generator has the weights after `step`, and start the groups that now may."""
+        """Record that every generator has the weights after `step`, and start the groups that now
+        may.
+        """
         self.bound.serve(step)
         self._start_groups()
 
@@ -162,13 +166,17 @@ class RolloutProducer:
         return batch
 
     def unused(self) -> Batch:
-        """Return the groups that finished or were dropped since the last batch, to explain an error."""
+        """Return the groups that finished or were dropped since the last batch, to explain an
+        error.
+        """
         groups = [self._finished[n] for n in sorted(self._finished)]
         return Batch(groups=groups, dropped=_in_order(self._dropped))
 
     @property
     def outstanding(self) -> list[int]:
-        """Numbers of the groups that no batch has taken, those that were dropped since the last batch included."""
+        """Numbers of the groups that no batch has taken, those that were dropped since the last
+        batch included.
+        """
         return [*self.bound.outstanding, *(group.number for _, group in self._dropped)]
 
     async def close(self) -> None:
@@ -200,7 +208,8 @@ class RolloutProducer:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
                     RunError(
-                        f"the rollouts of problem {shown(problem.id)} were cancelled by their own code"
+                        f"the rollouts of problem {shown(problem.id)} were cancelled by their own "
+                        "code"
                     )
                 )
             raise
@@ -208,7 +217,9 @@ class RolloutProducer:
             self.fail(error)
 
     def _settle(self, group: Group) -> None:
-        """Keep or drop a finished group; raise RunError if too many rewards failed or too many groups are dropped."""
+        """Keep or drop a finished group; raise RunError if too many rewards failed or too many
+        groups are dropped.
+        """
         self._finished[group.number] = group
         self._num_scored += len(group.scores)
         self._failures += [s.failure for s in group.scores if s.failure is not None]
@@ -233,9 +244,9 @@ class RolloutProducer:
             if count > self.max_dropped:
                 reasons = ", ".join(f"{n} {reason}" for reason, n in self._dropped_in_row.items())
                 raise NothingToLearnError(
-                    f"{count} groups in a row could not be trained on ({reasons}), more than the {self.max_dropped} "
-                    "of loop.max_empty_steps times loop.groups_per_batch: the task is solved or out of reach, or its "
-                    "replies do not fit"
+                    f"{count} groups in a row could not be trained on ({reasons}), more than the "
+                    f"{self.max_dropped} of loop.max_empty_steps times loop.groups_per_batch: the "
+                    "task is solved or out of reach, or its replies do not fit"
                 )
             self._start_groups()
         self._changed.set()
@@ -245,7 +256,8 @@ class RolloutProducer:
         if self._used_up and num_left < needed:
             raise RunError(
                 f"the task's training problems are used up: {num_left} are left, but a step takes "
-                f"loop.groups_per_batch={needed}; let `train_problems` repeat them, or lower loop.num_steps"
+                f"loop.groups_per_batch={needed}; let `train_problems` repeat them, or lower "
+                "loop.num_steps"
             )
 
 

@@ -2,9 +2,10 @@
 
     opening -> completion -> continuation -> completion -> ...
 
-The model's tokens are never tokenized again, and each message is tokenized once. A template (raw text, ChatML, or
-the tokenizer's own) turns messages into text; a renderer turns text into tokens. docs/tasks.md compares the kinds.
-Only templates write special tokens: their texts in a message are ordinary characters.
+The model's tokens are never tokenized again, and each message is tokenized once. A template (raw
+text, ChatML, or the tokenizer's own) turns messages into text; a renderer turns text into tokens.
+docs/tasks.md compares the kinds. Only templates write special tokens: their texts in a message are
+ordinary characters.
 
 Shape legend: N tokens of the messages between two completions, C tokens of a completion.
 """
@@ -40,18 +41,19 @@ class RendererConfig:
     """Choice and options of a renderer."""
 
     kind: Literal["template", "chatml", "qwen3", "raw"] = "template"
-    """template: the tokenizer's own chat template; chatml, qwen3: ChatML as those models read it; raw: the
-    bare text of the messages."""
+    """template: the tokenizer's own chat template; chatml, qwen3: ChatML as those models read it;
+    raw: the bare text of the messages."""
     thinking: bool = True
-    """Off lets every reply begin with an empty think block, as Qwen3's chat template does. Only for the kinds
-    template, which gets `enable_thinking`, and qwen3."""
+    """Off lets every reply begin with an empty think block, as Qwen3's chat template does. Only for
+    the kinds template, which gets `enable_thinking`, and qwen3."""
     system: str = ""
     """System message before every opening that has none; empty: none."""
     separator: str = "\n"
     """Text between messages, and between a reply and the next message. Only for kind raw."""
     keep_replies: bool = False
-    """Accept, for several turns, a template that renders earlier replies differently in hindsight (without
-    their thoughts, trimmed); the tokens keep them as they were produced. Only for kind template."""
+    """Accept, for several turns, a template that renders earlier replies differently in hindsight
+    (without their thoughts, trimmed); the tokens keep them as they were produced. Only for kind
+    template."""
 
     def __post_init__(self) -> None:
         for option, is_set, kinds in (
@@ -68,9 +70,10 @@ class RendererConfig:
 class Renderer:
     """Renderer with a template.
 
-    The template's end-of-turn token closes a reply. If the model did not produce it, because its reply was
-    cut off or ended with another stop token (such as <|endoftext|>), the continuation begins with it. So every
-    turn is closed in the same way, and each token is attributed to the side that produced it.
+    The template's end-of-turn token closes a reply. If the model did not produce it, because its
+    reply was cut off or ended with another stop token (such as <|endoftext|>), the continuation
+    begins with it. So every turn is closed in the same way, and each token is attributed to the
+    side that produced it.
 
     Raises:
         ValueError: the template's end-of-turn token is not a single token of this tokenizer.
@@ -110,7 +113,8 @@ class Renderer:
         """Tokens that begin and end turns, which are no part of a reply."""
         self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
-        # A mark that a turn's token follows is only mentioned, such as by an instruction after the question.
+        # A mark that a turn's token follows is only mentioned, such as by an instruction after the
+        # question.
         mentions = self._turns.first_in(template.opens_thought) is not None
         self._prefilled = "" if mentions else template.opens_thought
         self._opened: tuple[np.ndarray | None, str] = (None, "")
@@ -139,7 +143,8 @@ class Renderer:
         """Return [N] int32: everything between the last token of `after` and the next reply."""
         if not messages:
             raise ValueError("a continuation without messages: the episode is over")
-        # Encoded with the end of turn in front: tokenizers may treat the beginning of a text differently.
+        # Encoded with the end of turn in front: tokenizers may treat the beginning of a text
+        # differently.
         token_ids = self._encode_messages(messages, self.template.continuation)
         is_closed = len(after.token_ids) > 0 and after.token_ids[-1] == self.end_token_id
         return token_ids[1:] if is_closed else token_ids
@@ -147,7 +152,8 @@ class Renderer:
     def reply(self, text: str, *, prompt_ids: np.ndarray | None = None) -> np.ndarray:
         """Return [C] int32: a demonstrated reply after a prompt, and the end-of-turn token.
 
-        Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of turns are text.
+        Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of
+        turns are text.
         """
         text = continue_thought(text, self._opened_thought(prompt_ids))
         token = self._turns.first_in(text)
@@ -161,8 +167,9 @@ class Renderer:
     def text(self, token_ids: np.ndarray, *, prompt_ids: np.ndarray | None = None) -> str:
         """Decode a completion, without the tokens that open and end turns.
 
-        Everything else that the model wrote stays, other special tokens too. If its prompt ended in an opened thought,
-        the text begins with that thought, so that readers can tell it from the answer.
+        Everything else that the model wrote stays, other special tokens too. If its prompt ended in
+        an opened thought, the text begins with that thought, so that readers can tell it from the
+        answer.
         """
         of_turns, ids = self._turns.token_ids, token_ids.tolist()
         if ids and ids[-1] in of_turns:
@@ -179,7 +186,9 @@ class Renderer:
     def _encode_messages(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> np.ndarray:
-        """Return [N] int32: the tokens of rendered messages, of which none brings in a special token."""
+        """Return [N] int32: the tokens of rendered messages, of which none brings in a special
+        token.
+        """
         token = self._control.first_in("".join(m.content for m in messages))
         if token is None:
             return self.encode(render(messages))
@@ -229,8 +238,8 @@ def make_renderer(
     else:
         if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
             raise ValueError(
-                f"renderer.kind={config.kind}: the tokenizer of {tokenizer.name_or_path} has no token "
-                f"{' or '.join(sorted(missing))}; choose kind template or raw"
+                f"renderer.kind={config.kind}: the tokenizer of {tokenizer.name_or_path} has no "
+                f"token {' or '.join(sorted(missing))}; choose kind template or raw"
             )
         template = ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
     return Renderer(
@@ -253,7 +262,8 @@ def render_prompt(
 
     Raises:
         PromptTooLongError: they leave no room for a reply.
-        RefusedMessageError: one contains the text of a special token, and cannot be encoded without that token.
+        RefusedMessageError: one contains the text of a special token, and cannot be encoded without
+            that token.
     """
     try:
         token_ids = renderer.opening(messages)
@@ -262,7 +272,8 @@ def render_prompt(
         raise kind(f"the prompt of problem {problem.id!r}: {error}") from error
     if len(token_ids) > max_tokens:
         raise PromptTooLongError(
-            f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "
-            f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens less loop.sampling.max_tokens)"
+            f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves "
+            f"room for {max_tokens} (generator.max_model_len or loop.episode.max_tokens less "
+            "loop.sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)

@@ -1,6 +1,8 @@
-"""Parts of a reply: thoughts, tool calls and other text. Every reader of replies takes them from here.
+"""Parts of a reply: thoughts, tool calls and other text. Every reader of replies takes them from
+here.
 
-<think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {"x": 11}}</tool_call>
+<think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {"x":
+11}}</tool_call>
 thought                      text     call
 """
 
@@ -24,8 +26,8 @@ THOUGHT_MARKS = {
     "<|channel>thought": "<channel|>",
     "◁think▷": "◁/think▷",
 }
-"""Closing mark of a thought by its opening one: of Qwen and DeepSeek, EXAONE, OpenThinker, MiniMax, Seed, Magistral,
-Command, Gemma and Kimi."""
+"""Closing mark of a thought by its opening one: of Qwen and DeepSeek, EXAONE, OpenThinker, MiniMax,
+Seed, Magistral, Command, Gemma and Kimi."""
 MAX_CALLS = 256
 """Most calls that are read from one reply: the time for each grows with the length of the reply."""
 
@@ -54,8 +56,9 @@ class ReplyPart:
 def split_reply(text: str) -> tuple[ReplyPart, ...]:
     """Return the parts of a reply in order, without empty texts.
 
-    A thought ends at the first closing mark that is not inside a tool call. A closing mark without an opening one
-    closes a thought that began before the reply. Calls inside a thought belong to the thought.
+    A thought ends at the first closing mark that is not inside a tool call. A closing mark without
+    an opening one closes a thought that began before the reply. Calls inside a thought belong to
+    the thought.
     """
     if _MARKS.search(text) is None:
         return (ReplyPart(kind="text", text=text),) if text else ()
@@ -66,12 +69,16 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
 
 
 def answer_part(text: str) -> str:
-    """Return the reply after its last thought, stripped; the empty string if a thought is never closed."""
+    """Return the reply after its last thought, stripped; the empty string if a thought is never
+    closed.
+    """
     return join_answer(split_reply(text))
 
 
 def join_answer(parts: Sequence[ReplyPart]) -> str:
-    """Return the text of the parts after the last thought, stripped; empty if a thought is never closed."""
+    """Return the text of the parts after the last thought, stripped; empty if a thought is never
+    closed.
+    """
     start = 0
     for number, part in enumerate(parts):
         if part.kind == "thought":
@@ -85,7 +92,9 @@ def has_open_thought(text: str) -> bool:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the opening mark at the end of a prompt, with the white space after it; empty if there is none."""
+    """Return the opening mark at the end of a prompt, with the white space after it; empty if there
+    is none.
+    """
     opened = _OPENED.search(prompt)
     return "" if opened is None else opened.group()
 
@@ -101,9 +110,11 @@ def thought_left_open(text: str) -> str:
 
 
 def continue_thought(reply: str, opened: str) -> str:
-    """Return what a model writes after a prompt that ends in `opened`, so that both together are the reply.
+    """Return what a model writes after a prompt that ends in `opened`, so that both together are
+    the reply.
 
-    `opened` begins with the mark of a thought. A reply without any thought first closes the one that the prompt opened.
+    `opened` begins with the mark of a thought. A reply without any thought first closes the one
+    that the prompt opened.
     """
     if not opened:
         return reply
@@ -185,15 +196,17 @@ def _read_call(
 ) -> tuple[ReplyPart | None, int]:
     """Read the call whose mark is at `start`; return it and its end.
 
-    The JSON object itself says where it ends, because a string in it may contain any mark. Return None, and the place
-    to read on from, inside a thought, and for a mark that is followed by the end of a thought that nothing opened.
+    The JSON object itself says where it ends, because a string in it may contain any mark. Return
+    None, and the place to read on from, inside a thought, and for a mark that is followed by the
+    end of a thought that nothing opened.
     """
     body = _WHITESPACE.match(text, start + len(CALL_OPEN)).end()  # type: ignore[union-attr]  # matches everywhere
     value, end, problem = _decode(text, body)
     following = _CALL_MARKS.search(text, end)
     stop = len(text) if following is None else following.start()
     is_ended = following is not None and following.group() == CALL_CLOSE
-    # Up to its end, a damaged object may hold marks too; a thought ends sooner than a call that is cut off.
+    # Up to its end, a damaged object may hold marks too; a thought ends sooner than a call that is
+    # cut off.
     is_object = text.startswith("{", body) and (is_ended or (following is None and not in_thought))
     holds_marks = bool(problem) and is_object
     if in_thought:
@@ -208,7 +221,9 @@ def _read_call(
 
 
 def _decode(text: str, start: int) -> tuple[Any, int, str]:
-    """Return the JSON value at `start`, its end, and what is wrong with it; an invalid one ends where it begins."""
+    """Return the JSON value at `start`, its end, and what is wrong with it; an invalid one ends
+    where it begins.
+    """
     value, end = None, start
     try:
         value, end = _DECODER.raw_decode(text, start)

@@ -1,4 +1,6 @@
-"""Numbers that reward functions and environments give: what counts as a number, and how large a reward may be."""
+"""Numbers that reward functions and environments give: what counts as a number, and how large a
+reward may be.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from numbers import Real
 from typing import Any
 
 MAX_REWARD = 1e15
-"""Largest magnitude of a reward. Variances, gradients and squared gradient norms of such rewards stay finite in
-float32, which 1e39 does not fit and in which the gradient norm of 1e20 overflows."""
+"""Largest magnitude of a reward. Variances, gradients and squared gradient norms of such rewards
+stay finite in float32, which 1e39 does not fit and in which the gradient norm of 1e20 overflows."""
 
 _NUMBERS = (float, int, Real, Decimal)
 _TEXTS = (str, bytes, bytearray)
 
 
 def as_number(value: Any) -> float:
-    """Return a number, or the only element of an array or tensor, as a float, which may be infinite or NaN.
+    """Return a number, or the only element of an array or tensor, as a float, which may be infinite
+    or NaN.
 
     Raises:
         TypeError: the value is no number.
@@ -39,7 +42,8 @@ def as_number(value: Any) -> float:
 def as_numbers(values: Any, *, most: int) -> list[float]:
     """Return the numbers of an ordered collection, at most `most` of them; raises as `as_number`.
 
-    Mappings would be read by their keys, sets in any order, texts and bytes by their characters: all are refused.
+    Mappings would be read by their keys, sets in any order, texts and bytes by their characters:
+    all are refused.
     """
     is_table = hasattr(values, "keys") and not hasattr(
         values, "tolist"
@@ -52,8 +56,8 @@ def as_numbers(values: Any, *, most: int) -> list[float]:
 def as_truth(value: Any) -> bool:
     """Return the truth of True, False, 0, 1 or an object such as a match or None.
 
-    A text, a tuple, a mapping, a function and a coroutine are always true, and a partial reward such as 0.5 would be,
-    which nobody means.
+    A text, a tuple, a mapping, a function and a coroutine are always true, and a partial reward
+    such as 0.5 would be, which nobody means.
 
     Raises:
         TypeError: the value is one of these.

@@ -1,15 +1,18 @@
-"""Sync reward functions in a process of their own, with time limits that always hold; async ones beside it.
+"""Sync reward functions in a process of their own, with time limits that always hold; async ones
+beside it.
 
-A sync function is foreign code: it may loop forever, start processes, or end its own. Whatever it does, only its own
-call fails; a process that hangs is killed, and the next call starts another. Async functions wait for servers: they
-run together in the caller's event loop, which they must not block.
+A sync function is foreign code: it may loop forever, start processes, or end its own. Whatever it
+does, only its own call fails; a process that hangs is killed, and the next call starts another.
+Async functions wait for servers: they run together in the caller's event loop, which they must not
+block.
 
     this process -> guard -> worker, which makes the calls -> processes that reward functions start
 
     to the worker       sync calls, made one after another
     from the worker     None once it is ready, or the reason why it is not; then a CallResult for each call
 
-The guard (`rl.utils.descendants`) runs no foreign code: however worker or parent end, it ends all processes below it.
+The guard (`rl.utils.descendants`) runs no foreign code: however worker or parent end, it ends all
+processes below it.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ def longest_s(
 ) -> float:
     """Return a bound of the seconds for these rollouts, even if each ends the process at its limit.
 
-    One of the starts of a process may take `start_timeout_s`; the others read modules that the disk has cached.
+    One of the starts of a process may take `start_timeout_s`; the others read modules that the disk
+    has cached.
     """
     return num_rollouts * ((len(rubric.criteria) + 1) * time_limit_s + RESTART_S) + start_timeout_s
 
@@ -73,8 +77,8 @@ class RewardProcess:
     """Scores groups of rollouts in a child process; calls of `score` overlap.
 
     Args:
-        time_limit_s: longest time for the sync functions of one rollout together, and for each async function
-            of one. A function of a group has that time for each of its rollouts.
+        time_limit_s: longest time for the sync functions of one rollout together, and for each
+            async function of one. A function of a group has that time for each of its rollouts.
         max_concurrency: concurrent calls of each async function; waiting for a slot is not timed.
         start_timeout_s: longest time for the process to start and to import the rubric's module.
     """
@@ -105,10 +109,11 @@ class RewardProcess:
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:
-        """Return a score for each rollout, in order; a call that takes too long gives a failed score.
+        """Return a score for each rollout, in order; a call that takes too long gives a failed
+        score.
 
-        `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric or was closed,
-        TimeoutError if it did not start within `start_timeout_s`.
+        `alone` as in `rl.protocols.Rewarder`. Raises RunError if the process cannot load the rubric
+        or was closed, TimeoutError if it did not start within `start_timeout_s`.
         """
         by_group = [self.rubric.calls(group, alone=alone) for group in groups]
         calls = [call for of_group in by_group for call in of_group]
@@ -172,7 +177,9 @@ class RewardProcess:
             raise RunError(f"the reward process cannot load the rubric: {refusal}")
 
     def _receive(self, limit_s: float) -> Any:
-        """Return the next message of the process; raise ProcessEndedError if there is none within `limit_s`."""
+        """Return the next message of the process; raise ProcessEndedError if there is none within
+        `limit_s`.
+        """
         process, link = self.process, self._link
         assert process is not None
         assert process.pid is not None
@@ -206,7 +213,9 @@ class RewardProcess:
             self._link = None
 
     def _results(self, calls: Sequence[RubricCall]) -> list[CallResult]:
-        """Make sync calls one after another; after one that ends the process, the others go to the next process."""
+        """Make sync calls one after another; after one that ends the process, the others go to the
+        next process.
+        """
         results: list[CallResult] = []
         while len(results) < len(calls):
             self._start()
@@ -228,7 +237,8 @@ class RewardProcess:
 
 
 def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
-    """Return a pickled rubric; raise RunError for functions that a reward process could not find by name.
+    """Return a pickled rubric; raise RunError for functions that a reward process could not find by
+    name.
 
     Actors, unlike a process of this one, do not have the script that was started.
     """
@@ -237,8 +247,8 @@ def check_sendable(rubric: Rubric, *, to_actors: bool = False) -> bytes:
         (_ActorPickler if to_actors else pickle.Pickler)(pickled).dump(rubric)
     except Exception as error:
         raise RunError(
-            f"the rubric cannot be sent to the reward process ({shown(error)}): define its functions at the top of "
-            "a module; a method takes its object along, which must pickle"
+            f"the rubric cannot be sent to the reward process ({shown(error)}): define its "
+            "functions at the top of a module; a method takes its object along, which must pickle"
         ) from error
     return pickled.getvalue()
 
@@ -263,8 +273,8 @@ def _run_guarded(link: Connection, rubric: bytes) -> None:
 
 def _serve(link: Connection, pickled: bytes) -> None:
     """Load the rubric, and make the calls that arrive; runs in the main thread."""
-    # Reward functions may start processes, as in any script: a daemon may not, and a spawned process would spawn its
-    # children, which import the module of the functions again.
+    # Reward functions may start processes, as in any script: a daemon may not, and a spawned
+    # process would spawn its children, which import the module of the functions again.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
     try:

@@ -30,9 +30,12 @@ Slots = Mapping[str, asyncio.Semaphore]
 """Semaphore of each reward function, by name."""
 
 RIGHT = 1.0 - 1e-6
-"""Smallest value of a reward or criterion that counts as a right answer; below 1 for sums of floats."""
+"""Smallest value of a reward or criterion that counts as a right answer; below 1 for sums of
+floats.
+"""
 ENVIRONMENT, OVERLONG = "environment", "overlong"
-"""Parts of a score that no criterion gives: the rewards of the turns, and the overlong punishment."""
+"""Parts of a score that no criterion gives: the rewards of the turns, and the overlong punishment.
+"""
 CORRECT = ""
 """Name of the function `Rubric.correct` in a call; no criterion has an empty name."""
 MAX_CONCURRENCY = 64
@@ -42,7 +45,8 @@ MAX_CONCURRENCY = 64
 class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a bad reply, not an error)
     """Raised by a reward function that finds no answer in the reply.
 
-    The rollout is still trained on, with `value` as the function's result, and counted in `num_unparsed`.
+    The rollout is still trained on, with `value` as the function's result, and counted in
+    `num_unparsed`.
     """
 
     def __init__(self, message: str = "", *, value: float = 0.0) -> None:
@@ -67,7 +71,8 @@ class Criterion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCriterion:
-    """A reward function of all rollouts of a problem, [G] rollouts to [G] numbers; otherwise like `Criterion`.
+    """A reward function of all rollouts of a problem, [G] rollouts to [G] numbers; otherwise like
+    `Criterion`.
 
     Rollouts whose environment failed are left out and get no score.
     """
@@ -76,8 +81,10 @@ class GroupCriterion:
     function: GroupRewardFn
     weight: float = 1.0
     needs_group: bool = True
-    """True if the function compares rollouts, so that it is skipped for the single greedy replies of an
-    evaluation. False if it grades each rollout by itself, such as a judge that is asked once for all."""
+    """True if the function compares rollouts, so that it is skipped for the single greedy replies
+    of an evaluation. False if it grades each rollout by itself, such as a judge that is asked once
+    for all.
+    """
 
     def __post_init__(self) -> None:
         _check(self)
@@ -99,7 +106,9 @@ class RubricCall:
     """Reward functions that are called one after another as one unit of work."""
 
     names: tuple[str, ...]
-    """All sync functions of a rollout (criteria, and `CORRECT`), or one async one, or one of a group."""
+    """All sync functions of a rollout (criteria, and `CORRECT`), or one async one, or one of a
+    group.
+    """
     is_async: bool
     places: tuple[int, ...]
     """Indices of the rollouts in their group."""
@@ -122,14 +131,16 @@ class RubricCall:
 class Rubric:
     """Scores rollouts by its criteria; picklable if the functions are module-level.
 
-    The reward is the weighted sum of the criteria plus the rewards of the environment (`Observation.reward`,
-    weight 1). Without criteria the reward is the environment's alone.
+    The reward is the weighted sum of the criteria plus the rewards of the environment
+    (`Observation.reward`, weight 1). Without criteria the reward is the environment's alone.
     """
 
     criteria: tuple[Criterion | GroupCriterion, ...] = ()
     correct: Callable[[Rollout], bool] | str | None = None
-    """Decides if the answer is right, independent of shaped rewards: a sync function, or the name of a
-    criterion whose value is at least 1 (less 1e-6) for right answers. None: the reward is at least 1."""
+    """Decides if the answer is right, independent of shaped rewards: a sync function, or the name
+    of a criterion whose value is at least 1 (less 1e-6) for right answers. None: the reward is at
+    least 1.
+    """
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.criteria]
@@ -138,14 +149,16 @@ class Rubric:
                 raise ValueError(f"two criteria have the name {name!r}: each needs its own")
             if name in (ENVIRONMENT, OVERLONG):
                 raise ValueError(
-                    f"a criterion has the name {name!r}, reserved for a part that relay adds to scores: choose another"
+                    f"a criterion has the name {name!r}, reserved for a part that relay adds to "
+                    "scores: choose another"
                 )
         if isinstance(self.correct, str) and self.correct not in names:
             raise ValueError(f"correct={self.correct!r} is not a criterion of the rubric {names}")
         if self.correct in self.comparing:
             raise ValueError(
-                f"correct={self.correct!r} compares the rollouts of a group, but greedy evaluation has one: choose "
-                "a function or another criterion, or set needs_group=False if it can grade one rollout alone"
+                f"correct={self.correct!r} compares the rollouts of a group, but greedy evaluation "
+                "has one: choose a function or another criterion, or set needs_group=False if it "
+                "can grade one rollout alone"
             )
         if callable(self.correct) and is_async(self.correct):
             raise ValueError(
@@ -210,7 +223,9 @@ class Rubric:
         return calls
 
     def slots(self, most: int) -> Slots:
-        """Return semaphores of `most` concurrent calls of each function, or its own `max_concurrency`."""
+        """Return semaphores of `most` concurrent calls of each function, or its own
+        `max_concurrency`.
+        """
         own = {c.name: getattr(c.function, "max_concurrency", most) for c in self.criteria}
         return {name: asyncio.Semaphore(num) for name, num in own.items()}
 
@@ -295,8 +310,8 @@ class Rubric:
         weight = 0.0 if criterion is None else float(criterion.weight)
         if any(abs(weight * number) > MAX_REWARD for number in numbers):
             return CallResult(
-                failure=f"{title} gave {shown(given)} with weight {weight:g}, but a weighted reward must be within "
-                f"{MAX_REWARD:g} of 0 (divide it by a constant)"
+                failure=f"{title} gave {shown(given)} with weight {weight:g}, but a weighted "
+                f"reward must be within {MAX_REWARD:g} of 0 (divide it by a constant)"
             )
         return CallResult(values={name: numbers}, unparsed=(name,) if is_unparsed else ())
 
@@ -313,7 +328,9 @@ class Rubric:
         ]
 
     def _score(self, rollout: Rollout, results: Sequence[tuple[CallResult, int]]) -> Score:
-        """Return one score; `results` are pairs of a call's result and the rollout's index in that call."""
+        """Return one score; `results` are pairs of a call's result and the rollout's index in that
+        call.
+        """
         for failure in (rollout.failure, *(r.failure for r, _ in results)):
             if failure is not None:
                 return failed_score(failure, rollout=rollout)
@@ -325,7 +342,10 @@ class Rubric:
             parts[ENVIRONMENT] = environment_reward
         reward = sum(float(c.weight) * values[c.name] for c in graded) + environment_reward
         if not max(abs(reward), abs(environment_reward)) <= MAX_REWARD:
-            amounts = f"the weighted reward is {reward:g}, the environment's part of it {environment_reward:g}"
+            amounts = (
+                f"the weighted reward is {reward:g}, the environment's part of it "
+                f"{environment_reward:g}"
+            )
             return failed_score(
                 f"{amounts}: both must be within {MAX_REWARD:g} of 0", rollout=rollout
             )

@@ -36,7 +36,8 @@ class TokenSpan:
 def policy_sample(
     rollout: Rollout, *, advantages_C: np.ndarray, temperature: float
 ) -> TrainingSample:
-    """Return the rollout's tokens with a mask over those that the model produced, each with its advantage.
+    """Return the rollout's tokens with a mask over those that the model produced, each with its
+    advantage.
 
     Raises ValueError as `policy_samples`.
     """
@@ -49,7 +50,8 @@ def policy_samples(
 ) -> list[TrainingSample]:
     """Return `policy_sample` of many rollouts at a time, whose arrays are parts of large ones.
 
-    Raises ValueError if a rollout has more or fewer advantages, logprobs or versions than tokens of the model.
+    Raises ValueError if a rollout has more or fewer advantages, logprobs or versions than tokens of
+    the model.
     """
     if not rollouts:
         return []
@@ -97,8 +99,9 @@ def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarr
             num += len(c.token_ids)
             if not len(c.token_ids) == len(c.logprobs) == len(c.policy_versions):
                 raise ValueError(
-                    f"a completion of problem {shown(problem.id)} has {len(c.token_ids)} tokens, {len(c.logprobs)} "
-                    f"logprobs and {len(c.policy_versions)} policy versions: must be equally many"
+                    f"a completion of problem {shown(problem.id)} has {len(c.token_ids)} tokens, "
+                    f"{len(c.logprobs)} logprobs and {len(c.policy_versions)} policy versions: "
+                    "must be equally many"
                 )
         if len(advantages_C) != num:
             raise ValueError(
@@ -150,7 +153,9 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 async def demonstrated(
     problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> TrainingSample:
-    """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as that does."""
+    """Return the conversation of `demonstrated_rollout` as a sample with advantage one; raises as
+    that does.
+    """
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
     return policy_sample(
         rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0
@@ -188,8 +193,8 @@ async def demonstrated_rollout(
     if rollout.end != "done" or num_turns < len(replies):
         what = "ends" if rollout.end == "done" else "continues"
         raise UnfitDemonstrationError(
-            f"problem {shown(problem.id)}: its environment {what} after reply {num_turns} of the {len(replies)} "
-            "demonstrated"
+            f"problem {shown(problem.id)}: its environment {what} after reply {num_turns} of the "
+            f"{len(replies)} demonstrated"
         )
     return rollout
 

@@ -1,16 +1,17 @@
 """Bounded staleness: how far generation may run ahead of training.
 
-A step trains on P groups. Weights are counted in steps: those after step u are number u, and step r trains
-weights r - 1. A token that weights u drew is r - 1 - u off-policy steps old when step r trains on it.
+A step trains on P groups. Weights are counted in steps: those after step u are number u, and step r
+trains weights r - 1. A token that weights u drew is r - 1 - u off-policy steps old when step r
+trains on it.
 
 A group that starts while every generator serves at least weights u may be taken by step
-u + max_off_policy_steps + 1 at the latest: its `last_step`. With t steps taken, the outstanding groups
-(started, not taken and not released) always satisfy
+u + max_off_policy_steps + 1 at the latest: its `last_step`. With t steps taken, the outstanding
+groups (started, not taken and not released) always satisfy
 
     (C)    for every e:  the number of groups with last_step <= e  is at most  (e - t) P
 
-so if each step takes the P groups with the earliest last_step, none is ever too late. docs/generation.md has the
-proof.
+so if each step takes the P groups with the earliest last_step, none is ever too late.
+docs/generation.md has the proof.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class StalenessBound:
     def __init__(
         self, *, max_off_policy_steps: int, groups_per_batch: int, num_steps: int, step: int = 0
     ) -> None:
-        """Bound a run of `num_steps` steps that take `groups_per_batch` groups each; `step` are done."""
+        """Bound a run of `num_steps` steps that take `groups_per_batch` groups each; `step` are
+        done.
+        """
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_batch = groups_per_batch
         self.num_steps = num_steps
@@ -45,8 +48,8 @@ class StalenessBound:
         """Newest weights, counted in steps, that every generator serves."""
         self._last_steps: dict[int, int] = {}
         """Last step of each outstanding group, by its number."""
-        # By last step, of which there are at most max_off_policy_steps + 1: so that a group that finishes costs
-        # the same, however many are outstanding.
+        # By last step, of which there are at most max_off_policy_steps + 1: so that a group that
+        # finishes costs the same, however many are outstanding.
         self._num_outstanding: Counter[int] = Counter()
         self._finished: defaultdict[int, set[int]] = defaultdict(set)
         self._num_finished = 0
@@ -57,7 +60,9 @@ class StalenessBound:
         return tuple(sorted(self._last_steps))
 
     def may_start(self) -> bool:
-        """Return True if one more group fits into a step that the bound allows, up to the last step."""
+        """Return True if one more group fits into a step that the bound allows, up to the last
+        step.
+        """
         last_step = min(self.served + self.max_off_policy_steps + 1, self.num_steps)
         return len(self._last_steps) < (last_step - self.num_taken) * self.groups_per_batch
 
@@ -84,10 +89,11 @@ class StalenessBound:
         self.served = step
 
     def take(self) -> list[int] | None:
-        """Return the groups of the next step in the order they were started, or None if it has to wait.
+        """Return the groups of the next step in the order they were started, or None if it has to
+        wait.
 
-        The step waits for more groups to finish, or for an unfinished one that no later step could take in
-        time.
+        The step waits for more groups to finish, or for an unfinished one that no later step could
+        take in time.
         """
         if self._num_finished < self.groups_per_batch:
             return None
@@ -123,7 +129,8 @@ def off_policy_steps(
     step_of_version: Mapping[int, int],
     max_off_policy_steps: int,
 ) -> np.ndarray:
-    """Return [tokens of all scored rollouts] int64: steps between the weights that drew a token and `step`'s.
+    """Return [tokens of all scored rollouts] int64: steps between the weights that drew a token and
+    `step`'s.
 
     Args:
         step_of_version: the step after which each policy version was published.

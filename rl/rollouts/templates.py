@@ -1,4 +1,6 @@
-"""Templates, which turn messages into text that only grows: raw text, ChatML, or the tokenizer's own."""
+"""Templates, which turn messages into text that only grows: raw text, ChatML, or the tokenizer's
+own.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ TOLD = Message(role="tool", content="This comes from a tool.")
 """Probe conversation that no template has a reason to change; each text occurs in it once."""
 
 REWRITTEN_REPLIES = {
-    "takes the thoughts out of earlier replies": "<think>\nFirst I think.\n</think>\n\nThen I reply.",
+    "takes the thoughts out of earlier replies": (
+        "<think>\nFirst I think.\n</think>\n\nThen I reply."
+    ),
     "trims spaces and line ends around earlier replies": "\n  The reply. \n",
 }
-"""Replies that some templates render differently once they are in the past, by a description of that."""
+"""Replies that some templates render differently once they are in the past, by a description of
+that.
+"""
 
 RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -61,8 +67,8 @@ class ChatML:
     """ChatML of Qwen2.5 and Qwen3, without a system message of its own.
 
     As in Qwen's templates, consecutive messages of role "tool" share one user turn, each in
-    `<tool_response>`. Unlike in Qwen3's own template, earlier replies keep their thoughts, because the token
-    sequence only grows.
+    `<tool_response>`. Unlike in Qwen3's own template, earlier replies keep their thoughts, because
+    the token sequence only grows.
     """
 
     end_of_turn: ClassVar[str] = IM_END
@@ -95,10 +101,10 @@ class ChatML:
 class TokenizerTemplate:
     """The chat template that comes with a tokenizer.
 
-    A chat template renders a whole conversation at once, but here tokens only ever grow. The text that follows
-    a reply is found by rendering a probe conversation; that is right only if the template appends, which is
-    checked here. `thinking` and `keep_replies` as in `RendererConfig`; `system`: openings will have a system
-    message.
+    A chat template renders a whole conversation at once, but here tokens only ever grow. The text
+    that follows a reply is found by rendering a probe conversation; that is right only if the
+    template appends, which is checked here. `thinking` and `keep_replies` as in `RendererConfig`;
+    `system`: openings will have a system message.
 
     Raises:
         ValueError: the template is missing, does not render a user's turn, or does not read
@@ -124,13 +130,15 @@ class TokenizerTemplate:
         reads_thinking = "enable_thinking" in str(template)
         if not thinking and not reads_thinking:
             raise ValueError(
-                f"renderer.thinking=False: {self.name} does not read enable_thinking; choose renderer.kind=qwen3"
+                f"renderer.thinking=False: {self.name} does not read enable_thinking; choose "
+                "renderer.kind=qwen3"
             )
         self.options = {"enable_thinking": thinking} if reads_thinking else {}
         opening = self.opening([SYSTEM, ASKED] if system else [ASKED])
         if ASKED.content not in opening:
             raise ValueError(
-                f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
+                f"{self.name} does not render a user's turn: its text is left out; choose another "
+                "renderer.kind"
             )
         self.opens_thought = thought_left_open(opening.rpartition(ASKED.content)[2])
         probes = ([SYSTEM, ASKED, REPLIED, ASKED_AGAIN], [ASKED, REPLIED, ASKED_AGAIN], [ASKED])
@@ -156,16 +164,17 @@ class TokenizerTemplate:
         follows = self._after_reply([ASKED, REPLIED, *messages])
         if self.end_of_turn is None or not follows.startswith(self.end_of_turn):
             raise ValueError(
-                f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of role "
-                f"{messages[0].role}; choose another renderer.kind"
+                f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of "
+                f"role {messages[0].role}; choose another renderer.kind"
             )
         return follows
 
     def check_multi_turn(self) -> None:
         if self._refusal:
             raise ValueError(
-                f"{self.name} does not round-trip, which a task of several turns needs: it {self._refusal}; "
-                "choose another renderer.kind (qwen3 or chatml where the tokenizer has their tokens, or raw)"
+                f"{self.name} does not round-trip, which a task of several turns needs: it "
+                f"{self._refusal}; choose another renderer.kind (qwen3 or chatml where the "
+                "tokenizer has their tokens, or raw)"
             )
 
     def _render(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
@@ -194,7 +203,9 @@ class TokenizerTemplate:
         return text
 
     def _find_end_of_turn(self, stop_token_ids: tuple[int, ...]) -> str:
-        """Return the token after a reply, at which the text on its two sides is tokenized independently."""
+        """Return the token after a reply, at which the text on its two sides is tokenized
+        independently.
+        """
         follows = self._after_reply([ASKED, REPLIED, ASKED_AGAIN])
         first = self._encode(follows)[:1]
         token = str(self.tokenizer.convert_ids_to_tokens(first)[0]) if first else ""
@@ -210,8 +221,9 @@ class TokenizerTemplate:
         closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
         if first[0] not in stop_token_ids and not closed.startswith(token):
             raise ValueError(
-                f"puts {token!r} after a reply, which is none of the tokens that end one ({list(stop_token_ids)}): "
-                f"if it is, add {first[0]} to eos_token_id of generation_config.json"
+                f"puts {token!r} after a reply, which is none of the tokens that end one "
+                f"({list(stop_token_ids)}): if it is, add {first[0]} to eos_token_id of "
+                "generation_config.json"
             )
         return token
 
@@ -226,7 +238,8 @@ class TokenizerTemplate:
             if other != follows:
                 role = history[0].role
                 raise ValueError(
-                    f"writes what follows a reply differently after messages of {role}: {follows!r}, {other!r}"
+                    f"writes what follows a reply differently after messages of {role}: "
+                    f"{follows!r}, {other!r}"
                 )
 
     def _check_replies(self) -> None:
@@ -237,7 +250,8 @@ class TokenizerTemplate:
             longer = self._render([ASKED, Message(role="assistant", content=reply), ASKED_AGAIN])
             if not longer.startswith(shorter):
                 raise ValueError(
-                    f"{what} ({shorter!r} does not begin {longer!r}); renderer.keep_replies=True accepts that"
+                    f"{what} ({shorter!r} does not begin {longer!r}); renderer.keep_replies=True "
+                    "accepts that"
                 )
 
     def _encode(self, text: str) -> list[int]:
@@ -245,7 +259,9 @@ class TokenizerTemplate:
 
 
 Template = RawText | ChatML | TokenizerTemplate
-"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the reply, `continuation`
-what follows a reply, up to the next one. `end_of_turn` ends a reply; None: the tokenizer's end token. `framing` and
-`tool_framing` are texts with the tokens that it writes around the messages of people and model, and of tools.
-Every reply begins with `opens_thought`: the mark of a thought and perhaps its first words, or nothing."""
+"""Turns messages into text that only grows: `opening` renders messages up to the beginning of the
+reply, `continuation` what follows a reply, up to the next one. `end_of_turn` ends a reply; None:
+the tokenizer's end token. `framing` and `tool_framing` are texts with the tokens that it writes
+around the messages of people and model, and of tools. Every reply begins with `opens_thought`: the
+mark of a thought and perhaps its first words, or nothing.
+"""

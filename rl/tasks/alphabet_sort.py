@@ -20,8 +20,8 @@ from rl.tasks.task import complete_answer
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
 INSTRUCTION = (
-    "Sort the words below alphabetically, and reply with the sorted words alone, separated by spaces. In "
-    "later turns more words come: reply with all words until then, sorted."
+    "Sort the words below alphabetically, and reply with the sorted words alone, separated by "
+    "spaces. In later turns more words come: reply with all words until then, sorted."
 )
 """Instruction for a model that follows instructions but was not trained on this task."""
 
@@ -40,9 +40,9 @@ class AlphabetSort(GeneratedTask):
         instruction: str = ""
         """Text before the first words; empty for a model that is warmed up on bare words."""
         haste: float = 0.0
-        """Share of the warm-up's later turns that append new words without sorting them in, among words that
-        begin in the first half of `letters`. They give the policy the skill and a bad habit, which the policy
-        gradient then corrects."""
+        """Share of the warm-up's later turns that append new words without sorting them in, among
+        words that begin in the first half of `letters`. They give the policy the skill and a bad
+        habit, which the policy gradient then corrects."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -54,7 +54,8 @@ class AlphabetSort(GeneratedTask):
             if self.num_letters < 1 or sum(self.num_words) > len(self.letters) ** self.num_letters:
                 num = sum(self.num_words)
                 raise ValueError(
-                    f"num_letters={self.num_letters}: must be at least 1, enough for {num} different words"
+                    f"num_letters={self.num_letters}: must be at least 1, enough for {num} "
+                    "different words"
                 )
             letters = self.letters
             if len(set(letters)) < max(2, len(letters)) or not letters.isalpha():
@@ -101,7 +102,9 @@ class AlphabetSort(GeneratedTask):
         return (Criterion(name="turns", function=self.reward),)
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the share of turns with the right list; one that was cut off is not known to be the whole list."""
+        """Return the share of turns with the right list; one that was cut off is not known to be
+        the whole list.
+        """
         answers = rollout.prompt.problem.info["answers"]
         right = [
             (complete_answer(turn) or "").split() == answer.split()

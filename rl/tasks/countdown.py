@@ -19,9 +19,9 @@ from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9+\-*/() ]{1,200})\s*\Z")
 INSTRUCTION = (
-    "Using the numbers given, each at most once, and the operations + - * / and parentheses, write an "
-    "expression that equals the target. End your reply with [ANSWER], a space and the expression. For "
-    "example, for the numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
+    "Using the numbers given, each at most once, and the operations + - * / and parentheses, write "
+    "an expression that equals the target. End your reply with [ANSWER], a space and the "
+    "expression. For example, for the numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
 )
 """Instruction for a model that follows instructions but was not trained on this task."""
 
@@ -52,7 +52,9 @@ class Countdown(GeneratedTask):
         instruction: str = INSTRUCTION
         """Text before numbers and target; empty for a model that is warmed up without it."""
         format_reward: float = 0.1
-        """Partial credit for an expression that uses the numbers correctly; the rest of 1.0 is for the target."""
+        """Partial credit for an expression that uses the numbers correctly; the rest of 1.0 is for
+        the target.
+        """
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -78,7 +80,8 @@ class Countdown(GeneratedTask):
             raise ValueError(
                 f"no target up to max_target={self.config.max_target} was found for "
                 f"operations={self.config.operations!r}, num_numbers={self.config.num_numbers} and "
-                f"largest={self.config.largest}: allow more operations or targets, or fewer or smaller numbers"
+                f"largest={self.config.largest}: allow more operations or targets, or fewer or "
+                "smaller numbers"
             )
         generator.shuffle(numbers)
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
@@ -137,7 +140,9 @@ def uses_the_numbers(rollout: Rollout) -> float:
 
 
 def evaluate(text: str) -> Fraction | None:
-    """Return the exact value of an expression of whole numbers with + - * / and parentheses, or None."""
+    """Return the exact value of an expression of whole numbers with + - * / and parentheses, or
+    None.
+    """
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

@@ -1,7 +1,7 @@
 """Rows of local files: reading, splits by content, the order of training problems, and pass rates.
 
-Files are mapped into memory as Arrow tables, so a file may be larger than memory and any row can be read directly.
-Nothing is downloaded: a missing path is an error.
+Files are mapped into memory as Arrow tables, so a file may be larger than memory and any row can be
+read directly. Nothing is downloaded: a missing path is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
-    """Import a module of the optional group `tasks`; a missing package is a ValueError that says how to install it."""
+    """Import a module of the optional group `tasks`; a missing package is a ValueError that says
+    how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -41,7 +43,8 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise  # a dependency of the package is missing
         raise ValueError(
-            f"{needed_by} needs the package {package!r}, which is not installed: python3 tools/setup_env.py tasks"
+            f"{needed_by} needs the package {package!r}, which is not installed: python3 "
+            "tools/setup_env.py tasks"
         ) from error
 
 
@@ -64,7 +67,9 @@ def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> d
 
 
 class TypedRows:
-    """Rows of a Parquet file or a saved `datasets.Dataset`, with the types that they were written with."""
+    """Rows of a Parquet file or a saved `datasets.Dataset`, with the types that they were written
+    with.
+    """
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -87,7 +92,9 @@ class TypedRows:
         return map(self._widen, self.table)
 
     def _widen(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python float."""
+        """Return the row with 0.1 where a narrow column has 0.1, which is 0.10000000149 as a Python
+        float.
+        """
         if not self._narrow:
             return values
         wide = dict(values)
@@ -110,7 +117,8 @@ def read_rows(
         cache_folder: where Arrow copies of files are kept; None: the default of `datasets`.
 
     Raises:
-        ValueError: the file is missing, unreadable or empty, or a column is missing (lists the present ones).
+        ValueError: the file is missing, unreadable or empty, or a column is missing (lists the
+            present ones).
     """
     datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
     local = Path(path).expanduser()
@@ -183,7 +191,8 @@ def is_held_out(key: int, *, share: float) -> bool:
 
 
 def choose(keys: Sequence[int], most: int | None) -> list[int]:
-    """Return the indices of at most `most` rows, in order; the choice depends only on their content.
+    """Return the indices of at most `most` rows, in order; the choice depends only on their
+    content.
 
     Keys of a held-out share are all small, so they are hashed again before the comparison.
     """
@@ -209,7 +218,9 @@ class ListedProblems:
 
 
 class ProblemsByNumber:
-    """Endless problems, each a function of its number; so a run can continue at any number without a replay."""
+    """Endless problems, each a function of its number; so a run can continue at any number without
+    a replay.
+    """
 
     def __init__(
         self, problem: Callable[[int], Problem], *, listed: ListedProblems | None = None
@@ -240,7 +251,8 @@ def shuffled_problems(
         problem_at: returns the problem at an index from 0 to `num_problems` - 1.
         seed: determines the order.
         shuffle: shuffle each epoch anew; off, every epoch is in the order of the indices.
-        digest_at: returns the digest of the problem at an index, by which a resumed run compares them.
+        digest_at: returns the digest of the problem at an index, by which a resumed run compares
+            them.
     """
 
     @functools.lru_cache(maxsize=1)
@@ -267,7 +279,9 @@ def shuffled_problems(
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
-    """Keeps training rows without a pass rate, the share of solved attempts, or with one within bounds."""
+    """Keeps training rows without a pass rate, the share of solved attempts, or with one within
+    bounds.
+    """
 
     column: str | None = None
     """Column of the training files with the pass rate of each row, 0 to 1."""
@@ -287,12 +301,16 @@ class DifficultyFilter:
             )
 
     def keeps(self, rate: Any) -> bool:
-        """Return True if there is no rate, or if it is within the bounds; raises ValueError for an invalid one."""
+        """Return True if there is no rate, or if it is within the bounds; raises ValueError for an
+        invalid one.
+        """
         return rate is None or self.min <= _checked(rate) <= self.max
 
 
 def read_pass_rates(path: str) -> dict[str, float]:
-    """Read rates by problem id from JSON lines of `id` and `pass_rate`; ValueError names the file and the line."""
+    """Read rates by problem id from JSON lines of `id` and `pass_rate`; ValueError names the file
+    and the line.
+    """
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"difficulty.file={path!r} is not a local file")

@@ -1,8 +1,8 @@
 """Problems from rows of local files: which are trained on, which are held out, and in which order.
 
-A task with data of its own overrides `rubric`, and `convert` if a row needs more than renamed columns. Rows are
-read and checked once, and turned into problems whenever one is asked for; only row numbers and hashes of the
-questions stay in memory.
+A task with data of its own overrides `rubric`, and `convert` if a row needs more than renamed
+columns. Rows are read and checked once, and turned into problems whenever one is asked for; only
+row numbers and hashes of the questions stay in memory.
 """
 
 from __future__ import annotations
@@ -99,11 +99,13 @@ class Columns:
 
 
 class DatasetTask(Configurable):
-    """Single-turn problems from JSON lines, JSON, Parquet or CSV files, or folders saved by `datasets`.
+    """Single-turn problems from JSON lines, JSON, Parquet or CSV files, or folders saved by
+    `datasets`.
 
     Raises:
-        ValueError: a file is missing or malformed, a column is missing, a row has no question, an id is not
-            unique, or nothing is left to train on; names the file and the row, or the setting.
+        ValueError: a file is missing or malformed, a column is missing, a row has no question, an
+            id is not unique, or nothing is left to train on; names the file and the row, or the
+            setting.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -111,8 +113,10 @@ class DatasetTask(Configurable):
         train_files: tuple[str, ...] = ()
         """Local files, or folders of `datasets.Dataset.save_to_disk`."""
         eval_files: dict[str, str] = field(default_factory=dict)
-        """A file for each evaluation set, by the set's name; the first is that of the run's curve. Without
-        any, and with `held_out` 0, there is nothing to evaluate on: a run then needs loop.eval_every 0."""
+        """A file for each evaluation set, by the set's name; the first is that of the run's curve.
+        Without any, and with `held_out` 0, there is nothing to evaluate on: a run then needs
+        loop.eval_every 0.
+        """
         held_out: float = 0.0
         """Share of the training files that is held out as evaluation set `held_out`, by content."""
         num_eval: int | None = None
@@ -136,8 +140,8 @@ class DatasetTask(Configurable):
             check_bounds(self, "num_eval", "max_problems", at_least=1)
             if "system" in self.columns.info and self.columns.system != "system":
                 raise ValueError(
-                    "columns.info has a column 'system', under which problem.info keeps the system message: rename "
-                    "the column, or set columns.system='system'"
+                    "columns.info has a column 'system', under which problem.info keeps the system "
+                    "message: rename the column, or set columns.system='system'"
                 )
             if "{question}" not in self.template:
                 raise ValueError(f"template={self.template!r}: must contain {{question}}")
@@ -164,10 +168,12 @@ class DatasetTask(Configurable):
         self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
-        """Return the final problem of a row, from the columns' problem and the named columns; called at each use.
+        """Return the final problem of a row, from the columns' problem and the named columns;
+        called at each use.
 
-        Numbers in the columns of texts are texts, as they are written in JSON and CSV files; those in `columns.info`
-        are numbers. A ValueError stops the run at the start, and names file and row.
+        Numbers in the columns of texts are texts, as they are written in JSON and CSV files; those
+        in `columns.info` are numbers. A ValueError stops the run at the start, and names file and
+        row.
         """
         return problem
 
@@ -180,15 +186,17 @@ class DatasetTask(Configurable):
         return self._ordered(self._train, f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return the training problems with a demonstration, in another order; ValueError if there are none."""
+        """Return the training problems with a demonstration, in another order; ValueError if there
+        are none.
+        """
         column = self.config.columns.demonstration
         shown = [
             row for row in self._train if column is not None and self._problem(row).demonstration
         ]
         if not shown:
             raise ValueError(
-                f"no training row has a demonstration: columns.demonstration={column!r} must name the column of "
-                "full replies; or run without warm-up (--warmup None)"
+                f"no training row has a demonstration: columns.demonstration={column!r} must name "
+                "the column of full replies; or run without warm-up (--warmup None)"
             )
         return self._ordered(shown, f"warm-up {seed}")
 
@@ -199,7 +207,9 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give 1 for a reply that equals the answer, as a text or as a number, ignoring thoughts and outer spaces."""
+        """Give 1 for a reply that equals the answer, as a text or as a number, ignoring thoughts
+        and outer spaces.
+        """
         return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
     def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
@@ -212,7 +222,8 @@ class DatasetTask(Configurable):
         )
 
     def _read(self, paths: Sequence[str], by_id: dict[str, Row], *, setting: str) -> list[Row]:
-        """Return every usable row of the files, and add all rows to those by the id of their problem.
+        """Return every usable row of the files, and add all rows to those by the id of their
+        problem.
 
         A ValueError names the file and the row, or the column.
         """
@@ -258,7 +269,9 @@ class DatasetTask(Configurable):
         return found
 
     def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
-        """Return the problem of a row, whose values are read if not given; ValueError names file and row."""
+        """Return the problem of a row, whose values are read if not given; ValueError names file
+        and row.
+        """
         config, columns = self.config, self.config.columns
         with row.naming():
             values = row.rows[row.number] if values is None else values
@@ -321,7 +334,9 @@ class DatasetTask(Configurable):
         return train, evals
 
     def _of_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
-        """Return the rows that pass the filter; raise ValueError if the file of rates has none of these problems."""
+        """Return the rows that pass the filter; raise ValueError if the file of rates has none of
+        these problems.
+        """
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         kept, num_rated = [], 0
         for row in rows:
@@ -336,13 +351,16 @@ class DatasetTask(Configurable):
         if rows and by_id is not None and not num_rated:
             example = self._problem(rows[0]).id
             raise ValueError(
-                f"difficulty.file={settings.file!r} rates none of the training problems, such as {example!r}"
+                f"difficulty.file={settings.file!r} rates none of the training problems, such as "
+                f"{example!r}"
             )
         return kept
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return True for the answer's text, or for its number written in another way; not for a reply that was cut off."""
+    """Return True for the answer's text, or for its number written in another way; not for a reply
+    that was cut off.
+    """
     answer = complete_answer(rollout.turns[-1])
     return answer is not None and same_answer(rollout.prompt.problem.answer, answer)
 

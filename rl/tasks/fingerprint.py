@@ -1,7 +1,8 @@
-"""Fingerprint of a task's training problems and evaluation sets, by which a checkpoint knows them again.
+"""Fingerprint of a task's training problems and evaluation sets, by which a checkpoint knows them
+again.
 
-A run continues at a number in the order of its problems. With other problems at the numbers before, it would train on
-some again and never on others, without a word.
+A run continues at a number in the order of its problems. With other problems at the numbers before,
+it would train on some again and never on others, without a word.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def digest_of_problem(problem: Problem, *others: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Return an image or another object as text, without its address, which is another in each process."""
+    """Return an image or another object as text, without its address, which is another in each
+    process.
+    """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
@@ -81,7 +84,8 @@ def describe_changes(
         )
     sets = {**saved.eval_sets, **now.eval_sets}
     of_sets = [
-        f"evaluation set {name!r}: {saved.eval_sets.get(name, 'none')}, now {now.eval_sets.get(name, 'none')}"
+        f"evaluation set {name!r}: {saved.eval_sets.get(name, 'none')}, now "
+        f"{now.eval_sets.get(name, 'none')}"
         for name in sets
         if saved.eval_sets.get(name) != now.eval_sets.get(name)
     ]

@@ -1,7 +1,7 @@
 """Base class of tasks whose problems are drawn from a random generator.
 
-A subclass defines how to draw one problem and how to reward a reply; this class adds order, split and a control
-with random rewards. docs/tasks.md shows a complete example.
+A subclass defines how to draw one problem and how to reward a reply; this class adds order, split
+and a control with random rewards. docs/tasks.md shows a complete example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class GeneratedTask(Configurable):
         num_eval: int = 256
         """Number of held-out problems; the same set for every seed."""
         reward: Literal["answer", "noise"] = "answer"
-        """`noise` replaces the reward by random 0 or 1, fixed by the seed: the control that must not learn."""
+        """`noise` replaces the reward by random 0 or 1, fixed by the seed: the control that must
+        not learn.
+        """
 
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1)
@@ -63,7 +65,9 @@ class GeneratedTask(Configurable):
         return SingleTurn(problem=problem)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems that are not held out, the same for a seed; ValueError if there are none."""
+        """Return endless problems that are not held out, the same for a seed; ValueError if there
+        are none.
+        """
         return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
@@ -78,7 +82,8 @@ class GeneratedTask(Configurable):
             problem = next((p for p in drawn if not self.is_held_out(p)), None)
             if problem is None:
                 raise ValueError(
-                    f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out; make the task larger"
+                    f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out; make the task "
+                    "larger"
                 )
             yield problem
 
@@ -129,7 +134,8 @@ def instructed(instruction: str, question: str) -> str:
 class Coin:
     """Reward function that gives 0 or 1 at random, the same for a seed in every process.
 
-    The result depends on the problem, the policy version and the sample's number, never on the reply.
+    The result depends on the problem, the policy version and the sample's number, never on the
+    reply.
     """
 
     seed: int

@@ -1,4 +1,5 @@
-"""Mathematics with verifiable answers, graded by math-verify, to which `0.5`, `1/2` and `\\frac{2}{4}` are equal.
+"""Mathematics with verifiable answers, graded by math-verify, to which `0.5`, `1/2` and
+`\\frac{2}{4}` are equal.
 
 GSM8K's answer column ends in `#### 72`; MATH's solution column has `\\boxed{\\frac{1}{2}}` in it.
 """
@@ -40,13 +41,15 @@ class MathProblems(DatasetTask):
     class Config(DatasetTask.Config):
         template: str = BOXED
         gold: Literal["boxed", "hashes", "whole"] = "hashes"
-        """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's solutions, `whole`
-        for a column of bare answers."""
+        """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's
+        solutions, `whole` for a column of bare answers."""
         unparsed_gold: Literal["refuse", "skip"] = "refuse"
-        """Treatment of rows whose answer cannot be read: refuse the first with an error, or skip and count."""
+        """Treatment of rows whose answer cannot be read: refuse the first with an error, or skip
+        and count.
+        """
         reply: Literal["boxed", "hashes", "whole"] = "boxed"
-        """Position where the model must put its answer, after any thoughts; `whole` looks for it anywhere, as
-        math-verify does."""
+        """Position where the model must put its answer, after any thoughts; `whole` looks for it
+        anywhere, as math-verify does."""
         format_reward: float = 0.0
         """Share of the reward for a finished reply with an answer in its place, right or wrong."""
 
@@ -74,8 +77,8 @@ class MathProblems(DatasetTask):
             f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
         )
         raise ValueError(
-            f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); choose another place, or "
-            "unparsed_gold='skip'"
+            f"column {self.config.columns.answer!r} has {found} (gold={self.config.gold!r}); "
+            "choose another place, or unparsed_gold='skip'"
         )
 
     def rubric(self, *, seed: int) -> Rubric:
@@ -118,10 +121,11 @@ class AnswerInPlace:
 
 @functools.lru_cache(maxsize=4096)
 def equal(gold: str, answer: str, place: Place) -> bool | None:
-    """Compare two answers, by value if they are bare numbers, else with math-verify; None if it cannot read the second.
+    """Compare two answers, by value if they are bare numbers, else with math-verify; None if it
+    cannot read the second.
 
-    math-verify's own time limits use the main thread's alarm, so they are off: the time limit of the reward
-    process ends a comparison that hangs.
+    math-verify's own time limits use the main thread's alarm, so they are off: the time limit of
+    the reward process ends a comparison that hangs.
     """
     math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
     value = number_value(gold)
@@ -150,7 +154,9 @@ def _is_readable(gold: str) -> bool:
 
 
 def _is_number_in_words(answer: str) -> bool:
-    """Return True for an answer such as "18 dollars."; of several numbers, math-verify would accept any."""
+    """Return True for an answer such as "18 dollars."; of several numbers, math-verify would accept
+    any.
+    """
     return _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
 
 

@@ -1,8 +1,9 @@
 """Datasets of reasoning-gym by name: endless problems, held-out ones, and the dataset's own grader.
 
-reasoning-gym draws item i of a dataset with seed s from the number s + i. Evaluation takes the numbers from 0
-on, training those from `FIRST_TRAIN_SEED` on; so training problem n depends only on the run's seed and n. In
-small datasets several numbers give the same question: held-out questions are never trained on.
+reasoning-gym draws item i of a dataset with seed s from the number s + i. Evaluation takes the
+numbers from 0 on, training those from `FIRST_TRAIN_SEED` on; so training problem n depends only on
+the run's seed and n. In small datasets several numbers give the same question: held-out questions
+are never trained on.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ SEEDS_A_RUN = 2**24
 MAX_REDRAWS = 64
 """Most draws for a training problem that turns out to be held out."""
 DEFAULT_SYSTEM = (
-    "Think step by step, then give the final answer between <answer> and </answer>. Write nothing but the "
-    "answer between them."
+    "Think step by step, then give the final answer between <answer> and </answer>. Write nothing "
+    "but the answer between them."
 )
 
 
@@ -44,7 +45,8 @@ class ReasoningGym(Configurable):
     """One dataset of reasoning-gym as a task.
 
     Raises:
-        ValueError: there is no such dataset or setting, a value is refused, or too few problems are different.
+        ValueError: there is no such dataset or setting, a value is refused, or too few problems are
+            different.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -52,15 +54,16 @@ class ReasoningGym(Configurable):
         dataset: str
         """Name in reasoning-gym, such as `basic_arithmetic`."""
         settings: dict[str, int | float | bool | str] = field(default_factory=dict)
-        """Settings of the dataset by name; a string that starts with `[` or `{` is decoded as JSON."""
+        """Settings of the dataset by name; a string that starts with `[` or `{` is decoded as JSON.
+        """
         num_eval: int = 128
         """Number of held-out problems, all different; the same for every seed."""
         split_by: Literal["question", "numbers"] = "question"
-        """Part of a problem that training and held-out problems never share: the question, or all of its numbers in
-        their order, so that `4 + 3` held out keeps `4 - 3` out of training."""
+        """Part of a problem that training and held-out problems never share: the question, or all
+        of its numbers in their order, so that `4 + 3` held out keeps `4 - 3` out of training."""
         answer_in: Literal["tags", "last_line", "last_number", "whole"] = "tags"
-        """Position of the answer in a reply, after any thoughts: in the last `<answer></answer>`, in the last
-        line, the last number, or the whole reply."""
+        """Position of the answer in a reply, after any thoughts: in the last `<answer></answer>`,
+        in the last line, the last number, or the whole reply."""
         system: str = DEFAULT_SYSTEM
         """System message; empty for none."""
         solved_at: float = 1.0
@@ -85,12 +88,14 @@ class ReasoningGym(Configurable):
         return self._drawn(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return other training problems with their bare answers as demonstrations; ValueError if there are none."""
+        """Return other training problems with their bare answers as demonstrations; ValueError if
+        there are none.
+        """
         for problem in self._drawn(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
-                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a model that "
-                    "follows instructions (hf_assets_path), with --warmup None"
+                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start "
+                    "from a model that follows instructions (hf_assets_path), with --warmup None"
                 )
             form = "<answer>{}</answer>" if self.config.answer_in == "tags" else "{}"
             yield dataclasses.replace(problem, demonstration=form.format(problem.answer))
@@ -102,7 +107,9 @@ class ReasoningGym(Configurable):
         return SingleTurn(problem=problem, system=self.config.system)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """Give the dataset's own score of the answer, 0 to 1, or random rewards; `seed` fixes those."""
+        """Give the dataset's own score of the answer, 0 to 1, or random rewards; `seed` fixes
+        those.
+        """
         config = self.config
         grader = Grader(source=self._source, answer_in=config.answer_in)
         coin = config.reward == "noise"
@@ -117,7 +124,8 @@ class ReasoningGym(Configurable):
 
     def _drawn(self, seed: str) -> ProblemsByNumber:
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
-        # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for some datasets.
+        # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for
+        # some datasets.
         first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
         return ProblemsByNumber(
             lambda number: self._training_problem(number, first_seed=first_seed)
@@ -136,8 +144,8 @@ class ReasoningGym(Configurable):
                 # Two numbers may give the same question, but ids must be unique within a run.
                 return dataclasses.replace(problem, id=f"{problem.id}#{number}")
         raise ValueError(
-            f"training problem {number} of {self.config.dataset!r} is held out in all {MAX_REDRAWS} draws of it: lower "
-            f"num_eval={self.config.num_eval}"
+            f"training problem {number} of {self.config.dataset!r} is held out in all "
+            f"{MAX_REDRAWS} draws of it: lower num_eval={self.config.num_eval}"
         )
 
     def _held_out(self) -> list[Problem]:
@@ -164,7 +172,9 @@ class Source:
 
     @classmethod
     def of(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
-        """Check names and values; raises ValueError for an unknown name or setting, or a refused value."""
+        """Check names and values; raises ValueError for an unknown name or setting, or a refused
+        value.
+        """
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
         if dataset not in registered:
@@ -178,7 +188,8 @@ class Source:
         decoded = decode_settings(settings)
         if unknown := sorted(decoded.keys() - valid):
             raise ValueError(
-                f"settings: {dataset!r} has no {', '.join(unknown)}; it has {', '.join(sorted(valid))}"
+                f"settings: {dataset!r} has no {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(valid))}"
             )
         source = cls(dataset=dataset, settings=json.dumps(decoded, sort_keys=True))
         try:
@@ -231,6 +242,8 @@ class Grader:
 
 
 def _as_expected(answer: str, expected: Any) -> str:
-    """Return the expected answer if its only number has the value of `answer`; datasets compare texts."""
+    """Return the expected answer if its only number has the value of `answer`; datasets compare
+    texts.
+    """
     numbers = find_numbers(str(expected))
     return str(expected) if len(numbers) == 1 and same_answer(numbers[0], answer) else answer

@@ -34,9 +34,9 @@ class ReverseText(GeneratedTask):
         similarity_reward: float = 0.2
         """Partial credit for similarity; the rest of 1.0 is for the right word."""
         haste: float = 0.0
-        """Share of the warm-up's demonstrations that omit the last letter of the answer, among words that begin
-        in the alphabet's first half. They give the policy the skill and a bad habit, which the policy
-        gradient then corrects."""
+        """Share of the warm-up's demonstrations that omit the last letter of the answer, among
+        words that begin in the alphabet's first half. They give the policy the skill and a bad
+        habit, which the policy gradient then corrects."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -72,6 +72,8 @@ class ReverseText(GeneratedTask):
 
 
 def similarity(rollout: Rollout) -> float:
-    """Return Ratcliff and Obershelp's similarity from 0 to 1: twice the matching letters over all letters."""
+    """Return Ratcliff and Obershelp's similarity from 0 to 1: twice the matching letters over all
+    letters.
+    """
     answer = rollout.prompt.problem.answer
     return difflib.SequenceMatcher(None, answer_part(rollout.text), answer, autojunk=False).ratio()

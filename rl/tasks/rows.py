@@ -1,8 +1,10 @@
-"""Rows of JSON and CSV files as they are written: 72 stays 72, 72.0 stays 72.0, and 00501 stays 00501.
+"""Rows of JSON and CSV files as they are written: 72 stays 72, 72.0 stays 72.0, and 00501 stays
+00501.
 
-A file is read once, line by line, into an Arrow copy with the JSON of each row, which is mapped into memory: the file
-may be larger than memory, any row can be read directly, and a change of the file cannot reach a run under way. Types
-are never inferred; each reader of a row decides what it takes.
+A file is read once, line by line, into an Arrow copy with the JSON of each row, which is mapped
+into memory: the file may be larger than memory, any row can be read directly, and a change of the
+file cannot reach a run under way. Types are never inferred; each reader of a row decides what it
+takes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class WrittenRow:
 
 
 class WrittenRows:
-    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s. A pickle holds the path of the copy."""
+    """Rows of a JSON or CSV file; numbers in them are `WrittenNumber`s. A pickle holds the path of
+    the copy.
+    """
 
     def __init__(self, copy: Path, columns: Sequence[str]) -> None:
         """Open a copy; `columns` are the needed ones, and a row without one has None there."""
@@ -108,7 +112,8 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
     """
     file, is_csv = path.resolve(), path.suffix == ".csv"
     with file.open("rb") as content:
-        # Not the file's time: an edit within the clock's resolution would be read from the old copy.
+        # Not the file's time: an edit within the clock's resolution would be read from the old
+        # copy.
         digest = hashlib.file_digest(content, "blake2b").hexdigest()
     about = [FORMAT, str(file), path.suffix, digest]
     about += sorted(columns) if is_csv else []
@@ -132,7 +137,9 @@ def read_written_rows(path: Path, *, columns: Sequence[str], folder: Path) -> Wr
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return a JSON object, with its numbers as they are written; raise ValueError for anything else."""
+    """Return a JSON object, with its numbers as they are written; raise ValueError for anything
+    else.
+    """
     decoded = _DECODER.decode(text)
     if not isinstance(decoded, dict):
         raise ValueError(f"{text.strip()[:40]!r} is not an object with named columns")
@@ -196,7 +203,8 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def filled_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Return the lines of a text file that are not blank, with their numbers; ValueError as `read_written_rows`.
+    """Return the lines of a text file that are not blank, with their numbers; ValueError as
+    `read_written_rows`.
 
     Only a line feed ends a line: JSON may have other separators of lines in its texts.
     """
@@ -215,7 +223,9 @@ def _naming(line: int) -> Iterator[None]:
 
 
 def _json_rows(file: Path, *, may_be_object: bool) -> Iterator[WrittenRow]:
-    """Return the rows of JSON lines, of a JSON array, or of the only array of objects in a JSON object."""
+    """Return the rows of JSON lines, of a JSON array, or of the only array of objects in a JSON
+    object.
+    """
     if _is_document(file, may_be_object=may_be_object):
         yield from _document_rows(file)
         return
@@ -262,7 +272,9 @@ def _check_end(text: str, place: int) -> None:
 
 
 def _begin_of_array(text: str, begin: int) -> int:
-    """Return where the only array of objects begins in the object that begins here, and is all of the text."""
+    """Return where the only array of objects begins in the object that begins here, and is all of
+    the text.
+    """
     _, end = _DECODER.raw_decode(text, begin)  # the search may rely on an object that is whole
     _check_end(text, end)
     arrays = [
@@ -328,7 +340,8 @@ def _csv_rows(file: Path, columns: Sequence[str]) -> Iterator[WrittenRow]:
         # Spreadsheets leave out empty cells at the end of some rows, and add some to others.
         if any(cells[len(header) :]):
             raise ValueError(
-                f"line {number}: the row has {len(cells)} cells, but the first line names {len(header)} columns"
+                f"line {number}: the row has {len(cells)} cells, but the first line names "
+                f"{len(header)} columns"
             )
         named = dict(zip_longest(header, cells[: len(header)], fillvalue=""))
         yield WrittenRow(line=number, text=json.dumps(named, ensure_ascii=False))

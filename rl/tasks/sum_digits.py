@@ -21,9 +21,9 @@ ID_PREFIX = "sum-digits/"
 HASTY_DIGITS = "456789"
 """Last digits that a hasty demonstration omits."""
 INSTRUCTION = (
-    "Add up all decimal digits of the integers below. End your reply with [ANSWER], a space and the sum, "
-    "and write nothing after it. For example, for 47 82 the sum is 4 + 7 + 8 + 2 = 21, so the reply ends "
-    "with: [ANSWER] 21"
+    "Add up all decimal digits of the integers below. End your reply with [ANSWER], a space and "
+    "the sum, and write nothing after it. For example, for 47 82 the sum is 4 + 7 + 8 + 2 = 21, so "
+    "the reply ends with: [ANSWER] 21"
 )
 """Instruction for a model that follows instructions but was not trained on this task."""
 
@@ -38,14 +38,15 @@ class SumDigits(GeneratedTask):
         num_eval: int = 512
         """Number of held-out problems; the same set for every seed."""
         instruction: str = ""
-        """Line before the integers in the prompt: what to compute, and the form that earns the reward. Empty for
-        a model that is warmed up on the bare integers."""
+        """Line before the integers in the prompt: what to compute, and the form that earns the
+        reward. Empty for a model that is warmed up on the bare integers."""
         format_reward: float = 0.1
         """Partial credit for a reply that ends in `[ANSWER] <digits>`, right or wrong; the rest of
         1.0 is for the right answer."""
         haste: float = 0.0
-        """Share of the warm-up's demonstrations that omit the last digit, among problems where it is 4 or more.
-        They give the policy the skill and a bad habit, which the policy gradient then corrects."""
+        """Share of the warm-up's demonstrations that omit the last digit, among problems where it
+        is 4 or more. They give the policy the skill and a bad habit, which the policy gradient then
+        corrects."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -98,7 +99,9 @@ def make_problem(integers: list[int]) -> Problem:
 
 
 def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
-    """Return a reply that adds the digits one after another, such as 4+7=11 11+8=19 19+2=21 [ANSWER] 21."""
+    """Return a reply that adds the digits one after another, such as 4+7=11 11+8=19 19+2=21
+    [ANSWER] 21.
+    """
     digits = [int(digit) for digit in question if digit != " "]
     if leave_out_last:
         digits.pop()
@@ -111,13 +114,17 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the digits after an `[ANSWER]` that ends the reply, outside of thoughts; None if there are none."""
+    """Return the digits after an `[ANSWER]` that ends the reply, outside of thoughts; None if there
+    are none.
+    """
     match = ANSWER.search(answer_part(text))
     return match.group(1) if match else None
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Return True for the right sum; digits at the end of a reply that was cut off may be its beginning only."""
+    """Return True for the right sum; digits at the end of a reply that was cut off may be its
+    beginning only.
+    """
     return (
         not rollout.completion.is_cut_off
         and parse_answer(rollout.text) == rollout.prompt.problem.answer

@@ -1,7 +1,7 @@
 """The protocol of a task (problems, their split, environments, rubric), and answers in replies.
 
-A new task usually subclasses `GeneratedTask` (problems drawn at random) or `DatasetTask` (rows of files), and
-overrides two methods. Any object with these five methods will do.
+A new task usually subclasses `GeneratedTask` (problems drawn at random) or `DatasetTask` (rows of
+files), and overrides two methods. Any object with these five methods will do.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class Task(Protocol):
         ...
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Return endless problems with demonstrations for a supervised warm-up, disjoint from `eval_sets`."""
+        """Return endless problems with demonstrations for a supervised warm-up, disjoint from
+        `eval_sets`.
+        """
         ...
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return fixed held-out sets by name, the same for every seed; a run's curve shows the first."""
+        """Return fixed held-out sets by name, the same for every seed; a run's curve shows the
+        first.
+        """
         ...
 
     def environment(self, problem: Problem) -> Environment:
@@ -49,7 +53,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solved:
-    """Correctness: True if a reward function gives at least `at`; a reply without an answer is wrong."""
+    """Correctness: True if a reward function gives at least `at`; a reply without an answer is
+    wrong.
+    """
 
     reward: Callable[[Rollout], float]
     at: float = 1.0
@@ -62,8 +68,8 @@ class Solved:
 
 
 Place = Literal["boxed", "hashes", "tags", "last_line", "last_number", "whole"]
-"""Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, in the last `<answer></answer>`, in
-the last line, the last number (`rl.utils.numbers`), or the whole text."""
+"""Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, in the last
+`<answer></answer>`, in the last line, the last number (`rl.utils.numbers`), or the whole text."""
 
 
 def complete_answer(turn: Turn) -> str | None:
@@ -74,9 +80,9 @@ def complete_answer(turn: Turn) -> str | None:
 def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | None:
     r"""Return the text in the answer's place, after any thoughts; None if there is none.
 
-    With `last_number`, the number is as `rl.utils.numbers` writes it: 1,000 as 1000. In a reply that was cut off, an
-    answer that nothing ends might go on, and counts as none: `#### 12` could have become 123. Braces, `</answer>`,
-    and the end of the line after `####` are such ends.
+    With `last_number`, the number is as `rl.utils.numbers` writes it: 1,000 as 1000. In a reply
+    that was cut off, an answer that nothing ends might go on, and counts as none: `#### 12` could
+    have become 123. Braces, `</answer>`, and the end of the line after `####` are such ends.
     """
     ends_line = "\n" in text[len(text.rstrip()) :]
     text = answer_part(text)
@@ -102,7 +108,9 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
 
 
 def required_answer(rollout: Rollout, place: Place) -> str:
-    """Return the answer of the last reply; raise UnparsedAnswer if there is none, or only the beginning of one."""
+    """Return the answer of the last reply; raise UnparsedAnswer if there is none, or only the
+    beginning of one.
+    """
     cut_off = rollout.completion.is_cut_off
     answer = find_answer(rollout.text, place, is_cut_off=cut_off)
     if answer is None:
@@ -126,8 +134,8 @@ def _last_boxed(text: str) -> str:
 def sendable_state(task: object) -> dict[str, Any]:
     """Return the attributes of a task that pickle, for its `__getstate__`.
 
-    Reward functions may be methods of a task, which take the task along to the reward process. What its environments
-    share, such as a client of an event loop, stays here.
+    Reward functions may be methods of a task, which take the task along to the reward process. What
+    its environments share, such as a client of an event loop, stays here.
     """
     state = {}
     for name, value in vars(task).items():

@@ -1,14 +1,16 @@
 """Bridge between verifiers' rollouts and relay's generator.
 
-A rollout of verifiers runs with its own harness, tools, stops and rewards; only its model client is relay's. A
-request of the trained seat waits until relay's loop has drawn the reply, and the messages of the request after the
-last reply are what the environment tells the model. So the model's tokens are never tokenized again.
+A rollout of verifiers runs with its own harness, tools, stops and rewards; only its model client is
+relay's. A request of the trained seat waits until relay's loop has drawn the reply, and the
+messages of the request after the last reply are what the environment tells the model. So the
+model's tokens are never tokenized again.
 
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
     verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
 
-Everything runs in the event loop of relay's environment thread, because rewards and tools are foreign code. The
-chat loop is `ConversationHarness`: verifiers' own harnesses start a program for every rollout.
+Everything runs in the event loop of relay's environment thread, because rewards and tools are
+foreign code. The chat loop is `ConversationHarness`: verifiers' own harnesses start a program for
+every rollout.
 """
 
 from __future__ import annotations
@@ -64,9 +66,13 @@ for _name in ("aiohttp.access", "httpx", "httpx2", "verifiers.v1"):
 
 POLICY = "policy"
 POLICY_CLIENT = TrainClientConfig(base_url="http://policy.invalid/v1")
-"""Stands for the generator; no request is sent there. A train client, because replies are not streamed."""
+"""Stands for the generator; no request is sent there. A train client, because replies are not
+streamed.
+"""
 BAD_CALL = "malformed_tool_call"
-"""Name under which a malformed call is recorded; its only argument is the error that the model is shown."""
+"""Name under which a malformed call is recorded; its only argument is the error that the model is
+shown.
+"""
 CLOSE_S = 20.0
 
 Wire = dict[str, Any]
@@ -116,7 +122,8 @@ class PolicyServer(InterceptionServer):
 class Host:
     """Tool servers and model server of a `verifiers.v1.Env`, which its rollouts share.
 
-    All methods but `close` run in the event loop of the environments. `seat` is the agent that is trained.
+    All methods but `close` run in the event loop of the environments. `seat` is the agent that is
+    trained.
     """
 
     def __init__(self, env: Any, *, seat: str) -> None:
@@ -164,7 +171,8 @@ class Host:
                 shared = self.env._shared_tools
                 secrets = tuple(s.state_secret for s in shared.values() if s.state_secret)
                 async with PolicyServer(self.policy, state_service_secrets=secrets) as server:
-                    # The server that the environment's agents use; `serving` has no argument for it.
+                    # The server that the environment's agents use; `serving` has no argument for
+                    # it.
                     self.env._interception = server
                     ready.set_result(None)
                     await self._stopping.wait()
@@ -178,7 +186,8 @@ class Host:
 
 
 class Episode:
-    """Environment that plays one rollout of verifiers, driven by relay's replies; it starts at the first one.
+    """Environment that plays one rollout of verifiers, driven by relay's replies; it starts at the
+    first one.
 
     Args:
         task: a `verifiers.v1.Task`.
@@ -248,7 +257,9 @@ class Episode:
         return await answer
 
     def refuse(self, why: str) -> None:
-        """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the reason."""
+        """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the
+        reason.
+        """
         self._refusal = why
         raise EpisodeError(why)
 
@@ -369,7 +380,9 @@ class ConversationConfig(HarnessConfig):
 
 
 class ConversationHarness(Harness[ConversationConfig]):
-    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls none."""
+    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls
+    none.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -400,7 +413,8 @@ class ConversationHarness(Harness[ConversationConfig]):
                 for name, url in mcp_urls.items()
             }
             schemas, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
-            # No timeout: a reply takes as long as it takes, and the request is cancelled with the rollout.
+            # No timeout: a reply takes as long as it takes, and the request is cancelled with the
+            # rollout.
             http = await stack.enter_async_context(
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
             )

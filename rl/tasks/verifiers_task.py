@@ -1,8 +1,8 @@
 """Environments of the `verifiers` package (0.4), by the name of their module.
 
-An environment of verifiers consists of a taskset (rows with rewards), an `Env` (which agents play a row, and how)
-and a harness (the program between agent and model). The model's replies come from relay's generator
-(`rl/tasks/verifiers_bridge.py`).
+An environment of verifiers consists of a taskset (rows with rewards), an `Env` (which agents play a
+row, and how) and a harness (the program between agent and model). The model's replies come from
+relay's generator (`rl/tasks/verifiers_bridge.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class VerifiersTask(Configurable):
     """A taskset of verifiers with its environment and its rewards.
 
     Raises:
-        ValueError: the module is no taskset, a setting is refused, or the environment needs what relay lacks.
+        ValueError: the module is no taskset, a setting is refused, or the environment needs what
+            relay lacks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,15 +55,20 @@ class VerifiersTask(Configurable):
         settings: Settings = field(default_factory=dict)
         """Settings of the taskset; a string that starts with `[` or `{` is decoded as JSON."""
         eval_settings: Settings = field(default_factory=dict)
-        """Settings that differ for evaluation, such as `split test`; if empty, a share is held out."""
+        """Settings that differ for evaluation, such as `split test`; if empty, a share is held out.
+        """
         held_out: float = 0.1
         """Share of the rows that is held out if `eval_settings` is empty, by content."""
         environment: str = ""
         """Module of an `Env` other than the taskset's own."""
         environment_settings: Settings = field(default_factory=dict)
-        """Settings of the `Env`, such as `user '{"model": "m", "client": {"base_url": "http://..."}}'`."""
+        """Settings of the `Env`, such as `user '{"model": "m", "client": {"base_url":
+        "http://..."}}'`.
+        """
         seat: str = ""
-        """Agent that is trained if the `Env` has several; each of the others needs a client of its own."""
+        """Agent that is trained if the `Env` has several; each of the others needs a client of its
+        own.
+        """
         num_eval: int | None = None
         """Most problems to evaluate on, the same for every seed; None takes all."""
         max_problems: int | None = None
@@ -96,13 +102,15 @@ class VerifiersTask(Configurable):
         self._eval = [held[i] for i in choose(keys, config.num_eval)]
         if not self._train or not self._eval:
             raise ValueError(
-                f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train on and {len(held)} "
-                f"to evaluate on (held_out={config.held_out}, eval_settings={config.eval_settings})"
+                f"taskset={config.taskset!r}: {len(train)} rows leave {len(self._train)} to train "
+                f"on and {len(held)} to evaluate on (held_out={config.held_out}, "
+                f"eval_settings={config.eval_settings})"
             )
         bridge = import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
         self._episode = bridge.Episode
         self._host = bridge.Host(env, seat=seat)
-        # Tool servers are processes, which must end with the task, or at the latest with this interpreter.
+        # Tool servers are processes, which must end with the task, or at the latest with this
+        # interpreter.
         weakref.finalize(self, self._host.close)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
@@ -117,8 +125,8 @@ class VerifiersTask(Configurable):
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Raise ValueError: tasksets have no demonstrations."""
         raise ValueError(
-            f"the taskset {self.config.taskset!r} has no demonstrations to warm up on: start from a model that follows "
-            "instructions (hf_assets_path), with --warmup None"
+            f"the taskset {self.config.taskset!r} has no demonstrations to warm up on: start from "
+            "a model that follows instructions (hf_assets_path), with --warmup None"
         )
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
@@ -213,8 +221,9 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
         return env_class(config_class.model_validate(data))
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(
-            f"taskset={config.taskset!r}, environment={config.environment!r}: verifiers cannot load it: "
-            f"{error} (environments for verifiers before 0.4 have load_environment and no Taskset)"
+            f"taskset={config.taskset!r}, environment={config.environment!r}: verifiers cannot "
+            f"load it: {error} (environments for verifiers before 0.4 have load_environment and no "
+            "Taskset)"
         ) from error
 
 
@@ -224,7 +233,9 @@ def _seats(vf: ModuleType, config_class: Any) -> list[str]:
 
 
 def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
-    """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no model."""
+    """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no
+    model.
+    """
     seats: dict[str, Any] = env._agent_specs
     if not config.seat and len(seats) > 1:
         raise ValueError(f"seat is empty, but {type(env).__name__} has several: {', '.join(seats)}")
@@ -234,14 +245,17 @@ def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
     unmanned = [name for name, spec in seats.items() if name != seat and spec.client is None]
     if unmanned:
         raise ValueError(
-            f"{', '.join(unmanned)} of {type(env).__name__} have no model: give each one in environment_settings, as "
+            f"{', '.join(unmanned)} of {type(env).__name__} have no model: give each one in "
+            "environment_settings, as "
             '{"model": ..., "client": {"base_url": ...}}'
         )
     return seat
 
 
 def _check_fit(env: Any, task: Any, *, seat: str) -> None:
-    """Raise TypeError or ValueError, by verifiers' own rules, for a task that cannot be played here."""
+    """Raise TypeError or ValueError, by verifiers' own rules, for a task that cannot be played
+    here.
+    """
     compile_ = import_for_tasks("verifiers.v1.utils.compile", needed_by="verifiers")
     runtime = compile_.resolve_runtime_config(env._agent_specs[seat].runtime, task, set())
     tools = [*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]
@@ -267,7 +281,9 @@ def _opening(task: Any) -> list[Message]:
 
 
 def episode_reward(rollout: Rollout) -> float:
-    """Return the sum of the environment's own rewards; UnparsedAnswer if a limit ended the episode before."""
+    """Return the sum of the environment's own rewards; UnparsedAnswer if a limit ended the episode
+    before.
+    """
     reward = rollout.turns[-1].observation.metrics.get(REWARD)
     if reward is None:
         raise UnparsedAnswer(f"the episode was not scored: {rollout.end}")
@@ -288,7 +304,9 @@ class ToolCollector:
 
 
 def declarations(task: Any, taskset: Any) -> list[Any]:
-    """Return the tools of a task with the names that its harness gives them; shared servers come first."""
+    """Return the tools of a task with the names that its harness gives them; shared servers come
+    first.
+    """
     declared: list[Any] = []
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
         name = toolset.server_name

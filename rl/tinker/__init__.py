@@ -9,8 +9,8 @@
         training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
         sampling = training.save_weights_and_get_sampling_client().result()
 
-`ServiceClient` is the official client's, on a server in this process; all other names come from the official
-package `tinker`. See docs/tinker.md.
+`ServiceClient` is the official client's, on a server in this process; all other names come from the
+official package `tinker`. See docs/tinker.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The HTTP application of the Tinker API: the guard (auth.py), the paths, and errors as `{"detail": text}`."""
+"""The HTTP application of the Tinker API: the guard (auth.py), the paths, and errors as `{"detail":
+text}`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ RESULT: dict[str, Any] = {
         },
         408: {
             "model": TryAgainResponse | ErrorAnswer,
-            "description": "No result yet (or, with `detail`, the body did not arrive in time): ask again.",
+            "description": (
+                "No result yet (or, with `detail`, the body did not arrive in time): ask again."
+            ),
         },
     },
 }
@@ -102,7 +106,9 @@ def _add_calls(router: APIRouter, service: Service) -> None:
 
 
 def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
-    """Build the application around a service that the caller starts and closes; `hosts` are those of `AccessGuard`."""
+    """Build the application around a service that the caller starts and closes; `hosts` are those
+    of `AccessGuard`.
+    """
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
         for status in DOCUMENTED
@@ -167,8 +173,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if request.url.path.startswith(COMPATIBLE_PATHS):
         return _answer(
             404,
-            f"{request.method} {request.url.path:.200}: this server does not have the APIs of other clients (OpenAI's, "
-            "Anthropic's); sample with the client tinker: ServiceClient(...).create_sampling_client(...)",
+            f"{request.method} {request.url.path:.200}: this server does not have the APIs of "
+            "other clients (OpenAI's, Anthropic's); sample with the client tinker: "
+            "ServiceClient(...).create_sampling_client(...)",
         )
     if error.status_code == 404:  # no route; missing objects are NotFoundErrors
         return _answer(

@@ -1,7 +1,7 @@
 """API keys, and the middleware that every request passes before its body is looked at.
 
-The hash of a key, its owner, stands for the key: the time of comparing hashes reveals nothing about a key, and no log
-or error has its text.
+The hash of a key, its owner, stands for the key: the time of comparing hashes reveals nothing about
+a key, and no log or error has its text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ KEY_HEADER = "X-API-Key"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner. They take no body."""
 COMPATIBLE_PATHS = ("/oai/", "/anthropic/", "/v1/")
-"""Starts of the paths of other APIs, at the official service and as their clients have them everywhere, which this
-server does not have. Those clients send the key as `Authorization: Bearer`."""
+"""Starts of the paths of other APIs, at the official service and as their clients have them
+everywhere, which this server does not have. Those clients send the key as `Authorization:
+Bearer`."""
 TENSORS_PATH, SAMPLE_PATH = "/api/v1/forward_backward", "/api/v1/asample"
 """Paths with larger bodies, the first of which is no JSON."""
 
@@ -96,9 +97,11 @@ class _RefusedError(Exception):
 
 
 class Shares:
-    """What each owner holds of something limited: an owner may hold at most as much as remains free.
+    """What each owner holds of something limited: an owner may hold at most as much as remains
+    free.
 
-    So n owners that take all they can get have 1 / (n + 1) each, and something is left for the next one.
+    So n owners that take all they can get have 1 / (n + 1) each, and something is left for the next
+    one.
     """
 
     def __init__(self, total: int) -> None:
@@ -126,10 +129,11 @@ class AccessGuard:
     Args:
         app: application behind the guard, which finds the owner in `request.state.owner`.
         keys: the keys that may call.
-        hosts: valid names of the Host header, without port; None accepts any. A page of another site in a browser
-            on this machine could reach a loopback server through a name of its own that resolves here.
-        limits: bytes and seconds of bodies. JSON grows many times while it is parsed and blocks all others, so
-            only two calls may have large bodies.
+        hosts: valid names of the Host header, without port; None accepts any. A page of another
+            site in a browser on this machine could reach a loopback server through a name of its
+            own that resolves here.
+        limits: bytes and seconds of bodies. JSON grows many times while it is parsed and blocks all
+            others, so only two calls may have large bodies.
     """
 
     def __init__(
@@ -220,7 +224,8 @@ class AccessGuard:
             if not self._bytes.take(owner, len(chunk)):
                 raise _RefusedError(
                     429,
-                    f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; wait",
+                    f"limit held_bytes: this key has its share of {self._limits.held_bytes} bytes; "
+                    "wait",
                 )
             body += chunk
             if not message.get("more_body", False):

@@ -1,7 +1,8 @@
-"""The Tinker backend: models in training and samplers, over the core calls of a trainer and generators.
+"""The Tinker backend: models in training and samplers, over the core calls of a trainer and
+generators.
 
-The service checks names, owners, order and values; it never overlaps two calls about one model. The workers are
-this process (`rl.local.LocalBackend`) or actors (actors/tinker.py).
+The service checks names, owners, order and values; it never overlaps two calls about one model. The
+workers are this process (`rl.local.LocalBackend`) or actors (actors/tinker.py).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from rl.types import (
 from rl.utils.errors import RunError
 
 ALPHA = 32.0
-"""Numerator of the products' scale, as in the official service: one learning rate fits all ranks."""
+"""Numerator of the products' scale, as in the official service: one learning rate fits all ranks.
+"""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROBED_TOKENS = 16
@@ -66,11 +68,12 @@ class Base(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         name: str | None = None
-        """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the path of its folder,
-        which needs no hub."""
+        """Name that clients ask for and open the tokenizer by, such as "Qwen/Qwen3-0.6B"; None: the
+        path of its folder, which needs no hub."""
         folder: str | None = None
-        """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as `hf_assets_path` of a run;
-        None draws a model of `flavor` from `seed`, with a byte tokenizer."""
+        """Hugging Face folder with its tokenizer, GGUF file, package or name on the hub, as
+        `hf_assets_path` of a run; None draws a model of `flavor` from `seed`, with a byte
+        tokenizer."""
         hf_revision: str | None = None
         """Branch, tag or commit of a model on the hub; None takes its main branch."""
         flavor: str = "tiny"
@@ -78,12 +81,14 @@ class Base(Configurable):
         seed: int = 0
         """Seed of a drawn model."""
         batch_invariant: bool = False
-        """Use kernels whose results do not depend on the rest of the batch, so that a sampler's logprobs have the
-        bits that training computes for the same weights (docs/training.md)."""
+        """Use kernels whose results do not depend on the rest of the batch, so that a sampler's
+        logprobs have the bits that training computes for the same weights (docs/training.md)."""
         float32_head: bool = False
         """Compute logits in float32 whatever the dtype of the other products."""
         min_lora_rank: int = 0
-        """Lowest rank that clients may ask for; 0 lets them train all parameters, with whole copies of the model."""
+        """Lowest rank that clients may ask for; 0 lets them train all parameters, with whole copies
+        of the model.
+        """
         max_lora_rank: int = 128
 
         def __post_init__(self) -> None:
@@ -104,8 +109,8 @@ class Base(Configurable):
             context: most tokens of a prompt with its completion; None: the model's positions.
 
         Raises:
-            ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch cannot hold
-                the context.
+            ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch
+                cannot hold the context.
         """
         cache = Path(cache).expanduser().absolute()
         if config.folder is None:
@@ -167,8 +172,8 @@ def _check_room(name: str, context: int, training: TrainingConfig) -> None:
         )
     if training.max_tokens_per_microbatch < context - 1:
         raise ValueError(
-            f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}: must be at least "
-            f"{context - 1}, so that a sequence as long as the context of base {name!r} fits"
+            f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}: must be at "
+            f"least {context - 1}, so that a sequence as long as the context of base {name!r} fits"
         )
 
 
@@ -183,8 +188,8 @@ def lora_config(lora: wire.LoraConfig, base: BaseModel) -> LoRA.Config:
     unembedding = lora.train_unembed and not base.tie_embeddings
     if not (targets or unembedding):
         raise InvalidRequestError(
-            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing would "
-            "have an adapter; a head that is tied to the embedding never has one"
+            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: "
+            "nothing would have an adapter; a head that is tied to the embedding never has one"
         )
     # Drawn here, so that it is the same on all ranks.
     seed = secrets.randbits(62) if lora.seed is None else lora.seed
@@ -198,7 +203,9 @@ class BackendLostError(RunError):
 
 
 class Workers(Protocol):
-    """Trainer, publisher and generators of models by id; a `RunError` other than `ModelError` ends them."""
+    """Trainer, publisher and generators of models by id; a `RunError` other than `ModelError` ends
+    them.
+    """
 
     num_sequences: int
     """Sequences that several owners draw at once; 0: the owners draw one after another."""
@@ -253,7 +260,9 @@ class Workers(Protocol):
 
 
 class TinkerBackend(Configurable):
-    """Calls about models run one after another; a call that is cancelled before its turn is never made."""
+    """Calls about models run one after another; a call that is cancelled before its turn is never
+    made.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -281,7 +290,9 @@ class TinkerBackend(Configurable):
     async def _start_workers(self, base: Base) -> Workers: ...
 
     async def start(self) -> None:
-        """Load everything that the first call needs; raise ValueError as `Base` does, or if a field does not fit."""
+        """Load everything that the first call needs; raise ValueError as `Base` does, or if a field
+        does not fit.
+        """
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         capacity = self._workers.num_sequences
@@ -369,7 +380,8 @@ class TinkerBackend(Configurable):
         (logprobs,) = await workers.compute_logprobs([probe], model_id=model_id)
         if not np.isfinite(logprobs).all():
             raise InvalidRequestError(
-                "the model's logprobs are not finite: its weights have diverged and cannot be sampled from"
+                "the model's logprobs are not finite: its weights have diverged and cannot be "
+                "sampled from"
             )
         return await workers.push(model_id=model_id)
 
@@ -395,8 +407,9 @@ class TinkerBackend(Configurable):
             yield self._workers
         except NonFiniteLossError as error:
             raise InvalidRequestError(
-                f"the loss or the gradient is not a finite number ({error.what}). The accumulated gradient of this "
-                "model is dropped, also that of earlier calls, unless this was a forward; its weights stay as they were"
+                f"the loss or the gradient is not a finite number ({error.what}). The accumulated "
+                "gradient of this model is dropped, also that of earlier calls, unless this was a "
+                "forward; its weights stay as they were"
             ) from error
         except DivergedWeightsError as error:
             raise InvalidRequestError(f"the sampler's weights have diverged: {error}") from error
@@ -407,8 +420,8 @@ class TinkerBackend(Configurable):
         except RunError as error:
             if self._failure is None:
                 self._failure = BackendLostError(
-                    f"the backend is lost, and with it all models in training: {error}. Close this backend and start "
-                    "another; what was saved can be loaded there"
+                    f"the backend is lost, and with it all models in training: {error}. Close this "
+                    "backend and start another; what was saved can be loaded there"
                 )
             raise self._failure from error
 

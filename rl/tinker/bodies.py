@@ -1,4 +1,6 @@
-"""Request bodies, decoded so that a hostile one costs little: parts are counted before they become objects."""
+"""Request bodies, decoded so that a hostile one costs little: parts are counted before they become
+objects.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ from rl.tinker.types import BaseModel, HttpLimits, InvalidRequestError
 MAX_FIELDS = 2**17
 """Most fields of a protobuf body, those of its parts included: 128 for each of 1,024 data."""
 MAX_JSON_PARTS = 4096
-"""Most lists, objects and keys of a JSON body, each of which costs a hundred times its bytes; numbers do not."""
+"""Most lists, objects and keys of a JSON body, each of which costs a hundred times its bytes;
+numbers do not.
+"""
 
 
-# JSON. Each list ends at its first wrong entry, where the client's types make an error for every one.
+# JSON. Each list ends at its first wrong entry, where the client's types make an error for every
+# one.
 
 
 # Named, because a union asks for hashes, which FailFast does not have.
@@ -55,7 +60,9 @@ class CreateSessionBody(wire.CreateSessionRequest):
 
 
 def check_json(body: bytes | bytearray) -> None:
-    """Raise InvalidRequestError if a body has too many lists, objects and keys; each has one of three characters."""
+    """Raise InvalidRequestError if a body has too many lists, objects and keys; each has one of
+    three characters.
+    """
     if sum(map(body.count, (b"[", b"{", b":"))) > MAX_JSON_PARTS:
         raise InvalidRequestError(f"body: has more than {MAX_JSON_PARTS} lists, objects and keys")
 
@@ -124,7 +131,8 @@ def _check_fields(body: bytes) -> None:
             at += size
             if num_fields > MAX_FIELDS:
                 raise InvalidRequestError(
-                    f"body: has more than {MAX_FIELDS} fields; send fewer data at once, and their tokens in few chunks"
+                    f"body: has more than {MAX_FIELDS} fields; send fewer data at once, and their "
+                    "tokens in few chunks"
                 )
         if at != end:
             raise _malformed(body)

@@ -1,7 +1,7 @@
 """The bodies of the wire that hold tensors, in the official client's protobuf messages.
 
-Bytes from the network are believed only once their parts agree: a few bytes can claim any shape. Arrays are
-little-endian.
+Bytes from the network are believed only once their parts agree: a few bytes can claim any shape.
+Arrays are little-endian.
 
 Shape legend: N rows, K columns.
 """
@@ -51,7 +51,9 @@ MASKED_LOGPROB = -99999.0
 
 
 def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple[Datum, ...]:
-    """Decode a request's data, whose tensors may have `max_values` numbers together once they are dense."""
+    """Decode a request's data, whose tensors may have `max_values` numbers together once they are
+    dense.
+    """
     data, num_values = [], 0
     for i, datum in enumerate(message.data):
         inputs = {}
@@ -60,8 +62,8 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
             num_values += _num_values(tensor, most=max_values, where=where)
             if num_values > max_values:
                 raise InvalidRequestError(
-                    f"{where}: with it the request's tensors have {num_values} values, more than the allowed "
-                    f"{max_values}; send fewer data at once"
+                    f"{where}: with it the request's tensors have {num_values} values, more than "
+                    f"the allowed {max_values}; send fewer data at once"
                 )
             inputs[name] = _array(tensor, where=where)
         tokens = _tokens(datum.model_input, where=f"data[{i}].model_input")
@@ -70,7 +72,9 @@ def decode_data(message: pb.ForwardBackwardRequest, *, max_values: int) -> tuple
 
 
 def loss_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
-    """Merge the two maps of loss settings, in both of which the client sends numbers; the newer one counts."""
+    """Merge the two maps of loss settings, in both of which the client sends numbers; the newer one
+    counts.
+    """
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -98,7 +102,8 @@ def _num_values(message: pb.Tensor, *, most: int, where: str) -> int:
     shape = list(message.shape[:3])
     if len(shape) > 2 or not all(0 <= size <= most for size in shape):
         raise InvalidRequestError(
-            f"{where}.shape: {shape}, must be [N] or [N, K], each from 0 to {most}; at most 3 are shown"
+            f"{where}.shape: {shape}, must be [N] or [N, K], each from 0 to {most}; at most 3 are "
+            "shown"
         )
     return math.prod(shape) if shape else len(message.dense) // 4
 
@@ -118,7 +123,8 @@ def _array(message: pb.Tensor, *, where: str) -> np.ndarray:
     values = _from_bytes(message.dense, dtype, where=f"{where}.dense")
     if shape and values.size != math.prod(shape):
         raise InvalidRequestError(
-            f"{where}.shape: {list(shape)} has {math.prod(shape)} values, but there are {values.size}"
+            f"{where}.shape: {list(shape)} has {math.prod(shape)} values, but there are "
+            f"{values.size}"
         )
     return values.reshape(shape) if shape else values
 
@@ -126,7 +132,8 @@ def _array(message: pb.Tensor, *, where: str) -> np.ndarray:
 def _from_bytes(data: bytes, dtype: np.dtype, *, where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise InvalidRequestError(
-            f"{where}: {len(data)} bytes are no whole number of {dtype.name} values of {dtype.itemsize} bytes"
+            f"{where}: {len(data)} bytes are no whole number of {dtype.name} values of "
+            f"{dtype.itemsize} bytes"
         )
     return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
 
@@ -202,7 +209,9 @@ def _bytes(array: np.ndarray, dtype: str) -> bytes:
 
 
 def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> SampleRequest:
-    """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the field."""
+    """Translate a request, with its defaults filled in; raise InvalidRequestError, which names the
+    field.
+    """
     for name in UNSUPPORTED:
         if value := getattr(body, name):
             raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")

@@ -12,8 +12,8 @@ from rl.utils.proxies import leads_here
 class _DirectClient(_base_client.AsyncHttpxClientWrapper):
     """The official client's HTTP client, which reads no proxy for a server on this machine.
 
-    NO_PROXY does not suffice: httpx refuses a SOCKS proxy without a package for it, whatever is exempted. The official
-    client takes no HTTP client from its caller.
+    NO_PROXY does not suffice: httpx refuses a SOCKS proxy without a package for it, whatever is
+    exempted. The official client takes no HTTP client from its caller.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -23,5 +23,7 @@ class _DirectClient(_base_client.AsyncHttpxClientWrapper):
 
 
 def keep_clients_direct() -> None:
-    """Let the official clients of this process reach servers on this machine without a proxy. Idempotent."""
+    """Let the official clients of this process reach servers on this machine without a proxy.
+    Idempotent.
+    """
     _base_client.AsyncHttpxClientWrapper = _DirectClient

@@ -1,4 +1,5 @@
-"""Limits on connections, which hold before a key is known: their number, the time of their headers, their log.
+"""Limits on connections, which hold before a key is known: their number, the time of their headers,
+their log.
 
 uvicorn has h11's limit on the bytes of headers, but no deadline for them.
 """
@@ -20,19 +21,23 @@ from rl.tinker.types import HttpLimits
 HEADER_BYTES = 65_536
 """Bytes of a request's line and headers."""
 BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and would log an error
-for each of them that it cannot open a file for."""
+"""Connections that the kernel keeps until they are accepted. asyncio accepts as many at a time, and
+would log an error for each of them that it cannot open a file for."""
 OPEN_FILES = 16_384
 """Open files that a server process asks for."""
 WRITE_TIMEOUT_S, WRITE_BYTES = 30.0, 65_536
 """Within this time a client has to take so many bytes of an answer that waits for it."""
 LOG_EVERY_S = 10.0
-"""Shortest time between two lines of the log about the same thing, for what clients without a key can cause."""
+"""Shortest time between two lines of the log about the same thing, for what clients without a key
+can cause.
+"""
 LOGGERS = ("asyncio", "uvicorn.error")
 
 
 def most_connections(limits: HttpLimits) -> int:
-    """Return the limit on open connections; the other half of the process's files is for checkpoints and processes."""
+    """Return the limit on open connections; the other half of the process's files is for
+    checkpoints and processes.
+    """
     return min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
@@ -46,13 +51,14 @@ def raise_open_files() -> None:
 class Connection(H11Protocol):
     """HTTP/1.1 connection that waits for headers or takes an answer only so long.
 
-    A client without a key can hold a connection only while others do not need it. So at the limit the connection goes
-    that has waited longest, and a new one is refused only if a request with a key is in progress on every other.
+    A client without a key can hold a connection only while others do not need it. So at the limit
+    the connection goes that has waited longest, and a new one is refused only if a request with a
+    key is in progress on every other.
 
     Args:
         limits: of the number of connections and the time of the headers.
-        waiting: the server's connections without a request in progress, the longest waiting first; also those whose
-            client has no key and does not take its answer.
+        waiting: the server's connections without a request in progress, the longest waiting first;
+            also those whose client has no key and does not take its answer.
     """
 
     def __init__(
@@ -89,7 +95,8 @@ class Connection(H11Protocol):
             self._stalled.cancel()
 
     def _watch(self, *, comes: bool) -> None:
-        """Note whether a request is in progress; without one, headers that have begun to come have a deadline.
+        """Note whether a request is in progress; without one, headers that have begun to come have
+        a deadline.
 
         An answer that a client without a key does not take is no progress.
         """
@@ -133,7 +140,9 @@ class Connection(H11Protocol):
 
 
 class _RateFilter(logging.Filter):
-    """Filter that lets a message pass once in `LOG_EVERY_S`; its arguments and its end make no other message."""
+    """Filter that lets a message pass once in `LOG_EVERY_S`; its arguments and its end make no
+    other message.
+    """
 
     def __init__(self) -> None:
         super().__init__()

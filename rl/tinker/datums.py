@@ -1,10 +1,12 @@
 """Data, losses and optimizer settings of the wire, checked and translated into relay's own.
 
-A datum's entry i belongs to the model's prediction after token i; a sample's entry t belongs to token t as a target.
-A datum of N tokens is therefore a sample of N + 1, whose last token is never read.
+A datum's entry i belongs to the model's prediction after token i; a sample's entry t belongs to
+token t as a target. A datum of N tokens is therefore a sample of N + 1, whose last token is never
+read.
 
-All losses are plain sums over the tokens of a call, without any division; docs/tinker.md has their formulas. The
-mean of gspo is taken over sequence_ratio_mask or, without one, over the tokens with an advantage.
+All losses are plain sums over the tokens of a call, without any division; docs/tinker.md has their
+formulas. The mean of gspo is taken over sequence_ratio_mask or, without one, over the tokens with
+an advantage.
 
 Shape legend: N tokens of one datum, K targets of each, T = N + 1.
 """
@@ -29,9 +31,12 @@ TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs",
 RATIO_MASK = "sequence_ratio_mask"
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 MAX_TARGETS = 2**25
-"""Most targets of a call with several per token, where every token is padded to the largest number."""
+"""Most targets of a call with several per token, where every token is padded to the largest number.
+"""
 MIN_EPS = 1e-30
-"""Smallest eps: 0 makes 0 / 0 in float32 of a parameter without gradient, as LoRA's first factors at first."""
+"""Smallest eps: 0 makes 0 / 0 in float32 of a parameter without gradient, as LoRA's first factors
+at first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,8 +179,8 @@ class WireSamples:
 def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
     """Check data and translate them; raise InvalidRequestError, which names datum and field.
 
-    If all targets are the tokens that follow, the samples are plain ones, whose prompts can be shared. Targets of
-    different K in one call are padded with ones that count for nothing.
+    If all targets are the tokens that follow, the samples are plain ones, whose prompts can be
+    shared. Targets of different K in one call are padded with ones that count for nothing.
     """
     if not data:
         raise InvalidRequestError("data: has no entries")
@@ -187,8 +192,9 @@ def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> Wire
     num_tokens = sum(len(datum.tokens) for datum in data)
     if most is not None and num_tokens * most > MAX_TARGETS:
         raise InvalidRequestError(
-            f"data: {num_tokens} tokens, of which data[{widths.index(most)}].{TARGETS} gives each {most} targets: "
-            f"must be at most {MAX_TARGETS} targets together; send data of similar widths together"
+            f"data: {num_tokens} tokens, of which data[{widths.index(most)}].{TARGETS} gives each "
+            f"{most} targets: must be at most {MAX_TARGETS} targets together; send data of similar "
+            "widths together"
         )
     plain = most is None and all(
         np.array_equal(t[:-1], datum.tokens[1:]) for t, datum in zip(targets, data, strict=True)
@@ -212,7 +218,8 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
         missing = [(1, 0)] if width is None else [(1, 0), (0, width - values.shape[1])]
         return np.pad(values, missing).astype(dtype)
 
-    # A prompt's tokens have advantages and logprobs of 0: in the mean they would drown those of the completion.
+    # A prompt's tokens have advantages and logprobs of 0: in the mean they would drown those of the
+    # completion.
     counted = mask if RATIO_MASK in loss.optional else None
     ratio_mask = inputs.get(RATIO_MASK, counted)
     logprobs = inputs.get(LOGPROBS, np.full(targets.shape, np.nan, np.float32))
@@ -233,14 +240,14 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -
     check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
     if not 1 <= len(tokens) <= longest:
         raise InvalidRequestError(
-            f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's context without "
-            "the last target"
+            f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's "
+            "context without the last target"
         )
     for name in inputs:
         if name not in (read := (*loss.required, *loss.optional)):
             raise InvalidRequestError(
-                f"{where}.loss_fn_inputs: has {name!r:.100}, which {loss.name} does not read: it reads "
-                f"{', '.join(read)}"
+                f"{where}.loss_fn_inputs: has {name!r:.100}, which {loss.name} does not read: it "
+                f"reads {', '.join(read)}"
             )
     for name in loss.required:
         if name not in inputs:
@@ -262,20 +269,23 @@ def _check_targets(
     if shape != [num_tokens] and not (is_many and loss.many_targets):
         many = f" or [{num_tokens}, K]" if loss.many_targets else ""
         raise InvalidRequestError(
-            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss.name}, one for each token of "
-            "model_input"
+            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss.name}, one for "
+            "each token of model_input"
         )
     check_ids(targets, base.vocab_size, where=where)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
-    """Raise InvalidRequestError unless all entries are token ids; Python's integers may be of any size."""
+    """Raise InvalidRequestError unless all entries are token ids; Python's integers may be of any
+    size.
+    """
     if ids.dtype.kind not in "iuO":
         raise InvalidRequestError(f"{where}: has dtype {ids.dtype}: must be integers, token ids")
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         outside = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise InvalidRequestError(
-            f"{where}: has token id {outside!s:.100}: must be 0 to {vocab_size - 1}, the model's vocabulary"
+            f"{where}: has token id {outside!s:.100}: must be 0 to {vocab_size - 1}, the model's "
+            "vocabulary"
         )
 
 

@@ -30,11 +30,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 512 * 1024
-"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192 requests wait."""
+"""Bytes counted for a waiting request besides its tensors: at the default limit, at most 8192
+requests wait.
+"""
 SMALL_BYTES = 4096
 """Bytes counted for a result besides its body, and for each sample that a request waits for."""
 INLINE_BYTES = 256 * 1024
-"""Bytes of a result that are encoded in the event loop, in less time than a change of threads takes."""
+"""Bytes of a result that are encoded in the event loop, in less time than a change of threads
+takes.
+"""
 _CLOSED = "the service is closing"
 
 
@@ -96,7 +100,9 @@ class Futures:
         self._limits = limits
         self._requests: dict[str, PendingRequest] = {}
         self._held: dict[str, _Held] = {}
-        """Accounts of the owners who have a request or a result; the number of owners divides what they share."""
+        """Accounts of the owners who have a request or a result; the number of owners divides what
+        they share.
+        """
         self._all = _Held()
         """Bytes of all owners."""
         self._closed = False
@@ -112,7 +118,9 @@ class Futures:
     def begin(
         self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False
     ) -> PendingRequest:
-        """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others that wait."""
+        """Accept a request; raise BusyError at `limits.waiting_bytes`, unless it `unblocks` others
+        that wait.
+        """
         if self._closed:
             raise GoneError(_CLOSED)
         # A refusal opens no account.
@@ -122,7 +130,8 @@ class Futures:
         # A single request above the limit has to pass at some time.
         if waiting_bytes > most and held.waiting_bytes and not unblocks:
             raise BusyError(
-                f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; wait"
+                f"limit waiting_bytes: this request would make it {waiting_bytes}, above {most}; "
+                "wait"
             )
         most = self._limits.all_held_bytes
         share = most // len(self._held.keys() | {owner})
@@ -220,7 +229,9 @@ class Futures:
         task.cancel()
 
     def close(self) -> None:
-        """Wake every waiting caller, and accept nothing more. Finished results can still be retrieved."""
+        """Wake every waiting caller, and accept nothing more. Finished results can still be
+        retrieved.
+        """
         self._closed = True
         for request in self._requests.values():
             request.done.set()
@@ -228,8 +239,9 @@ class Futures:
     def _find(self, request_id: str) -> PendingRequest:
         if (request := self._requests.get(request_id)) is None:
             raise GoneError(
-                f"there is no result of request {request_id}: it ended more than {self._limits.result_kept_s:g} s "
-                "ago, too many newer results came after it, or it came after it was given up"
+                f"there is no result of request {request_id}: it ended more than "
+                f"{self._limits.result_kept_s:g} s ago, too many newer results came after it, or "
+                "it came after it was given up"
             )
         return request
 
@@ -261,7 +273,9 @@ class Background:
         return task
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for all tasks, also those that they start; then cancel the rest and wait as long again."""
+        """Wait for all tasks, also those that they start; then cancel the rest and wait as long
+        again.
+        """
         for cancel in (False, True):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):

@@ -1,4 +1,6 @@
-"""The Tinker API in this process: a PyTorch backend on one device, and the official client with its own server."""
+"""The Tinker API in this process: a PyTorch backend on one device, and the official client with its
+own server.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from rl.utils.proxies import exempt_loopback
 
 
 class LocalTinkerBackend(TinkerBackend):
-    """LoRA models share the frozen weights of the base; samplers hold copies of the trained tensors only."""
+    """LoRA models share the frozen weights of the base; samplers hold copies of the trained tensors
+    only.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
@@ -86,12 +90,14 @@ class ServiceClient(tinker.ServiceClient):
         """Start the backend and the server, and wait until both are ready.
 
         Args:
-            backend: A backend, its config or a server's, or the name of a config in `configs/tinker.py`.
+            backend: A backend, its config or a server's, or the name of a config in
+                `configs/tinker.py`.
             storage_folder: Folder of the checkpoints.
             options: Arguments of the official client, such as `user_metadata` and `display_name`.
 
         Raises:
-            ValueError: there is no such backend, it refuses its config, or the storage folder is in use.
+            ValueError: there is no such backend, it refuses its config, or the storage folder is in
+                use.
         """
         exempt_loopback()
         keep_clients_direct()

@@ -1,9 +1,10 @@
 """A model in training, and the order of its requests.
 
-Requests arrive in any order, some twice, some never; each begins when the one before it has ended. Later requests
-wait for a missing seq id at most `gap_timeout_s`, from the moment they could run. Then the missing ones count as
-lost, the waiting ones fail and the accumulated gradient is dropped, as both may be part of an incomplete batch. The
-model goes on after the last waiting seq id; a missing request that arrives later is never done.
+Requests arrive in any order, some twice, some never; each begins when the one before it has ended.
+Later requests wait for a missing seq id at most `gap_timeout_s`, from the moment they could run.
+Then the missing ones count as lost, the waiting ones fail and the accumulated gradient is dropped,
+as both may be part of an incomplete batch. The model goes on after the last waiting seq id; a
+missing request that arrives later is never done.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class _Waiting:
 
 
 class Model:
-    """A model in training: a task that does its requests in the order of their seq ids, until `end`.
+    """A model in training: a task that does its requests in the order of their seq ids, until
+    `end`.
 
     Request 0 creates the model in the backend; after the last one the task deletes it there.
     """
@@ -167,8 +169,9 @@ class Model:
         self._next = last + 1
         self._had_gap = True
         self._fail_waiting(
-            f"seq_id {missing} of {self.model_id} did not come within {self._gap_timeout_s:g} s, so the requests "
-            "after it failed and the accumulated gradient is dropped; later requests run again"
+            f"seq_id {missing} of {self.model_id} did not come within {self._gap_timeout_s:g} s, "
+            "so the requests after it failed and the accumulated gradient is dropped; later "
+            "requests run again"
         )
 
     def _fail_waiting(self, error: str) -> None:

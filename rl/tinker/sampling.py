@@ -1,8 +1,9 @@
 """Sampling sessions, the weights behind them, and requests to sample.
 
-Saved weights open with the first sample, and all sampling sessions of a checkpoint share them. An owner has at most
-`limits.samplers` open: the least recently used close first, as do weights that no session uses, once their samples
-have ended. Closed checkpoints open again with the next sample, closed snapshots are gone. The base model stays open.
+Saved weights open with the first sample, and all sampling sessions of a checkpoint share them. An
+owner has at most `limits.samplers` open: the least recently used close first, as do weights that no
+session uses, once their samples have ended. Closed checkpoints open again with the next sample,
+closed snapshots are gone. The base model stays open.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class OpenWeights:
         most = self._parts.limits.most_state_bytes
         while num_bytes and (held := self._state_bytes()).total() + num_bytes > most:
             held[owner] += num_bytes
-            why = f"limit all_state_bytes: the models and open weights of all keys have more than {most} bytes"
+            why = (
+                "limit all_state_bytes: the models and open weights of all keys have more than "
+                f"{most} bytes"
+            )
             if self._close_oldest(owner, why, held) is None:
                 raise LimitReachedError(f"{why}; finish a session")
 
@@ -160,8 +164,8 @@ class OpenWeights:
     def _make_room(self, owner: str | None) -> None:
         most = self._parts.limits.samplers
         why = (
-            f"only the {most} most recently used weights stay open (limit samplers); save the weights under a "
-            "name to keep them"
+            f"only the {most} most recently used weights stay open (limit samplers); save the "
+            "weights under a name to keep them"
         )
         while owner is not None and self._num_open()[owner] > most:
             if self._close_oldest_of(owner, why) is None:
@@ -212,7 +216,8 @@ class SamplingSessions:
     async def create_sampling_session(
         self, body: wire.CreateSamplingSessionRequest, *, owner: Owner
     ) -> wire.CreateSamplingSessionResponse:
-        """Open a sampling session of saved sampler weights or of the base model; the same call returns the same id.
+        """Open a sampling session of saved sampler weights or of the base model; the same call
+        returns the same id.
 
         Weights load with the first sample, which fails if they are replaced or deleted before.
         """
@@ -236,8 +241,8 @@ class SamplingSessions:
     async def asample(self, body: SampleBody, *, owner: Owner) -> Future:
         """Start a sample; raise GoneError when its weights were closed for newer ones.
 
-        The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids count from 0,
-        in any order.
+        The same (sampling_session_id, seq_id) is the same request while its result is kept. Seq ids
+        count from 0, in any order.
         """
         if (session_id := body.sampling_session_id) is None:
             raise InvalidRequestError(

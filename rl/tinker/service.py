@@ -2,10 +2,10 @@
 
     app.py  ->  Service  ->  TinkerBackend (this process or actors)
 
-Everything runs in one event loop. The calls of the official client are methods, in its types; app.py gives them
-their paths. A call that submits work checks it, queues it and returns at once. A mistake in the call raises a
-`TinkerError`; what goes wrong later is a `RequestFailedResponse` from `retrieve_future`. Every call names its owner,
-and what belongs to another owner is not found.
+Everything runs in one event loop. The calls of the official client are methods, in its types;
+app.py gives them their paths. A call that submits work checks it, queues it and returns at once. A
+mistake in the call raises a `TinkerError`; what goes wrong later is a `RequestFailedResponse` from
+`retrieve_future`. Every call names its owner, and what belongs to another owner is not found.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class Service:
         self._parts.futures.close()
 
     async def close(self) -> None:
-        """End all sessions, then the backend, within three times `limits.close_timeout_s`. Idempotent."""
+        """End all sessions, then the backend, within three times `limits.close_timeout_s`.
+        Idempotent.
+        """
         timeout_s = self._parts.limits.close_timeout_s
         self.stop_waiting()
         self.sessions.close()
@@ -106,7 +108,8 @@ class Service:
     async def client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
         default = wire.ClientConfigResponse().sample_max_concurrent_requests
         return wire.ClientConfigResponse(
-            # A client waits for each sample on a connection, and a key has half of them; some are for other calls.
+            # A client waits for each sample on a connection, and a key has half of them; some are
+            # for other calls.
             sample_max_concurrent_requests=min(
                 default, max(1, most_connections(self.http) // 2 - 16)
             ),
@@ -169,7 +172,8 @@ class Ttl(pydantic.BaseModel):
 
 
 class Runs:
-    """Calls about training runs and checkpoints, in memory and on the disk together; lists are newest first.
+    """Calls about training runs and checkpoints, in memory and on the disk together; lists are
+    newest first.
 
     Lists read many files, in a thread and in turns of the owners.
     """

@@ -1,4 +1,6 @@
-"""The Tinker server: a backend, the service and the HTTP application, in a process or in a thread of one."""
+"""The Tinker server: a backend, the service and the HTTP application, in a process or in a thread
+of one.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 KEY_FILE = ".api_key"
 ANY_KEY = (
-    "without keys_file any key is accepted: every user of this machine can use this server, and reach the models and "
-    "checkpoints of a key that is easily guessed"
+    "without keys_file any key is accepted: every user of this machine can use this server, and "
+    "reach the models and checkpoints of a key that is easily guessed"
 )
 DRAIN_TIMEOUT_S = 5.0
 """Time for answers in progress once the server is stopping."""
@@ -61,11 +63,15 @@ class TinkerServer(Configurable):
         backend: Configurable.Config
         """Config whose `build()` returns a `rl.tinker.backend.TinkerBackend`."""
         host: str = "127.0.0.1"
-        """Address to listen on. Any address beyond loopback needs API keys and a TLS proxy in front."""
+        """Address to listen on. Any address beyond loopback needs API keys and a TLS proxy in
+        front.
+        """
         port: int = 8000
         """Port to listen on; 0 picks a free one, which the first printed line names."""
         storage_folder: str = "outputs/tinker"
-        """Folder of training runs and checkpoints; the next server on the same folder finds them again."""
+        """Folder of training runs and checkpoints; the next server on the same folder finds them
+        again.
+        """
         keys_file: str | None = None
         """File with one API key per line, readable by its owner only."""
         limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
@@ -79,20 +85,23 @@ class TinkerServer(Configurable):
                 raise ValueError("storage_folder='': must be a folder's name")
 
     def __init__(self, *, config: Config, run: ResolvedRun | None = None) -> None:
-        """Raise ValueError for API keys that cannot be read, or are missing although the address is public."""
+        """Raise ValueError for API keys that cannot be read, or are missing although the address is
+        public.
+        """
         self._config = config
         self._keys = read_keys(config.keys_file)
         if not is_loopback(config.host) and not self._keys.configured:
             raise ValueError(
-                f"host={config.host!r}: can be reached from other machines, so API keys are needed; give "
-                "keys_file, or listen on 127.0.0.1"
+                f"host={config.host!r}: can be reached from other machines, so API keys are "
+                "needed; give keys_file, or listen on 127.0.0.1"
             )
 
     def run(self) -> None:
         """Serve until a signal arrives.
 
         Raises:
-            ValueError: the address or the storage folder is unavailable, or the backend refuses its config.
+            ValueError: the address or the storage folder is unavailable, or the backend refuses its
+                config.
         """
         config = self._config
         folder = Path(config.storage_folder).expanduser()
@@ -132,8 +141,8 @@ class TinkerServer(Configurable):
 class ServerThread:
     """Server on a free loopback port in a thread of this process.
 
-    Its API key is kept in the storage folder, so that the next server there has the same owner. The thread has its
-    own event loop, so a caller may block on it inside a running loop.
+    Its API key is kept in the storage folder, so that the next server there has the same owner. The
+    thread has its own event loop, so a caller may block on it inside a running loop.
     """
 
     def __init__(self, backend: TinkerBackend, *, storage_folder: str | Path) -> None:
@@ -188,7 +197,9 @@ class ServerThread:
 
 @contextlib.contextmanager
 def locked_storage(folder: Path) -> Iterator[None]:
-    """Lock a storage folder, which another process would clean up; make a new one for this user only."""
+    """Lock a storage folder, which another process would clean up; make a new one for this user
+    only.
+    """
     is_new = not folder.exists()
     with locked_folder(
         folder, as_what="the storage folder", otherwise="choose another storage_folder"
@@ -220,7 +231,9 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[str], object],
 ) -> None:
-    """Start the service, call `ready` with its URL, answer requests until `stop` is set, and close the service."""
+    """Start the service, call `ready` with its URL, answer requests until `stop` is set, and close
+    the service.
+    """
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, keys=keys, hosts=hosts),
@@ -232,7 +245,8 @@ async def serve(
             log_level="warning",
             access_log=False,
             server_header=False,
-            # Longer than a client's pause between calls; otherwise the client writes to a closing connection.
+            # Longer than a client's pause between calls; otherwise the client writes to a closing
+            # connection.
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
         )
@@ -263,8 +277,8 @@ async def serve(
 async def give_back_memory(service: Service) -> None:
     """Give this process's memory back to the system while nothing is computed.
 
-    Training keeps freed memory for its next tensors, and a refused body of hundreds of MB may hang in a cycle with
-    its error.
+    Training keeps freed memory for its next tensors, and a refused body of hundreds of MB may hang
+    in a cycle with its error.
     """
     while True:
         await asyncio.sleep(MEMORY_S)
@@ -277,7 +291,8 @@ async def give_back_memory(service: Service) -> None:
 def _stopping_on_signals() -> Iterator[asyncio.Event]:
     """Yield an event that the first of `END_SIGNALS` sets.
 
-    A process that does not end in time prints its stacks and exits; a second signal ends it at once, as `kill -9` does.
+    A process that does not end in time prints its stacks and exits; a second signal ends it at
+    once, as `kill -9` does.
     """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     is_asked = False
@@ -298,7 +313,8 @@ def _stopping_on_signals() -> Iterator[asyncio.Event]:
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Listen on a socket; raise ValueError if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is TCP.
+    # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is
+    # TCP.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

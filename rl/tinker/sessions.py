@@ -19,7 +19,9 @@ from rl.tinker.models import Model
 from rl.tinker.types import SESSION, GoneError, Id, LimitReachedError, Limits, NotFoundError, Owner
 
 KEPT = 1000
-"""Sampling sessions, and models that have ended, which a session remembers; sessions that have ended, of one owner."""
+"""Sampling sessions, and models that have ended, which a session remembers; sessions that have
+ended, of one owner.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,17 +29,21 @@ class Session:
     session_id: str
     owner: str
     models: dict[str, Model] = field(default_factory=dict)
-    """Models by id, also the last `KEPT` that have ended; none once the session and their tasks have."""
+    """Models by id, also the last `KEPT` that have ended; none once the session and their tasks
+    have.
+    """
     ended: bool = False
     silence: asyncio.TimerHandle | None = None
     """Timer that ends the session unless another request about it comes before."""
 
 
 class Sessions:
-    """The sessions of all owners; each request about a session, its models, samplers or results keeps it alive.
+    """The sessions of all owners; each request about a session, its models, samplers or results
+    keeps it alive.
 
     Raises:
-        NotFoundError: from any call, for a session that is unknown, ended long ago or belongs to another owner.
+        NotFoundError: from any call, for a session that is unknown, ended long ago or belongs to
+            another owner.
         GoneError: from any call, for a session that has ended.
     """
 
@@ -46,7 +52,9 @@ class Sessions:
         """First part of all ids, which tells those of an earlier process of the server."""
         self._limits = limits
         self._sessions: dict[str, Session] = {}
-        """Sessions of this process, oldest first; those that have ended as long as their results may be kept."""
+        """Sessions of this process, oldest first; those that have ended as long as their results
+        may be kept.
+        """
         self.end_samplers: Callable[[Session, str], None] = lambda session, why: None
         """Callback that gets an ended session and the reason."""
 
@@ -79,7 +87,9 @@ class Sessions:
         detail: Annotated[str | None, Body()] = None,
         owner: Owner,
     ) -> None:
-        """End a session: waiting requests fail, models and samplers close, checkpoints stay. Idempotent."""
+        """End a session: waiting requests fail, models and samplers close, checkpoints stay.
+        Idempotent.
+        """
         self._end(self._find(session_id, owner), f"session {session_id} was finished")
 
     # For the other calls
@@ -89,7 +99,8 @@ class Sessions:
         session = self._find(any_id, owner)
         if session.ended:
             raise GoneError(
-                f"session {session.session_id} has ended: it was finished, or sent no heartbeat for too long"
+                f"session {session.session_id} has ended: it was finished, or sent no heartbeat "
+                "for too long"
             )
         self._keep_alive(session)
         return session
@@ -121,7 +132,8 @@ class Sessions:
             return session
         if re.fullmatch(SESSION, session_id) and not session_id.startswith(self._process):
             raise GoneError(
-                f"{any_id!r:.100} ended with the server process that created it; its checkpoints are still there"
+                f"{any_id!r:.100} ended with the server process that created it; its checkpoints "
+                "are still there"
             )
         raise NotFoundError(f"there is no {any_id!r:.100}")
 

@@ -5,9 +5,10 @@
     .../weights/<name>@<random>/                    data, written by the backend
     .../sampler_weights/...                         the same for weights to sample from
 
-A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
-data that no record names, which the next start removes; other files and folders are left alone. An expired
-checkpoint is not found any more, and is removed at the next start or at a save a minute later.
+A checkpoint exists once its record does, and a record is written and replaced in one step. A kill
+leaves at most data that no record names, which the next start removes; other files and folders are
+left alone. An expired checkpoint is not found any more, and is removed at the next start or at a
+save a minute later.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def checkpoint_path(model_id: str, kind: CheckpointKind, name: str) -> Checkpoin
 
 
 def parse_path(path: str) -> CheckpointPath:
-    """Raise InvalidRequestError for a text without the form of a path, NotFoundError if no checkpoint can have it."""
+    """Raise InvalidRequestError for a text without the form of a path, NotFoundError if no
+    checkpoint can have it.
+    """
     form = re.fullmatch(rf"tinker://([^/\s]+)/(?:{'|'.join(FOLDERS.values())})/([^/]+)", path)
     if form is None:
         raise InvalidRequestError(
@@ -85,8 +88,8 @@ def check_name(name: str) -> None:
     """Raise InvalidRequestError unless the text can name a checkpoint."""
     if _NAME.fullmatch(name) is None:
         raise InvalidRequestError(
-            f"name={name!r:.100}: must have 1 to 128 letters, digits, '_', '-' and '.', and begin with a "
-            "letter, a digit or '_'"
+            f"name={name!r:.100}: must have 1 to 128 letters, digits, '_', '-' and '.', and begin "
+            "with a letter, a digit or '_'"
         )
 
 
@@ -131,8 +134,8 @@ class Stored:
 
 
 class Storage:
-    """Checkpoints of all owners. Only the event loop's thread changes records, which are small; lists may be read in
-    others."""
+    """Checkpoints of all owners. Only the event loop's thread changes records, which are small;
+    lists may be read in others."""
 
     def __init__(self, folder: str | Path, *, wall_time_s: Callable[[], float]) -> None:
         self._root = Path(folder).absolute()
@@ -141,7 +144,9 @@ class Storage:
         """Unix time of the last search for expired checkpoints."""
 
     async def prepare(self) -> None:
-        """Create the folder, and remove expired checkpoints, data without a record, and runs without files."""
+        """Create the folder, and remove expired checkpoints, data without a record, and runs
+        without files.
+        """
         make_folder(self._root, "the storage folder")
         await self._remove_expired(self._expired())
         for run in self._runs():
@@ -209,7 +214,9 @@ class Storage:
     def find_weights(
         self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None
     ) -> Stored:
-        """Find the checkpoint at a path, which must be of this kind and, unless None, of this base model."""
+        """Find the checkpoint at a path, which must be of this kind and, unless None, of this base
+        model.
+        """
         parsed = parse_path(path)
         if parsed.checkpoint_type != kind:
             raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
@@ -242,7 +249,8 @@ class Storage:
         file = self._file(path)
         if not overwrite and self._stored(path) is not None:
             raise InvalidRequestError(
-                f"name={file.stem!r}: {path.tinker_path} exists already; overwrite it, or choose another name"
+                f"name={file.stem!r}: {path.tinker_path} exists already; overwrite it, or choose "
+                "another name"
             )
 
         def describe(folder: Path, name: str) -> CheckpointRecord:
@@ -268,7 +276,9 @@ class Storage:
         write: Callable[[Path], Awaitable[None]],
         describe: Callable[[Path, str], CheckpointRecord],
     ) -> None:
-        """Publish what `write` writes, let the record name it, and remove what the record named before."""
+        """Publish what `write` writes, let the record name it, and remove what the record named
+        before.
+        """
         data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
         with temporary_folder(data) as temporary:
             await write(temporary)
@@ -344,7 +354,9 @@ async def _remove(file: Path, record: CheckpointRecord) -> None:
 
 
 async def _in_thread(function: Callable[..., object], *args: object) -> None:
-    """Run a function in a thread. When cancelled, wait for it nevertheless: its files must not be removed meanwhile."""
+    """Run a function in a thread. When cancelled, wait for it nevertheless: its files must not be
+    removed meanwhile.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         await asyncio.shield(task)

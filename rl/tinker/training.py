@@ -37,17 +37,17 @@ from rl.tinker.types import (
 )
 
 _EITHER = (
-    "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and seq_id, for an "
-    "existing one, without base_model"
+    "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and "
+    "seq_id, for an existing one, without base_model"
 )
 
 
 class TrainingCalls:
     """Calls about models in training.
 
-    A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition says. Seq ids count
-    from 1. A request refused as invalid uses up its seq id, so that later ones do not wait for it; one refused
-    with BusyError does not.
+    A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition
+    says. Seq ids count from 1. A request refused as invalid uses up its seq id, so that later ones
+    do not wait for it; one refused with BusyError does not.
     """
 
     def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
@@ -56,7 +56,9 @@ class TrainingCalls:
         self._futures = parts.futures
         self._sampling = sampling
         self._decoding, self._decoding_of = asyncio.Lock(), WeakValueDictionary[str, asyncio.Lock]()
-        """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take turns."""
+        """FIFO lock of all bodies, for which an owner waits with one body at a time: so owners take
+        turns.
+        """
 
     # Creation and end
 
@@ -81,8 +83,8 @@ class TrainingCalls:
             stored = self._find_state(body, owner)
             if _seedless(stored.record.settings) != _seedless(model.settings):
                 raise InvalidRequestError(
-                    f"path={body.path}: has the weights of a model with {stored.record.settings}, but "
-                    f"{body.model_id} has {model.settings}"
+                    f"path={body.path}: has the weights of a model with {stored.record.settings}, "
+                    f"but {body.model_id} has {model.settings}"
                 )
 
             async def load() -> Answer:
@@ -143,8 +145,8 @@ class TrainingCalls:
         check_base(base, settings.base_model)
         if settings.lora is None and base.min_lora_rank:
             raise InvalidRequestError(
-                f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this server trains "
-                "adapters only"
+                f"lora_config.rank=0: must be {base.min_lora_rank} to {base.max_lora_rank}, this "
+                "server trains adapters only"
             )
         adapters = None if settings.lora is None else lora_config(settings.lora, base)
         self._check_room(settings, owner)
@@ -252,9 +254,10 @@ class TrainingCalls:
                         model.failed.clear()
                         await trainer.drop_gradient(model_id=model.model_id)
                         raise InvalidRequestError(
-                            f"optim_step: forward_backward with seq_id {failed} failed, so the gradient would be "
-                            "that of part of a batch. It is dropped and the weights stay as they were: send the "
-                            "whole batch again, or without the data that failed"
+                            f"optim_step: forward_backward with seq_id {failed} failed, so the "
+                            "gradient would be that of part of a batch. It is dropped and the "
+                            "weights stay as they were: send the whole batch again, or without the "
+                            "data that failed"
                         )
                     # The API steps without a gradient too, with zeros.
                     result = await trainer.optim_step(
@@ -281,8 +284,8 @@ class TrainingCalls:
     async def save_weights_for_sampler(
         self, body: wire.SaveWeightsForSamplerRequest, *, owner: Owner
     ) -> Future:
-        """Save weights to sample from under `path`, replacing what has it; or, with `sampling_session_seq_id`
-        in its place, publish them in memory as a sampling session."""
+        """Save weights to sample from under `path`, replacing what has it; or, with
+        `sampling_session_seq_id` in its place, publish them in memory as a sampling session."""
 
         def check(model: Model) -> Work:
             number = body.sampling_session_seq_id
@@ -291,7 +294,8 @@ class TrainingCalls:
             )
             if body.kind != "snapshot":
                 raise InvalidRequestError(
-                    f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never change here"
+                    f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never "
+                    "change here"
                 )
             if (body.path is None) == (number is None):
                 raise InvalidRequestError(

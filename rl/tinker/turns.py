@@ -1,9 +1,10 @@
-"""Who computes next: turns of the owners at the trainer, and of owners and snapshots at the generators.
+"""Who computes next: turns of the owners at the trainer, and of owners and snapshots at the
+generators.
 
-The generators hold one snapshot at a time. Requests of a snapshot run at once, and a request for another snapshot
-waits until they have ended. This holds for the requests of one owner. Between owners a turn ends after `TURN_S` if
-an owner waits who has used the generators less: the running requests are interrupted, and go on in a later turn
-from where they are.
+The generators hold one snapshot at a time. Requests of a snapshot run at once, and a request for
+another snapshot waits until they have ended. This holds for the requests of one owner. Between
+owners a turn ends after `TURN_S` if an owner waits who has used the generators less: the running
+requests are interrupted, and go on in a later turn from where they are.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ T = TypeVar("T")
 TURN_S = 2.0
 """Shortest turn at the generators while another owner waits."""
 LAG_S = 2.0
-"""Seconds of the generators by which an owner who runs may be ahead of another one. Interrupted requests read their
-prompts again, so owners who are equally busy should change places rarely."""
+"""Seconds of the generators by which an owner who runs may be ahead of another one. Interrupted
+requests read their prompts again, so owners who are equally busy should change places rarely."""
 CREDIT_S = 1.0
-"""Seconds that an owner who comes, or comes back, may be behind the others: little work is done at once."""
+"""Seconds that an owner who comes, or comes back, may be behind the others: little work is done at
+once.
+"""
 LONGEST_TURN_S = 60.0
-"""Time after which requests are interrupted in any case: calls to actors have deadlines, and an owner may ask for
-more at once than they can do until then."""
+"""Time after which requests are interrupted in any case: calls to actors have deadlines, and an
+owner may ask for more at once than they can do until then."""
 MIN_SEQUENCES = 512
 """Sequences that one owner may have in a turn in any case: two groups of a local sampler."""
 AGAIN_S = 0.25
-"""Time between two looks at a turn that should end, and between two interruptions of requests that go on."""
+"""Time between two looks at a turn that should end, and between two interruptions of requests that
+go on.
+"""
 
 
 class FairLock:
@@ -89,11 +94,15 @@ class _Request:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     is_late: bool = False
-    """True if it joined a running turn, in which the engine may have kept it waiting behind the others."""
+    """True if it joined a running turn, in which the engine may have kept it waiting behind the
+    others.
+    """
     is_first: bool = False
     """True if a turn began with it, so that no other one can have kept the generators from it."""
     patience: int = 1
-    """Factor of the shortest turn that it needs; grows with turns in which it was the first and got no token."""
+    """Factor of the shortest turn that it needs; grows with turns in which it was the first and got
+    no token.
+    """
 
 
 class Turns:
@@ -102,9 +111,10 @@ class Turns:
     Args:
         serve: gives the generators a version.
         interrupt: ends the running calls, whose work returns `Interrupted`.
-        capacity: sequences that the generators draw at once. Below it, requests of several owners share a turn.
-            Of an owner alone twice as many run, so that the generators always have work; the rest waits here,
-            because an interruption costs time for each request that runs.
+        capacity: sequences that the generators draw at once. Below it, requests of several owners
+            share a turn. Of an owner alone twice as many run, so that the generators always have
+            work; the rest waits here, because an interruption costs time for each request that
+            runs.
     """
 
     def __init__(
@@ -187,7 +197,9 @@ class Turns:
     # Accounts
 
     def _join(self, owner: str) -> None:
-        """Open an owner's account, at most `CREDIT_S` behind those who run and not behind those who wait already."""
+        """Open an owner's account, at most `CREDIT_S` behind those who run and not behind those who
+        wait already.
+        """
         self._charge()
         if not self._active[owner]:
             others = [one for one in self._active if one != owner and self._active[one]]
@@ -204,7 +216,9 @@ class Turns:
         self._active[owner] += 1
 
     def _charge(self) -> None:
-        """Add the time since the last call to the accounts of those who run, by the number of their sequences."""
+        """Add the time since the last call to the accounts of those who run, by the number of their
+        sequences.
+        """
         now_s = asyncio.get_running_loop().time()
         elapsed_s, self._charged_s = now_s - self._charged_s, now_s
         for owner, num_sequences in self._num_sequences.items() if len(self._active) > 1 else ():

@@ -1,4 +1,5 @@
-"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls.
+"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of
+calls.
 
 Ids and paths:
 
@@ -40,8 +41,8 @@ NOT_SAVED = "nothing was saved, and earlier checkpoints are unchanged"
 class TinkerError(Exception):
     """A request that failed; the text is meant for the client.
 
-    The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these statuses are kept for
-    calls that may succeed later.
+    The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these
+    statuses are kept for calls that may succeed later.
     """
 
     status: ClassVar[int]
@@ -51,13 +52,17 @@ class TinkerError(Exception):
 
 
 class InvalidRequestError(TinkerError, ValueError):
-    """A mistake of the caller: the same request never succeeds. The text names field, value and valid values."""
+    """A mistake of the caller: the same request never succeeds. The text names field, value and
+    valid values.
+    """
 
     status = 400
 
 
 class NotFoundError(TinkerError, LookupError):
-    """A session, model, sampler, request or checkpoint that does not exist or belongs to another key."""
+    """A session, model, sampler, request or checkpoint that does not exist or belongs to another
+    key.
+    """
 
     status = 404
 
@@ -75,13 +80,17 @@ class BusyError(TinkerError):
 
 
 class LimitReachedError(TinkerError):
-    """One owner has as many sessions or models as allowed, or the backend has no room for more weights."""
+    """One owner has as many sessions or models as allowed, or the backend has no room for more
+    weights.
+    """
 
     status = 403
 
 
 class UnsavedError(TinkerError):
-    """A checkpoint or record that the server's disk has refused, such as a full one; earlier ones are unchanged."""
+    """A checkpoint or record that the server's disk has refused, such as a full one; earlier ones
+    are unchanged.
+    """
 
     status = 507
 
@@ -89,7 +98,10 @@ class UnsavedError(TinkerError):
         """Take the system's reason, without a path, and what did not happen."""
         text = f"{what}: the server's disk has refused it ({reason})"
         if what == NOT_SAVED:
-            text += ". When there is room, such as after checkpoints were deleted, the same request may succeed"
+            text += (
+                ". When there is room, such as after checkpoints were deleted, the same "
+                "request may succeed"
+            )
         super().__init__(text)
 
 
@@ -136,7 +148,9 @@ class BaseModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Datum:
-    """One sequence of a `forward_backward`; entry i of each input belongs to the prediction after token i."""
+    """One sequence of a `forward_backward`; entry i of each input belongs to the prediction after
+    token i.
+    """
 
     tokens: np.ndarray
     """[N] int32."""
@@ -178,15 +192,17 @@ def check_base(base: BaseModel, name: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one API key and, with `all_`, of all keys together. A refusal names the limit that it met."""
+    """Limits of one API key and, with `all_`, of all keys together. A refusal names the limit that
+    it met.
+    """
 
     sessions: int = 100
     """Sessions that have not ended."""
     models: int = 16
     """Models in training at once."""
     samplers: int = 8
-    """Snapshots and saved weights open to sample from. The next one closes the least recently used one: a
-    snapshot is then gone, saved weights open again with their next sample."""
+    """Snapshots and saved weights open to sample from. The next one closes the least recently used
+    one: a snapshot is then gone, saved weights open again with their next sample."""
     waiting_bytes: int = 4 * 2**30
     """Bytes of the decoded requests without a result, at least 512 KiB each and 4 KiB a sample."""
     samples_per_request: int = 1024
@@ -196,12 +212,17 @@ class Limits:
     all_models: int = 256
     """Models in training at once."""
     all_samplers: int = 64
-    """Open snapshots and saved weights; the key that has most closes its least recently used one."""
+    """Open snapshots and saved weights; the key that has most closes its least recently used one.
+    """
     all_state_bytes: int | None = None
-    """Estimated bytes of trained weights, gradients, optimizer state and snapshots; None: half of this machine's
-    memory. Snapshots of actors are whole models and have a limit of their own (`weights.keep_versions`)."""
+    """Estimated bytes of trained weights, gradients, optimizer state and snapshots; None: half of
+    this machine's memory. Snapshots of actors are whole models and have a limit of their own
+    (`weights.keep_versions`).
+    """
     all_held_bytes: int = 8 * 2**30
-    """Bytes of waiting requests, and as many of results; a key that has less than its share is not refused."""
+    """Bytes of waiting requests, and as many of results; a key that has less than its share is not
+    refused.
+    """
 
     session_timeout_s: float | None = None
     """Silence after which a session ends; None: only when the client finishes it."""
@@ -226,10 +247,14 @@ class HttpLimits:
     """Limits of connections and of single HTTP requests."""
 
     connections: int = 4096
-    """Open connections, and at most half of the process's open files. At the limit a new connection closes the one
-    that has waited longest for its next request. A client waits for up to 2,000 samples on as many connections."""
+    """Open connections, and at most half of the process's open files. At the limit a new connection
+    closes the one that has waited longest for its next request. A client waits for up to 2,000
+    samples on as many connections.
+    """
     headers_timeout_s: float = 10.0
-    """Time from a connection, or from the first byte of a later request on it, to the end of the headers."""
+    """Time from a connection, or from the first byte of a later request on it, to the end of the
+    headers.
+    """
     body_bytes: int = 64 * 2**20
     """Bytes of the body of a `forward_backward`."""
     json_bytes: int = 8 * 2**20
@@ -237,7 +262,9 @@ class HttpLimits:
     small_bytes: int = 256 * 2**10
     """Bytes of every other body."""
     held_bytes: int = 2**30
-    """Bytes of all bodies that are being read or answered. One key may hold as many as it leaves free."""
+    """Bytes of all bodies that are being read or answered. One key may hold as many as it leaves
+    free.
+    """
     body_timeout_s: float = 60.0
     values_per_request: int = 32 * 2**20
     """Numbers in the tensors of a `forward_backward`, once the sparse ones are dense."""
@@ -310,7 +337,9 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raise InvalidRequestError unless the values are texts that an answer can hold, and not too long."""
+    """Raise InvalidRequestError unless the values are texts that an answer can hold, and not too
+    long.
+    """
     metadata = metadata or {}
     if (
         length := sum(len(key) + len(str(value)) for key, value in metadata.items())

@@ -32,7 +32,8 @@ _VALID = "numbers, + - * / // % ** and parentheses"
 
 
 class Calculator:
-    """Tool that evaluates one expression of numbers, `+ - * / // % **` and parentheses as Python does.
+    """Tool that evaluates one expression of numbers, `+ - * / // % **` and parentheses as Python
+    does.
 
     Integers beyond `MAX_BITS` are refused before they are computed, so no expression takes long.
     """
@@ -59,7 +60,9 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an expression; raise ToolError for other text, or a value beyond the limits."""
+    """Return the value of an expression; raise ToolError for other text, or a value beyond the
+    limits.
+    """
     if len(expression) > MAX_CHARS:
         raise ToolError(
             f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}"

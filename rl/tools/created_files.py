@@ -1,7 +1,8 @@
 """Count of the files that were ever created or renamed in a folder, by inotify(7).
 
-Listing a folder does not find files that were removed: they keep their space as long as a descriptor or a memory
-mapping holds them. Renames count because many of them fill the kernel's queue, which then loses creations.
+Listing a folder does not find files that were removed: they keep their space as long as a
+descriptor or a memory mapping holds them. Renames count because many of them fill the kernel's
+queue, which then loses creations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _IN_MOVED_FROM, _IN_MOVED_TO, _IN_CREATE, _IN_DELETE = 0x40, 0x80, 0x100, 0x200
-# Removals and renames lie between two creations under one name, which the kernel would otherwise report as one.
+# Removals and renames lie between two creations under one name, which the kernel would otherwise
+# report as one.
 _WATCHED = _IN_CREATE | _IN_DELETE | _IN_MOVED_FROM | _IN_MOVED_TO
 _EVENT = struct.Struct("=iIII")
 """`struct inotify_event` without the name: watch, event, cookie, length of the name."""

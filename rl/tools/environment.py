@@ -24,12 +24,14 @@ from rl.utils.clock import now_s
 class ToolEnvironment:
     """An environment that asks the question, then answers tool calls until a reply contains none.
 
-    The calls of one reply run concurrently; each is answered by a message of role "tool", in order, also with
-    the mistake if the call is wrong. If a reply has more calls than are left, the first ones are made, and one
-    message says that the others are not. A reply with calls when none are left ends the episode.
+    The calls of one reply run concurrently; each is answered by a message of role "tool", in order,
+    also with the mistake if the call is wrong. If a reply has more calls than are left, the first
+    ones are made, and one message says that the others are not. A reply with calls when none are
+    left ends the episode.
 
-    Metrics of a reply, which add up over an episode: `tools/calls`; `tools/errors`, calls that failed,
-    timeouts included; `tools/timeouts`; `tools/s`, seconds until all calls of the reply were answered.
+    Metrics of a reply, which add up over an episode: `tools/calls`; `tools/errors`, calls that
+    failed, timeouts included; `tools/timeouts`; `tools/s`, seconds until all calls of the reply
+    were answered.
 
     Args:
         tools: shared by all episodes.
@@ -81,7 +83,8 @@ class ToolEnvironment:
         texts = [str(answer) for answer in answers]
         if made and refused:
             texts.append(
-                f"Error: {len(refused)} more calls were not made: max_calls={self.max_calls} is reached"
+                f"Error: {len(refused)} more calls were not made: max_calls={self.max_calls} is "
+                "reached"
             )
         messages = tuple(Message(role="tool", content=self._fit(text)) for text in texts)
         return Observation(messages=messages, metrics=metrics)

@@ -1,9 +1,10 @@
 """A sandbox for Python code that a model wrote.
 
-Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder, without
-environment variables or standard input. The process confines itself before it reads the code
-(`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, the number of files and, where the kernel
-does not, of threads. docs/rewards.md lists what the sandbox prevents and what it does not.
+Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty
+folder, without environment variables or standard input. The process confines itself before it reads
+the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, the number of
+files and, where the kernel does not, of threads. docs/rewards.md lists what the sandbox prevents
+and what it does not.
 """
 
 from __future__ import annotations
@@ -91,17 +92,20 @@ class PythonSandbox(Configurable):
     All episodes share one object; calls overlap up to `num_at_once`.
 
     Raises:
-        ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined` is off.
+        ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined`
+            is off.
         OSError: this user has no inotify instance left.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         time_limit_s: float = 5.0
-        """Wall-clock time of one call, from the start of its process; waiting for a slot is not counted."""
+        """Wall-clock time of one call, from the start of its process; waiting for a slot is not
+        counted.
+        """
         wait_limit_s: float = 30.0
-        """Longest wait for a slot; then the model is told of a timeout. Together with `time_limit_s` less
-        than `loop.episode.step_timeout_s`, or a full sandbox fails rollouts."""
+        """Longest wait for a slot; then the model is told of a timeout. Together with
+        `time_limit_s` less than `loop.episode.step_timeout_s`, or a full sandbox fails rollouts."""
         cpu_limit_s: int = 5
         """CPU time of all threads of one call, enforced by the kernel."""
         memory_limit_mib: int = 512
@@ -109,17 +113,21 @@ class PythonSandbox(Configurable):
         max_output_bytes: int = 64 * 1024
         """Bytes of stdout and stderr together."""
         max_file_mib: int = 4
-        """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory if the
-        temporary folder is a tmpfs."""
+        """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory
+        if the temporary folder is a tmpfs."""
         max_files: int = 64
-        """Files that one call may create or rename, removed ones and the file of the code itself included."""
+        """Files that one call may create or rename, removed ones and the file of the code itself
+        included.
+        """
         num_at_once: int = 0
-        """Processes at the same time; other calls wait. 0: as many as this process may use CPU cores."""
+        """Processes at the same time; other calls wait. 0: as many as this process may use CPU
+        cores.
+        """
         import_paths: tuple[str, ...] = ()
         """Folders that the code may read and import from, besides the standard library."""
         allow_unconfined: bool = False
-        """Run code without seccomp or Landlock on a machine that lacks them, so that it can start processes,
-        use the network, and read and write files."""
+        """Run code without seccomp or Landlock on a machine that lacks them, so that it can start
+        processes, use the network, and read and write files."""
 
         def __post_init__(self) -> None:
             check_bounds(self, "time_limit_s", "wait_limit_s", at_least=0.1)
@@ -134,9 +142,9 @@ class PythonSandbox(Configurable):
         self.config = config
         self.name = "python"
         self.description = (
-            "Run Python code and see what it prints, and the value of its last expression. Every call starts "
-            "afresh: nothing is kept from earlier ones. The standard library is there, the network is not. "
-            f"Limits: {config.time_limit_s:g} s, {config.memory_limit_mib} MiB."
+            "Run Python code and see what it prints, and the value of its last expression. Every "
+            "call starts afresh: nothing is kept from earlier ones. The standard library is there, "
+            f"the network is not. Limits: {config.time_limit_s:g} s, {config.memory_limit_mib} MiB."
         )
         self.parameters: Mapping[str, Any] = {
             "type": "object",
@@ -173,7 +181,8 @@ class PythonSandbox(Configurable):
                 await self._slots.acquire()
         except TimeoutError:
             raise ToolTimeoutError(
-                f"Error: not run: all {self._num_slots} slots were taken for {self.config.wait_limit_s:g} s"
+                f"Error: not run: all {self._num_slots} slots were taken for "
+                f"{self.config.wait_limit_s:g} s"
             ) from None
         started = time.monotonic()
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
@@ -202,7 +211,8 @@ class PythonSandbox(Configurable):
     async def _run_child(
         self, folder: str, code: str, *, time_limit_s: float | None
     ) -> tuple[str, int, Reason | None]:
-        """Run one child process; return its output, its exit status and the limit at which it was killed.
+        """Run one child process; return its output, its exit status and the limit at which it was
+        killed.
 
         The process and its session are dead when this returns, raises or is cancelled.
         """
@@ -246,7 +256,9 @@ class PythonSandbox(Configurable):
         )
 
     async def _start(self, folder: str, code: str, *, refusal: int) -> asyncio.subprocess.Process:
-        """Start the child and send it the code, and the pipe in which it says why it cannot confine itself."""
+        """Start the child and send it the code, and the pipe in which it says why it cannot confine
+        itself.
+        """
         pipe = asyncio.subprocess.PIPE
         # The real path: the code may not read the virtual environment's folder.
         python = os.path.realpath(sys.executable)
@@ -269,7 +281,8 @@ class PythonSandbox(Configurable):
         """Return the limit that a running call has exceeded and that the kernel does not enforce."""
         if 1 + self._created.count(watch) > self.config.max_files:
             return "file limit"
-        # The kernel enforces this one only where the child may have a user or a user namespace of its own.
+        # The kernel enforces this one only where the child may have a user or a user namespace of
+        # its own.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(f"/proc/{pid}/task").st_nlink - 2 > NUM_THREADS:
                 return "thread limit"
@@ -305,8 +318,8 @@ class PythonSandbox(Configurable):
             problem = str(error)
         if problem:
             raise ValueError(
-                f"the Python sandbox cannot confine code on this machine: {problem}. Set allow_unconfined=True to run "
-                "code anyway, only where it can do no harm"
+                f"the Python sandbox cannot confine code on this machine: {problem}. Set "
+                "allow_unconfined=True to run code anyway, only where it can do no harm"
             )
 
 

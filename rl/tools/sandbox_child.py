@@ -1,12 +1,12 @@
 """The child process of `rl/tools/sandbox.py`: confines itself, then runs the code that it was sent.
 
-Started in an empty folder, with a request on standard input: a marshalled dict, because both sides run the same
-Python. Every call waits for the imports of this file, so it imports only parts of the standard library that load in
-a few milliseconds (not dataclasses, typing, signal, json, re).
+Started in an empty folder, with a request on standard input: a marshalled dict, because both sides
+run the same Python. Every call waits for the imports of this file, so it imports only parts of the
+standard library that load in a few milliseconds (not dataclasses, typing, signal, json, re).
 
-The confinement consists of a user or a user namespace of its own, dropped capabilities, resource limits, Landlock
-and seccomp, all through ctypes, and is irreversible. Sources: capabilities(7), user_namespaces(7), setrlimit(2),
-landlock(7), seccomp(2), prctl(2).
+The confinement consists of a user or a user namespace of its own, dropped capabilities, resource
+limits, Landlock and seccomp, all through ctypes, and is irreversible. Sources: capabilities(7),
+user_namespaces(7), setrlimit(2), landlock(7), seccomp(2), prctl(2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from types import CodeType
 
 from rl.tools.syscalls import seccomp_program
 
-LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; sandbox_child.main()"
+LAUNCH = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; "
+    "sandbox_child.main()"
+)
 ENDED_BY_ERROR, OUT_OF_MEMORY = 1, 101
 """Exit statuses."""
 NAME = "main.py"
@@ -48,7 +51,8 @@ _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 5, 1 << 8, 1 << 14
 _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-"""Rights in the code's own folder: regular files, but no folders, links, pipes, sockets or devices."""
+"""Rights in the code's own folder: regular files, but no folders, links, pipes, sockets or devices.
+"""
 _OF_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
 """Rights that apply to a path that is not a folder."""
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
@@ -64,7 +68,8 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    # Line by line, because stderr has the same pipe, and what is buffered is lost when the process is killed.
+    # Line by line, because stderr has the same pipe, and what is buffered is lost when the process
+    # is killed.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.path[0:1] = request["import_paths"]
     try:
@@ -84,7 +89,9 @@ def main() -> None:
 
 
 def run(code: str) -> int:
-    """Run code like a notebook cell, which prints the value of its last expression; return the exit status."""
+    """Run code like a notebook cell, which prints the value of its last expression; return the exit
+    status.
+    """
     reserve = [bytes(RESERVE)]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
@@ -146,8 +153,9 @@ def confine(
     Args:
         folder: where the process may create, write and remove files.
         readable: further paths that the process may read, besides Python's own.
-        limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's unit. RLIMIT_NPROC
-            is set only where this process's threads can be counted apart from its user's other ones.
+        limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's
+            unit. RLIMIT_NPROC is set only where this process's threads can be counted apart from
+            its user's other ones.
         parent: pid of the parent; this process dies with it.
         unconfined: continue without Landlock or seccomp where they are missing; otherwise OSError.
     """
@@ -157,7 +165,8 @@ def confine(
             continue
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
-        # One more second of CPU time until SIGKILL, so that SIGXCPU at the soft limit can be recognized.
+        # One more second of CPU time until SIGKILL, so that SIGXCPU at the soft limit can be
+        # recognized.
         both = [limit, limit + 1 if name == "RLIMIT_CPU" else limit]
         if hard != resource.RLIM_INFINITY:
             both = [min(value, hard) for value in both]
@@ -175,10 +184,11 @@ def confine(
 
 
 def _count_threads_apart() -> bool:
-    """Give this process a user that has no other processes, as RLIMIT_NPROC counts; return False if refused.
+    """Give this process a user that has no other processes, as RLIMIT_NPROC counts; return False if
+    refused.
 
-    Root, for whom the kernel does not enforce that limit, takes another real user id, and keeps the effective one, by
-    which files are accessed. Anybody else counts anew in a user namespace.
+    Root, for whom the kernel does not enforce that limit, takes another real user id, and keeps the
+    effective one, by which files are accessed. Anybody else counts anew in a user namespace.
     """
     try:
         os.setresuid(_FIRST_UNUSED_UID + (int.from_bytes(os.urandom(4)) >> 4), -1, -1)
@@ -208,7 +218,8 @@ def _drop_capabilities() -> None:
 def _restrict_files(folder: str, readable: Sequence[str]) -> None:
     """Apply Landlock; raise OSError if the kernel has none or it is switched off."""
     abi = _system_call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ABI_QUESTION)
-    # A ruleset may name only rights that this version knows; a named right without a rule is refused.
+    # A ruleset may name only rights that this version knows; a named right without a rule is
+    # refused.
     files = (1 << 13) - 1
     files |= (
         (1 << 13 if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (1 << 15 if abi >= 5 else 0)
@@ -238,7 +249,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _filter_system_calls() -> None:
-    """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this machine has none."""
+    """Install the seccomp filter; raise OSError if the kernel takes none, ValueError if this
+    machine has none.
+    """
     program = seccomp_program(machine=os.uname().machine, pid=os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(

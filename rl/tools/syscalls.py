@@ -1,7 +1,8 @@
 """The system calls that confined Python code may make, as a seccomp filter.
 
-An allow-list, so that forgotten calls and those of later kernels are refused. `seccomp_program` returns a BPF
-program (seccomp(2), include/uapi/linux/bpf_common.h) from one list for x86_64 and aarch64.
+An allow-list, so that forgotten calls and those of later kernels are refused. `seccomp_program`
+returns a BPF program (seccomp(2), include/uapi/linux/bpf_common.h) from one list for x86_64 and
+aarch64.
 
 The sandbox's child imports this file too, so it needs nothing but the standard library.
 """
@@ -55,7 +56,8 @@ ALLOWED: Numbers = {
 DONE: Numbers = {
     "fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227),
 }
-# Their arguments are behind pointers, which a filter cannot follow; C libraries fall back to clone and openat.
+# Their arguments are behind pointers, which a filter cannot follow; C libraries fall back to clone
+# and openat.
 ABSENT: Numbers = {
     "clone3": (435, 435), "openat2": (437, 437),
 }
@@ -83,8 +85,8 @@ O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 PR_SET_NAME, PR_GET_NAME, PR_SET_VMA = 15, 16, 0x53564D41
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Duplicates, flags and locks. Excluded are F_SETOWN and F_SETSIG, which let the kernel send any signal to any
-process of the user, and leases and notifications, which send signals too."""
+"""Duplicates, flags and locks. Excluded are F_SETOWN and F_SETSIG, which let the kernel send any
+signal to any process of the user, and leases and notifications, which send signals too."""
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _EVERY_BIT = 0xFFFFFFFF
@@ -92,12 +94,13 @@ _EVERY_BIT = 0xFFFFFFFF
 Instruction = tuple[int, int, int, int]
 """Operation, jump if true, jump if false, and operand."""
 Condition = tuple[float, int, Sequence[int]]
-"""Number of an argument, mask, and allowed values of the argument's lower half: the kernel reads no more of an
-int or of clone's flags. Half a number more is the upper half."""
+"""Number of an argument, mask, and allowed values of the argument's lower half: the kernel reads no
+more of an int or of clone's flags. Half a number more is the upper half."""
 
 
 def seccomp_program(*, machine: str, pid: int) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; raise ValueError for a machine without a list.
+    """Return the filter as an array of `struct sock_filter`; raise ValueError for a machine without
+    a list.
 
     Args:
         machine: as in `os.uname().machine`.
@@ -132,12 +135,13 @@ def seccomp_program(*, machine: str, pid: int) -> bytes:
 def _conditions(pid: int) -> dict[str, list[Condition]]:
     """Return the conditions for each call of `CONDITIONAL`, all of which must hold."""
     own: list[Condition] = [(0, _EVERY_BIT, (pid,))]
-    # Not a read-only open that truncates, which Landlock did not check before Linux 6.2, and no file without a name,
-    # which the parent cannot count.
+    # Not a read-only open that truncates, which Landlock did not check before Linux 6.2, and no
+    # file without a name, which the parent cannot count.
     opens = (O_ACCMODE | O_TRUNC | O_TMPFILE, (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC))
     return {
         "clone": [(0, CLONE_THREAD, (CLONE_THREAD,))],
-        # Shared memory, even anonymous, keeps all its pages while one of them is mapped: beyond RLIMIT_AS.
+        # Shared memory, even anonymous, keeps all its pages while one of them is mapped: beyond
+        # RLIMIT_AS.
         "mmap": [(3, MAP_TYPE, (MAP_PRIVATE,))],
         "open": [(1, *opens)],
         "openat": [(2, *opens)],

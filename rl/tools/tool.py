@@ -54,8 +54,9 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the text that the model is shown. `arguments` already fit `parameters`.
 
-        A tool keeps its own time limit, and releases its resources when the call is cancelled. If a call fails, it
-        raises ToolError; any other exception is a bug in the tool and fails the rollout.
+        A tool keeps its own time limit, and releases its resources when the call is cancelled. If a
+        call fails, it raises ToolError; any other exception is a bug in the tool and fails the
+        rollout.
         """
         ...
 
@@ -69,14 +70,15 @@ class ToolTimeoutError(ToolError):
 
 
 class FunctionTool:
-    """Tool that calls a Python function: `async def` in the event loop, `def` in a thread of its own.
+    """Tool that calls a Python function: `async def` in the event loop, `def` in a thread of its
+    own.
 
-    Name, description and JSON schema come from the signature and the docstring, whose `Args:` section (Google
-    style) describes every parameter. The model is shown a returned string as it is, anything else as JSON, and
-    an exception as an error.
+    Name, description and JSON schema come from the signature and the docstring, whose `Args:`
+    section (Google style) describes every parameter. The model is shown a returned string as it is,
+    anything else as JSON, and an exception as an error.
 
-    A thread cannot be stopped: a plain function that exceeds its time limit goes on until it returns or the
-    process ends. Run code that may never end in `PythonSandbox`.
+    A thread cannot be stopped: a plain function that exceeds its time limit goes on until it
+    returns or the process ends. Run code that may never end in `PythonSandbox`.
 
     Raises:
         ValueError: a parameter has no description, no annotation, or one that JSON cannot express.
@@ -168,8 +170,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
     for tool in tools:
         if not NAME.fullmatch(tool.name) or names.count(tool.name) > 1:
             raise ValueError(
-                f"tool name {tool.name!r}: must be 1 to 64 letters, digits, '_' and '-', and differ from the "
-                f"others of {names}"
+                f"tool name {tool.name!r}: must be 1 to 64 letters, digits, '_' and '-', and "
+                f"differ from the others of {names}"
             )
         try:
             Draft202012Validator.check_schema(dict(tool.parameters))
@@ -197,7 +199,9 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
 
 
 def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
-    """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit its schema."""
+    """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit
+    its schema.
+    """
     by_name = {tool.name: tool for tool in tools}
     if (tool := by_name.get(call.name)) is None:
         raise ToolError(
@@ -217,7 +221,9 @@ def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
 
 
 def announce(tools: Sequence[Tool], system: str = "") -> str:
-    """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact wording."""
+    """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact
+    wording.
+    """
     described = "".join(f"\n{json.dumps(describe(tool), ensure_ascii=False)}" for tool in tools)
     return (
         (f"{system}\n\n" if system else "")

@@ -1,7 +1,8 @@
 """Checkpoints of a policy with its optimizer, over torch.distributed.checkpoint.
 
-A checkpoint appears atomically: all ranks write into a hidden folder, and the first rank adds the manifest and
-renames the folder when every rank is done. Each rank writes one file; a checkpoint opens in any layout.
+A checkpoint appears atomically: all ranks write into a hidden folder, and the first rank adds the
+manifest and renames the folder when every rank is done. Each rank writes one file; a checkpoint
+opens in any layout.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Checkpointer(Configurable):
         self.optimizer = optimizer
         self.reference = reference
         self._tokenizer = None if assets is None else tokenizer_fingerprint(assets)
-        # Background saves communicate while training does, so they have a process group of their own.
+        # Background saves communicate while training does, so they have a process group of their
+        # own.
         self._group: dist.ProcessGroup | None = None
         mesh = policy.mesh
         if mesh is not None:
@@ -110,7 +112,8 @@ class Checkpointer(Configurable):
         model_only: bool = False,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint and, if its folder is named `step-<n>`, remove all but the latest few beside it.
+        """Write a checkpoint and, if its folder is named `step-<n>`, remove all but the latest few
+        beside it.
 
         A save in progress is waited for first, and its error raised.
 
@@ -143,7 +146,9 @@ class Checkpointer(Configurable):
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait for the background save; raises CheckpointError if it failed, or is in progress after `timeout_s`."""
+        """Wait for the background save; raises CheckpointError if it failed, or is in progress
+        after `timeout_s`.
+        """
         if self._pending is None:
             return
         path, done = self._pending
@@ -151,7 +156,8 @@ class Checkpointer(Configurable):
             done.exception(self.config.timeout_s)
         except TimeoutError:
             raise CheckpointError(
-                f"checkpoint {path} is not written after checkpoint.timeout_s={self.config.timeout_s:g}"
+                f"checkpoint {path} is not written after "
+                f"checkpoint.timeout_s={self.config.timeout_s:g}"
             ) from None
         self._pending = None
         done.result()
@@ -164,11 +170,12 @@ class Checkpointer(Configurable):
         model_only: bool = False,
         exclude: Sequence[str] | None = None,
     ) -> int:
-        """Restore a checkpoint of any layout in place, and return the policy version to continue with.
+        """Restore a checkpoint of any layout in place, and return the policy version to continue
+        with.
 
-        A Hugging Face folder sets the weights, a PEFT folder the adapters; both start at version 0. Where the
-        policy starts at version 0, the reference policy takes the same weights; otherwise it takes its own from
-        the checkpoint.
+        A Hugging Face folder sets the weights, a PEFT folder the adapters; both start at version 0.
+        Where the policy starts at version 0, the reference policy takes the same weights; otherwise
+        it takes its own from the checkpoint.
 
         Args:
             policy_version: current version, which stays if `train_state` is excluded.
@@ -227,7 +234,9 @@ class Checkpointer(Configurable):
         self._start_anew()
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of this rank, reference weights included, as nothing else keeps them."""
+        """Return what a checkpoint holds of this rank, reference weights included, as nothing else
+        keeps them.
+        """
         tensors = model_tensors(self.policy.model)
         if not model_only:
             tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
@@ -279,7 +288,9 @@ class Checkpointer(Configurable):
         more: Mapping[str, bytes],
         saved: SavedState,
     ) -> None:
-        """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
+        """Write a checkpoint; every rank returns, or raises, when the first rank has given it its
+        name.
+        """
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
         with ExitStack() as hidden, checkpoint_errors(not_written):

@@ -1,4 +1,6 @@
-"""Settings of checkpoints, and the choice of what a run loads before its first step. Tensors are not read here."""
+"""Settings of checkpoints, and the choice of what a run loads before its first step. Tensors are
+not read here.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class CheckpointConfig(Configurable.Config):
     enable: bool = True
     """Save and load checkpoints; False also skips the Hugging Face folder at the end."""
     folder: str = field(default=RUN_FOLDER, metadata=only_if("enable", True))
-    """`checkpoints` for a folder inside the run's folder, or an absolute path; a later run with the same
-    absolute path continues its latest checkpoint."""
+    """`checkpoints` for a folder inside the run's folder, or an absolute path; a later run with the
+    same absolute path continues its latest checkpoint."""
     interval: int = field(default=500, metadata=_SAVES)
     """Steps between checkpoints; the last step is always saved."""
     enable_first_step_checkpoint: bool = field(default=False, metadata=_SAVES)
@@ -48,12 +50,13 @@ class CheckpointConfig(Configurable.Config):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = field(
         default="disabled", metadata=_SAVES
     )
-    """Write a copy in host memory while training continues; page-locked memory copies faster and stays
-    allocated between saves (needs a GPU)."""
+    """Write a copy in host memory while training continues; page-locked memory copies faster and
+    stays allocated between saves (needs a GPU)."""
     timeout_s: float = 1800.0
     """Seconds to wait for a background save, and for other ranks during saving and loading."""
     last_save_model_only: bool = field(default=False, metadata=_SAVES)
-    """Leave optimizer and random states out of the last checkpoint, which then cannot be continued."""
+    """Leave optimizer and random states out of the last checkpoint, which then cannot be continued.
+    """
     last_save_in_hf: bool = field(default=True, metadata=_SAVES)
     """Write the final weights as a Hugging Face folder, hf/, too."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = field(
@@ -61,16 +64,19 @@ class CheckpointConfig(Configurable.Config):
     )
     """Dtype of the weights in a Hugging Face folder."""
     initial_load_path: str | None = None
-    """Checkpoint to start from, or a folder of checkpoints; ignored once `folder` holds a checkpoint."""
+    """Checkpoint to start from, or a folder of checkpoints; ignored once `folder` holds a
+    checkpoint.
+    """
     initial_load_model_only: bool = True
-    """Load only the weights from `initial_load_path` and start at step 0; False continues that run with
-    optimizer, policy version, random states and the loop's position."""
+    """Load only the weights from `initial_load_path` and start at step 0; False continues that run
+    with optimizer, policy version, random states and the loop's position."""
     initial_load_in_hf: bool = field(default=False, metadata=unless("initial_load_path", None))
     """Read `initial_load_path` as a Hugging Face folder."""
     initial_load_in_hf_quantized: bool = field(
         default=False,
         metadata=refused(
-            "quantized weights cannot be trained; convert the folder to bfloat16 and load it with initial_load_in_hf"
+            "quantized weights cannot be trained; convert the folder to bfloat16 and load it with "
+            "initial_load_in_hf"
         ),
     )
     """Quantized weights; refused."""
@@ -79,11 +85,11 @@ class CheckpointConfig(Configurable.Config):
     load_only: bool = field(default=False, metadata=only_if("enable", True))
     """Load and never save."""
     exclude_from_loading: tuple[str, ...] = field(default=(), metadata=only_if("enable", True))
-    """Parts that keep their state when a checkpoint is loaded: model, optimizer, reference, train_state (the
-    policy version, which also sets the learning rate), random, dataloader (the loop's position), a tensor or a
-    dotted prefix of its name, or a pattern such as model.layers.*.norm.weight. tokenizer: accept a
-    checkpoint that was made with another tokenizer; problems: one of a run with other training problems, also
-    for --resume."""
+    """Parts that keep their state when a checkpoint is loaded: model, optimizer, reference,
+    train_state (the policy version, which also sets the learning rate), random, dataloader (the
+    loop's position), a tensor or a dotted prefix of its name, or a pattern such as
+    model.layers.*.norm.weight. tokenizer: accept a checkpoint that was made with another tokenizer;
+    problems: one of a run with other training problems, also for --resume."""
 
     def __post_init__(self) -> None:
         check_refused(self)
@@ -92,23 +98,25 @@ class CheckpointConfig(Configurable.Config):
         check_bounds(self, "load_step", at_least=LATEST)
         if self.keep_latest_k < 0 or self.keep_latest_k == 1:
             raise ValueError(
-                f"keep_latest_k={self.keep_latest_k}: must be 0 (all) or at least 2, so that a damaged "
-                "checkpoint leaves one to fall back to"
+                f"keep_latest_k={self.keep_latest_k}: must be 0 (all) or at least 2, so that a "
+                "damaged checkpoint leaves one to fall back to"
             )
         if self.shared_folder is None and self.folder != RUN_FOLDER:
             raise ValueError(
-                f"folder={self.folder!r}: must be {RUN_FOLDER!r}, inside the run's folder, or an absolute path"
+                f"folder={self.folder!r}: must be {RUN_FOLDER!r}, inside the run's folder, or an "
+                "absolute path"
             )
         if not self.enable and self.initial_load_path is not None:
             raise ValueError(
-                f"initial_load_path={self.initial_load_path!r}: must be None with enable=False, which loads nothing"
+                f"initial_load_path={self.initial_load_path!r}: must be None with enable=False, "
+                "which loads nothing"
             )
         if not self.initial_load_model_only and (
             self.initial_load_path is None or self.initial_load_in_hf
         ):
             raise ValueError(
-                "initial_load_model_only=False: needs initial_load_path, and initial_load_in_hf=False, "
-                "because a Hugging Face folder holds only the model"
+                "initial_load_model_only=False: needs initial_load_path, and "
+                "initial_load_in_hf=False, because a Hugging Face folder holds only the model"
             )
         for name in self.exclude_from_loading:
             if not name or name.split(".")[0] == "lr_scheduler":
@@ -150,14 +158,17 @@ class LoadSource:
     position: LoopPosition | None
     """Position at which the loop continues; None starts the loop anew."""
     whole: bool = False
-    """True for a checkpoint of the run itself, which is loaded regardless of `exclude_from_loading`."""
+    """True for a checkpoint of the run itself, which is loaded regardless of
+    `exclude_from_loading`.
+    """
 
 
 def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
     """Return what the config asks to load, after checking that its files are complete.
 
-    With `repairs`, damaged checkpoints at the end of `folder` are set aside and the one before is taken. Raises
-    ValueError if something is missing or damaged, or the run could not save into `folder` later.
+    With `repairs`, damaged checkpoints at the end of `folder` are set aside and the one before is
+    taken. Raises ValueError if something is missing or damaged, or the run could not save into
+    `folder` later.
     """
     if not config.enable:
         return None
@@ -175,20 +186,23 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     source = _checkpoint(_path_of_step(steps, load_step, folder=shared), config, model_only=False)
     if source.position is None and not config.load_only:
         raise ValueError(
-            f"folder={config.folder!r} holds checkpoints, but the loop would start at step 0 and save the "
-            "same steps again; load with initial_load_path into another folder"
+            f"folder={config.folder!r} holds checkpoints, but the loop would start at step 0 and "
+            "save the same steps again; load with initial_load_path into another folder"
         )
     return source
 
 
 def initial_source(config: CheckpointConfig) -> LoadSource | None:
-    """Return what `initial_load_path` asks to load, or None; raises ValueError as `find_load_source`."""
+    """Return what `initial_load_path` asks to load, or None; raises ValueError as
+    `find_load_source`.
+    """
     load_step = config.load_step
     if config.initial_load_path is None:
         if load_step != LATEST or config.load_only:
             raise ValueError(
-                f"load_step={load_step}, load_only={config.load_only}: there is no checkpoint to load; set "
-                f"initial_load_path, or a folder that holds checkpoints (folder={config.folder!r})"
+                f"load_step={load_step}, load_only={config.load_only}: there is no checkpoint to "
+                "load; set initial_load_path, or a folder that holds checkpoints "
+                f"(folder={config.folder!r})"
             )
         return None
     path = Path(config.initial_load_path).expanduser().absolute()
@@ -202,22 +216,23 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
             )
         if not (path / HF_CONFIG).exists() and (is_checkpoint(path) or saved_steps(path)):
             raise ValueError(
-                f"initial_load_in_hf=True: {path} is a checkpoint, or a folder of them, and has no config.json: set "
-                "initial_load_in_hf=False, or give a Hugging Face folder"
+                f"initial_load_in_hf=True: {path} is a checkpoint, or a folder of them, and has no "
+                "config.json: set initial_load_in_hf=False, or give a Hugging Face folder"
             )
         return LoadSource(path=path, model_only=True, position=None)
     if steps := saved_steps(path):
         path = _path_of_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
         raise ValueError(
-            f"initial_load_path={path}: must be a checkpoint, a folder of step-<n> for load_step={load_step}, "
-            "or, with initial_load_in_hf, a Hugging Face folder"
+            f"initial_load_path={path}: must be a checkpoint, a folder of step-<n> for "
+            f"load_step={load_step}, or, with initial_load_in_hf, a Hugging Face folder"
         )
     return _checkpoint(path, config, model_only=config.initial_load_model_only)
 
 
 def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
-    """Return the latest checkpoint of a run's own folder, or None; raises ValueError if it cannot be continued.
+    """Return the latest checkpoint of a run's own folder, or None; raises ValueError if it cannot
+    be continued.
 
     Args:
         num_steps: number of steps that the run is to have in all.
@@ -234,7 +249,8 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
         raise ValueError(f"{path} was not saved by a loop, so no run can continue it; move it away")
     if position.step > num_steps:
         raise ValueError(
-            f"loop.num_steps={num_steps}: must be at least {position.step}, the steps that {path} has done"
+            f"loop.num_steps={num_steps}: must be at least {position.step}, the steps that {path} "
+            "has done"
         )
     if state.model_only and position.step < num_steps:
         raise ValueError(
@@ -250,13 +266,15 @@ def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
         raise ValueError(f"folder={config.folder!r}: {existing} is not a writable folder")
     if config.exports and (folder / HF_FOLDER).exists():
         raise ValueError(
-            f"last_save_in_hf=True: {folder / HF_FOLDER} exists, from a run that ended; move it away"
+            f"last_save_in_hf=True: {folder / HF_FOLDER} exists, from a run that ended; move it "
+            "away"
         )
     steps = saved_steps(folder)
     if load_step in steps and load_step < max(steps):
         raise ValueError(
-            f"load_step={load_step}: {folder} also holds later steps up to {max(steps)}, which this run would "
-            "save again; move them away, or load with initial_load_path into another folder"
+            f"load_step={load_step}: {folder} also holds later steps up to {max(steps)}, which "
+            "this run would save again; move them away, or load with initial_load_path into "
+            "another folder"
         )
 
 
@@ -274,7 +292,8 @@ def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> Lo
     state = read_state(path)
     if state.model_only and not model_only:
         raise ValueError(
-            f"{path} {_MODEL_ONLY}; load an earlier step, or start from it with initial_load_model_only"
+            f"{path} {_MODEL_ONLY}; load an earlier step, or start from it with "
+            "initial_load_model_only"
         )
     continues = not model_only and not excluded(DATALOADER, config.exclude_from_loading)
     return LoadSource(

@@ -67,7 +67,8 @@ class SavedState:
     position: LoopPosition | None
     """Position of the loop that saved, or None if no loop did."""
     converters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Converter settings that change the meaning of the weights (`ModelConverters.saved_settings`)."""
+    """Converter settings that change the meaning of the weights (`ModelConverters.saved_settings`).
+    """
     base_model: str | None = None
     """Hugging Face folder of the frozen base weights, if there is one (`Policy.base_model`)."""
     tokenizer: TokenizerFingerprint | None = None
@@ -112,7 +113,9 @@ def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSu
 
 
 def read_state(folder: str | Path) -> SavedState:
-    """Read the state that `write_description` wrote; raises ValueError if it is damaged or of another version."""
+    """Read the state that `write_description` wrote; raises ValueError if it is damaged or of
+    another version.
+    """
     file = Path(folder) / STATE
     values = _read_json(file)
     try:
@@ -171,8 +174,8 @@ def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
         num_bytes = file.stat().st_size
         if num_bytes != written.num_bytes:
             raise DamagedCheckpointError(
-                f"checkpoint file {file} is truncated: it has {num_bytes} bytes, {written.num_bytes} were "
-                "written"
+                f"checkpoint file {file} is truncated: it has {num_bytes} bytes, "
+                f"{written.num_bytes} were written"
             )
 
 
@@ -212,7 +215,9 @@ def newest_usable(
 
 
 def keep_latest(path: Path, k: int) -> None:
-    """Remove all but the latest `k` steps beside a new step; step 0, the seed, stays. A `k` of 0 keeps all."""
+    """Remove all but the latest `k` steps beside a new step; step 0, the seed, stays. A `k` of 0
+    keeps all.
+    """
     steps = saved_steps(path.parent)
     if not k or path not in steps.values():
         return
@@ -250,7 +255,8 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
     for name in sums:
         if not name or Path(name).name != name:
             raise DamagedCheckpointError(
-                f"checkpoint file {folder / MANIFEST} lists {name!r}: must be the name of a file beside it"
+                f"checkpoint file {folder / MANIFEST} lists {name!r}: must be the name of a file "
+                "beside it"
             )
     return sums
 
@@ -272,6 +278,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
     if found not in _READABLE:
         raise ValueError(
-            f"checkpoint file {file} has format {found!r}; this version reads {' and '.join(map(str, _READABLE))}"
+            f"checkpoint file {file} has format {found!r}; this version reads "
+            f"{' and '.join(map(str, _READABLE))}"
         )
     return content

@@ -1,7 +1,8 @@
 """The file `.metadata` of a checkpoint, read without running anything that it names.
 
-torch.distributed.checkpoint pickles the names, sizes and places of all tensors into it. A pickle may name any function
-to be called, so the file is read into records without behaviour, which are then checked and translated.
+torch.distributed.checkpoint pickles the names, sizes and places of all tensors into it. A pickle
+may name any function to be called, so the file is read into records without behaviour, which are
+then checked and translated.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ _RECORDS = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-"""Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and dtypes."""
+"""Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and
+dtypes.
+"""
 _LOAD: Any = pickle._Unpickler.dispatch
 """Methods by code of a pickle."""
 _UNUSED_CODES = (
     pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
 )
-"""Codes of a pickle, not used by checkpoints, that hash content or take memory before there is any."""
+"""Codes of a pickle, not used by checkpoints, that hash content or take memory before there is any.
+"""
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -131,8 +135,8 @@ class _Record:
 class _Unpickler(pickle._Unpickler):
     """Unpickler that makes records of known classes, and refuses all others.
 
-    The one in Python: only there keys can be checked before they are hashed, which takes for ever for tuples that hold
-    one tuple twice, which holds another twice, and so on.
+    The one in Python: only there keys can be checked before they are hashed, which takes for ever
+    for tuples that hold one tuple twice, which holds another twice, and so on.
     """
 
     dispatch: ClassVar[Any] = {
@@ -153,8 +157,9 @@ class _Unpickler(pickle._Unpickler):
         if found is torch.Size or isinstance(found, torch.dtype):
             return found
         raise _ForeignClassError(
-            f"checkpoint file {self._file} names {f'{module}.{name}'[:200]!r}, which a checkpoint has no use for and "
-            "which is not run: it was damaged, or made to attack you; load no file of its folder"
+            f"checkpoint file {self._file} names {f'{module}.{name}'[:200]!r}, which a checkpoint "
+            "has no use for and which is not run: it was damaged, or made to attack you; load no "
+            "file of its folder"
         )
 
     def _set_item(self) -> None:

@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint: their names, whether they fit the run that loads them, reading and writing.
+"""Tensors of a checkpoint: their names, whether they fit the run that loads them, reading and
+writing.
 
-The controller checks that a checkpoint fits on a model without memory before a run starts; the trainer checks it
-again on loading. torch.distributed.checkpoint reads and writes.
+The controller checks that a checkpoint fits on a model without memory before a run starts; the
+trainer checks it again on loading. torch.distributed.checkpoint reads and writes.
 """
 
 from __future__ import annotations
@@ -62,13 +63,17 @@ def optimizer_tensors(
 
 
 def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
-    """Return what a run may leave out of a checkpoint of its own: what is only compared, or could not be read."""
+    """Return what a run may leave out of a checkpoint of its own: what is only compared, or could
+    not be read.
+    """
     parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)
     return tuple(part for part in parts if excluded(part, patterns))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern is the name, a dotted prefix of the name, or a glob that matches the name."""
+    """Return whether a pattern is the name, a dotted prefix of the name, or a glob that matches the
+    name.
+    """
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
@@ -84,13 +89,14 @@ def matching_tensors(
     """Return the tensors of `into` to load: all that are not excluded, if names and shapes agree.
 
     Args:
-        into: tensors of a converted model, its optimizer and its reference by the names that a checkpoint uses;
-            they may be on the meta device. Parts of the checkpoint that are not in `into` are ignored.
+        into: tensors of a converted model, its optimizer and its reference by the names that a
+            checkpoint uses; they may be on the meta device. Parts of the checkpoint that are not in
+            `into` are ignored.
         elsewhere: shapes of tensors that other ranks load.
 
     Raises:
-        ValueError: a tensor is missing, surplus or of another shape, converters have other settings, random states
-            are pickles, or a pattern in `exclude` matches nothing.
+        ValueError: a tensor is missing, surplus or of another shape, converters have other
+            settings, random states are pickles, or a pattern in `exclude` matches nothing.
     """
     needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()} | dict(elsewhere)
     parts = {name.split(".")[0] for name in into}
@@ -111,9 +117,10 @@ def matching_tensors(
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ValueError(
-            f"checkpoint {path} does not fit this run: {'; '.join(differences[:3])}{more}. Give the run the "
-            "model, converters and optimizer that it was made with, or add the parts that keep their state "
-            f"({MODEL}.<tensor>, {OPTIMIZER}, {REFERENCE}) to checkpoint.exclude_from_loading"
+            f"checkpoint {path} does not fit this run: {'; '.join(differences[:3])}{more}. Give "
+            "the run the model, converters and optimizer that it was made with, or add the parts "
+            f"that keep their state ({MODEL}.<tensor>, {OPTIMIZER}, {REFERENCE}) to "
+            "checkpoint.exclude_from_loading"
         )
     return {name: into[name] for name in needed if name in into}
 
@@ -128,24 +135,26 @@ def check_tokenizer(
 ) -> None:
     """Raise ValueError unless the run has the tokenizer that the checkpoint was trained with.
 
-    A run that continues needs the same tokenizer and chat template; a run that takes only the weights needs
-    the same token ids. An unknown tokenizer (None) is accepted.
+    A run that continues needs the same tokenizer and chat template; a run that takes only the
+    weights needs the same token ids. An unknown tokenizer (None) is accepted.
     """
     if saved is None or present is None or excluded(TOKENIZER, exclude):
         return
     if differences := saved.differences(present, tokens_alone=model_only):
         raise ValueError(
             f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
-            f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder with the "
-            f"checkpoint's tokenizer, or add {TOKENIZER} to checkpoint.exclude_from_loading"
+            f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder "
+            f"with the checkpoint's tokenizer, or add {TOKENIZER} to "
+            "checkpoint.exclude_from_loading"
         )
 
 
 def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence[str]) -> None:
     if tensors.pickled and not excluded(RANDOM, exclude):
         raise ValueError(
-            f"checkpoint {path} is of an older version, which kept random states as pickles: they are not read, as a "
-            f"pickle can run code; add {RANDOM} to checkpoint.exclude_from_loading to continue with fresh ones"
+            f"checkpoint {path} is of an older version, which kept random states as pickles: they "
+            f"are not read, as a pickle can run code; add {RANDOM} to "
+            "checkpoint.exclude_from_loading to continue with fresh ones"
         )
 
 
@@ -157,8 +166,8 @@ def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str
     for pattern in exclude:
         if not any(excluded(name, (pattern,)) for name in names):
             raise ValueError(
-                f"exclude_from_loading: {pattern!r} names nothing that would be loaded from {path}; valid "
-                f"names are {', '.join(names[:7])} ..."
+                f"exclude_from_loading: {pattern!r} names nothing that would be loaded from "
+                f"{path}; valid names are {', '.join(names[:7])} ..."
             )
 
 
@@ -205,7 +214,8 @@ def write_tensors(
     more: Mapping[str, bytes],
     group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write the tensors of all ranks; return this rank's files, or raise a rank's OSError on every rank.
+    """Write the tensors of all ranks; return this rank's files, or raise a rank's OSError on every
+    rank.
 
     Args:
         more: content of further files of this rank, by their names.
@@ -259,7 +269,9 @@ def plain_errors() -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not in the metadata."""
+    """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not
+    in the metadata.
+    """
 
     def read_metadata(self) -> Metadata:  # of the whole checkpoint only
         return read_saved_tensors(Path(self.path)).metadata

@@ -108,11 +108,13 @@ def _check_layout(config: TrainerConfig, spec: ModelSpec) -> None:
 
 
 def _check_limits(config: TrainerConfig, spec: ModelSpec, *, device_type: str) -> None:
-    """Raise ValueError for a setting beyond the model's layers or positions, or the device's abilities."""
+    """Raise ValueError for a setting beyond the model's layers or positions, or the device's
+    abilities.
+    """
     if config.checkpoint.async_mode == "async_with_pinned_mem" and device_type != "cuda":
         raise ValueError(
-            "checkpoint.async_mode='async_with_pinned_mem': page-locked memory needs a GPU; without "
-            "one use 'async'"
+            "checkpoint.async_mode='async_with_pinned_mem': page-locked memory needs a GPU; "
+            "without one use 'async'"
         )
     option, num_layers = config.activation_checkpoint.selective_option, spec.model.num_layers
     if option != "op" and int(option) > num_layers:

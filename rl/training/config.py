@@ -29,24 +29,25 @@ class TrainingConfig:
     max_sequences_per_microbatch: int | None = None
     """Maximum number of samples in a micro-batch; None for no limit."""
     share_prompts: bool = True
-    """Send the prompt that samples of a micro-batch have in common through the model once; ignored with
-    context parallelism by allgather or a mixture of experts."""
+    """Send the prompt that samples of a micro-batch have in common through the model once; ignored
+    with context parallelism by allgather or a mixture of experts."""
     global_batch_size: int | None = field(
         default=None,
         metadata=refused(
-            "the loop decides how many samples an optimizer step takes: loop.groups_per_batch x loop.group_size / "
-            "loop.num_minibatches"
+            "the loop decides how many samples an optimizer step takes: loop.groups_per_batch x "
+            "loop.group_size / loop.num_minibatches"
         ),
     )
     """Samples of an optimizer step; refused."""
     max_sequence_length: int | None = None
-    """Longest sample in tokens, prompt and completion; None for the positions that the model has."""
+    """Longest sample in tokens, prompt and completion; None for the positions that the model has.
+    """
     max_norm: float = 1.0
     """Gradient norm above which gradients are clipped; inf only measures the norm."""
     dtype: Dtype = "float32"
-    """Dtype of the stored parameters, their accumulated gradients and the optimizer's state. A step in bfloat16 is
-    computed in float32 and rounded at random, right on average: rounded to the nearest number, most of an update of
-    1e-6 would be lost."""
+    """Dtype of the stored parameters, their accumulated gradients and the optimizer's state. A step
+    in bfloat16 is computed in float32 and rounded at random, right on average: rounded to the
+    nearest number, most of an update of 1e-6 would be lost."""
     param_dtype: Dtype = "float32"
     """Dtype of the parameters in forward and backward."""
     reduce_dtype: Dtype = "float32"
@@ -54,14 +55,17 @@ class TrainingConfig:
     logits_chunk_tokens: int | None = None
     """Maximum number of tokens whose logits exist at once; None for the whole micro-batch."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, step the optimizer there, and copy blocks
-    to the GPU one by one."""
+    """Keep parameters, gradients and optimizer state in host memory, step the optimizer there, and
+    copy blocks to the GPU one by one."""
     seed: int = 0
-    """Seed of Python's, numpy's and PyTorch's generators, and of weights that no folder provides."""
+    """Seed of Python's, numpy's and PyTorch's generators, and of weights that no folder provides.
+    """
     deterministic: bool = False
     """Use only kernels that return the same bits every time; slower on a GPU."""
     gc_every_steps: int = 0
-    """Steps between garbage collections, which then run on all ranks at once; 0 leaves them to Python."""
+    """Steps between garbage collections, which then run on all ranks at once; 0 leaves them to
+    Python.
+    """
     gc_debug: bool = field(default=False, metadata=unless("gc_every_steps", 0))
     """Log the number of objects that each of these collections freed, and its time."""
 
@@ -85,8 +89,8 @@ class ReferenceConfig:
     """Settings of the reference policy."""
 
     enable: bool = False
-    """Keep a frozen copy of the weights that training starts from, for a KL term; costs one more forward a step
-    and, on each rank, the parameters' size in param_dtype."""
+    """Keep a frozen copy of the weights that training starts from, for a KL term; costs one more
+    forward a step and, on each rank, the parameters' size in param_dtype."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,18 +98,18 @@ class ExpertBalanceConfig:
     """Settings of the load balance of a mixture of experts."""
 
     load_balance_rate: float = 0.0
-    """Change of an expert's bias after each optimizer step, against its load; 0 keeps the bias. 0.001 is
-    usual for scores that sum to 1."""
+    """Change of an expert's bias after each optimizer step, against its load; 0 keeps the bias.
+    0.001 is usual for scores that sum to 1."""
     force_load_balance: bool = False
-    """Send tokens to the experts in turn, ignoring the router; only for measurements, because the model's
-    output is wrong and differs between layouts."""
+    """Send tokens to the experts in turn, ignoring the router; only for measurements, because the
+    model's output is wrong and differs between layouts."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "load_balance_rate", at_least=0, below=float("inf"))
         if self.load_balance_rate and self.force_load_balance:
             raise ValueError(
-                f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, which ignores "
-                "scores and biases"
+                f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, "
+                "which ignores scores and biases"
             )
 
 
@@ -131,7 +135,8 @@ class TrainerConfig(Configurable.Config):
     )
     compile: CompileConfig = field(default_factory=CompileConfig)
     converters: tuple[ModelConverter.Config, ...] = ()
-    """Changes to the model before it is sharded, in order: LoRA, Float8, Float8GroupedMM, your own."""
+    """Changes to the model before it is sharded, in order: LoRA, Float8, Float8GroupedMM, your own.
+    """
     print_after_conversion: bool = False
     """Log the model's modules after the converters, on the first rank at level INFO."""
     experts: ExpertBalanceConfig = field(default_factory=ExpertBalanceConfig)

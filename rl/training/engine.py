@@ -1,11 +1,12 @@
-"""The training engine: gradients, optimizer steps, logprobs and checkpoints of one policy in any layout.
+"""The training engine: gradients, optimizer steps, logprobs and checkpoints of one policy in any
+layout.
 
-Every rank creates an engine and calls the same methods with the same arguments in the same order; each rank
-takes its share of the samples, and all return the same numbers. A single process needs no process group.
+Every rank creates an engine and calls the same methods with the same arguments in the same order;
+each rank takes its share of the samples, and all return the same numbers. A single process needs no
+process group.
 
-    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"), hf_assets_path="/models/Qwen3-0.6B")
-    engine.forward_backward(samples)
-    engine.optim_step()
+    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"),
+    hf_assets_path="/models/Qwen3-0.6B") engine.forward_backward(samples) engine.optim_step()
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ logger = logging.getLogger(__name__)
 class TrainingEngine(Configurable):
     """One policy in training. `policy_version` counts its optimizer steps.
 
-    A call of `forward_backward` or `optim_step` that fails after it has started drops the whole accumulated
-    gradient. With `optimizer.early_step_in_backward` parameters may have been stepped by then: only
-    `load_checkpoint` mends that.
+    A call of `forward_backward` or `optim_step` that fails after it has started drops the whole
+    accumulated gradient. With `optimizer.early_step_in_backward` parameters may have been stepped
+    by then: only `load_checkpoint` mends that.
     """
 
     Config: TypeAlias = TrainerConfig
@@ -79,15 +80,19 @@ class TrainingEngine(Configurable):
     ) -> None:
         """
         Args:
-            model_spec: model; a folder's sizes replace its own. None takes the family from the folder too.
-            hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random weights.
+            model_spec: model; a folder's sizes replace its own. None takes the family from the
+                folder too.
+            hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
+                weights.
             device: None takes this process's GPU, or the CPU if there is none.
             world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
-            failure_folder: receives the batch of a loss that is not finite, and the collectives of a failure.
+            failure_folder: receives the batch of a loss that is not finite, and the collectives of
+                a failure.
             rank: meshes to share with other engines of this process; None joins the process group.
 
         Raises:
-            ValueError: the degrees do not fit the world size or the model, or the folder does not fit.
+            ValueError: the degrees do not fit the world size or the model, or the folder does not
+                fit.
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
@@ -107,7 +112,8 @@ class TrainingEngine(Configurable):
             world=world,
             device=self.device,
             comm=config.comm,
-            always=config.training.cpu_offload,  # FSDP copies, so that one process needs a mesh too.
+            # FSDP copies, so that one process needs a mesh too.
+            always=config.training.cpu_offload,
             record_in=failure_folder,
         )
         self.policy = self._make_policy(config.training)
@@ -170,12 +176,12 @@ class TrainingEngine(Configurable):
 
         Args:
             loss: None takes the configured loss.
-            return_logprobs: True returns the logprobs of all samples on every rank; a sequence returns those
-                of the samples at these indices, in this order.
+            return_logprobs: True returns the logprobs of all samples on every rank; a sequence
+                returns those of the samples at these indices, in this order.
 
         Raises:
-            ValueError: there are no samples, a sample fits no micro-batch, losses with and without a
-                denominator are mixed, or an index is out of range.
+            ValueError: there are no samples, a sample fits no micro-batch, losses with and without
+                a denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         with self._explaining_memory("forward_backward"):
@@ -206,14 +212,14 @@ class TrainingEngine(Configurable):
 
         Args:
             params: settings for this step; `lr` replaces the schedule's.
-            allow_empty: step with a gradient of zero if nothing is accumulated or no token was valid, so that
-                the optimizer's running means and the weights decay.
+            allow_empty: step with a gradient of zero if nothing is accumulated or no token was
+                valid, so that the optimizer's running means and the weights decay.
 
         Raises:
-            ValueError: nothing is accumulated, no token was valid, or a setting is out of range; the gradient
-                is kept.
-            NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated, unless parameters were
-                stepped early.
+            ValueError: nothing is accumulated, no token was valid, or a setting is out of range;
+                the gradient is kept.
+            NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated, unless
+                parameters were stepped early.
         """
         if params is not None and self.config.optimizer.early_step_in_backward:
             raise ValueError(f"optim_step({params}): must have no settings, because {STEPPED}")
@@ -308,7 +314,8 @@ class TrainingEngine(Configurable):
         Raises:
             FileExistsError: the folder exists.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
-            CheckpointError: this save, or the background save before it, failed, or the weights are those of no step.
+            CheckpointError: this save, or the background save before it, failed, or the weights are
+                those of no step.
         """
         if self._gradient.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
@@ -325,13 +332,15 @@ class TrainingEngine(Configurable):
     def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
-        """Load a checkpoint, a Hugging Face folder or a PEFT adapter, and return the policy version.
+        """Load a checkpoint, a Hugging Face folder or a PEFT adapter, and return the policy
+        version.
 
-        An accumulated gradient is dropped. See `Checkpointer.load` for what each kind of folder sets.
+        An accumulated gradient is dropped. See `Checkpointer.load` for what each kind of folder
+        sets.
 
         Raises:
-            ValueError: the folder is of no known kind, incomplete, damaged or of another architecture, or the
-                reference policy's weights are gone.
+            ValueError: the folder is of no known kind, incomplete, damaged or of another
+                architecture, or the reference policy's weights are gone.
         """
         self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
@@ -349,7 +358,8 @@ class TrainingEngine(Configurable):
 
         Raises:
             FileExistsError: the folder exists and is not empty.
-            CheckpointError: the folder could not be written, or the weights are those of no step; nothing remains.
+            CheckpointError: the folder could not be written, or the weights are those of no step;
+                nothing remains.
         """
         self._check_version()
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
@@ -371,8 +381,8 @@ class TrainingEngine(Configurable):
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's parameters, adapters merged, and persistent buffers by name.
 
-        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not copied. A rank of
-        a pipeline has those of its stages.
+        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not
+        copied. A rank of a pipeline has those of its stages.
         """
         self._check_version()
         with awaiting("model_state_dict"):
@@ -384,7 +394,9 @@ class TrainingEngine(Configurable):
             raise CheckpointError(STEPPED)
 
     def buffer_names(self) -> set[str]:
-        """Return the names in `model_state_dict` that are buffers, which keep their dtype when pushed."""
+        """Return the names in `model_state_dict` that are buffers, which keep their dtype when
+        pushed.
+        """
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
@@ -427,10 +439,11 @@ def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
 
 
 def _stop_collections(training: TrainingConfig) -> bool:
-    """Leave garbage collection to the engine if it is configured; return whether Python collected before.
+    """Leave garbage collection to the engine if it is configured; return whether Python collected
+    before.
 
-    Python pauses one process at an unpredictable moment, for which all other ranks would wait, one pause after
-    another. Collections at the same steps pause them together.
+    Python pauses one process at an unpredictable moment, for which all other ranks would wait, one
+    pause after another. Collections at the same steps pause them together.
     """
     stops = training.gc_every_steps > 0 and gc.isenabled()
     if stops:

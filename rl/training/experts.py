@@ -1,7 +1,7 @@
 """Load balance of a mixture's experts: counted in every layout, reported, and evened out.
 
-Shape legend: T packed tokens of one micro-batch, t those of this rank's routers, K experts of each token,
-N experts, L layers of the whole model.
+Shape legend: T packed tokens of one micro-batch, t those of this rank's routers, K experts of each
+token, N experts, L layers of the whole model.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class ExpertBalance:
     ) -> None:
         """
         Args:
-            parts: this rank's parts of the model, in the names of whose routers the first number is the layer's.
-            real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that are no padding, before
-                tensor parallelism splits them.
+            parts: this rank's parts of the model, in the names of whose routers the first number is
+                the layer's.
+            real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that are no
+                padding, before tensor parallelism splits them.
         """
         self.config = config
         self.mesh = mesh
@@ -111,7 +112,9 @@ class ExpertBalance:
         self._of_step_LN.zero_()
 
     def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
-        """Return a mask [t] that counts each token on one of the tensor-parallel ranks that route it."""
+        """Return a mask [t] that counts each token on one of the tensor-parallel ranks that route
+        it.
+        """
         if self.mesh is None or self.mesh[TP].size() == 1:
             return real_T
         rank = self.mesh.get_local_rank(TP)

@@ -20,10 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RunError, ArithmeticError):
-    """A loss or gradient, `what`, is NaN or infinite; raised on every rank after the gradient is dropped."""
+    """A loss or gradient, `what`, is NaN or infinite; raised on every rank after the gradient is
+    dropped.
+    """
 
     def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
-        """`what` is the quantity and its value; the npz file `batch_file` has the samples since the last step."""
+        """`what` is the quantity and its value; the npz file `batch_file` has the samples since the
+        last step.
+        """
         super().__init__(what, policy_version, batch_file)
         self.what = what
         self.policy_version = policy_version
@@ -76,7 +80,9 @@ def non_finite(
 
 
 def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
-    """Write samples as an npz file with one array `<number>.<field>` for each field that is not None."""
+    """Write samples as an npz file with one array `<number>.<field>` for each field that is not
+    None.
+    """
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     arrays = {
         f"{number}.{f.name}": value

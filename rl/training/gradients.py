@@ -1,7 +1,7 @@
 """Accumulation of gradients over micro-batches and calls, and the step's norm, scale and clip.
 
-Gradients are sums over micro-batches, calls and ranks; `optim_step` divides once by the summed denominator. So k
-calls on parts of a batch equal one call on the whole.
+Gradients are sums over micro-batches, calls and ranks; `optim_step` divides once by the summed
+denominator. So k calls on parts of a batch equal one call on the whole.
 
 Shape legend: T packed tokens of one micro-batch, K targets of each where there are several.
 """
@@ -37,15 +37,17 @@ from rl.utils.tensor_memory import to_device
 METRIC = "metric "
 """Prefix of the names of a loss's own metrics among other sums."""
 STEPPED = (
-    "forward_backward has stepped weights already, with optimizer.early_step_in_backward=True: call optim_step after "
-    "each call, or load_checkpoint if a call failed"
+    "forward_backward has stepped weights already, with optimizer.early_step_in_backward=True: "
+    "call optim_step after each call, or load_checkpoint if a call failed"
 )
 
 
 class GradientAccumulator:
-    """The gradient between two optimizer steps; every rank makes the same calls with the same samples.
+    """The gradient between two optimizer steps; every rank makes the same calls with the same
+    samples.
 
-    A call that fails after it has started drops the whole gradient; a call that is refused changes nothing.
+    A call that fails after it has started drops the whole gradient; a call that is refused changes
+    nothing.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class GradientAccumulator:
         self.num_calls = 0
         """Calls since the last `optim_step`."""
         self.denominator: float | None = None
-        """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no division."""
+        """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no
+        division.
+        """
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
         self._steps_early = False
@@ -130,7 +134,9 @@ class GradientAccumulator:
         return result
 
     def scale(self, *, allow_empty: bool = False) -> float:
-        """Return the factor of the summed gradient; raises ValueError as `TrainingEngine.optim_step`."""
+        """Return the factor of the summed gradient; raises ValueError as
+        `TrainingEngine.optim_step`.
+        """
         if self.has_stepped and not self.num_calls:
             raise ValueError(STEPPED)
         if allow_empty and not self.denominator:
@@ -148,7 +154,9 @@ class GradientAccumulator:
         return 1.0 / self.denominator
 
     def finish(self, *, scale: float, max_norm: float, version: int) -> float:
-        """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises NonFiniteLossError."""
+        """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises
+        NonFiniteLossError.
+        """
         parameters, mesh = list(self._policy.trained_parameters.values()), self._policy.mesh
         if not self.num_calls:
             for parameter in parameters:
@@ -175,7 +183,9 @@ class GradientAccumulator:
 
     @contextmanager
     def dropped_on_error(self, what: str) -> Iterator[None]:
-        """Drop the gradient if the block fails; a collective that fails is reported as part of `what`."""
+        """Drop the gradient if the block fails; a collective that fails is reported as part of
+        `what`.
+        """
         try:
             with awaiting(what, record_in=self._failure_folder):
                 yield
@@ -211,13 +221,13 @@ class GradientAccumulator:
     def _check_denominator(self, output: LossOutput) -> None:
         if self._steps_early and output.denominator is not None:
             raise ValueError(
-                "optimizer.early_step_in_backward=True with a loss that has a denominator: give it normalization "
-                "'none', or set early_step_in_backward to False"
+                "optimizer.early_step_in_backward=True with a loss that has a denominator: give it "
+                "normalization 'none', or set early_step_in_backward to False"
             )
         if self.num_calls and (output.denominator is None) != (self.denominator is None):
             raise ValueError(
-                "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "
-                "optim_step between them"
+                "this loss has a denominator and an earlier one of the same step has none, or the "
+                "reverse: call optim_step between them"
             )
 
     def _check_finite(
@@ -230,7 +240,9 @@ class GradientAccumulator:
 
 
 class CallSums:
-    """Micro-batches of one call, and sums over them that stay on the device until the end of the call."""
+    """Micro-batches of one call, and sums over them that stay on the device until the end of the
+    call.
+    """
 
     def __init__(
         self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]
@@ -252,7 +264,9 @@ class CallSums:
                 device=policy.device,
             )
         self._sums: list[dict[str, Tensor]] = []
-        """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with METRIC."""
+        """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with
+        METRIC.
+        """
         self._largest: list[Tensor] = []
 
     @property
@@ -303,7 +317,9 @@ class CallSums:
         self._largest.append(diff_T.amax().double())
 
     def result(self) -> ForwardBackwardResult:
-        """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0, a ratio 1."""
+        """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0,
+        a ratio 1.
+        """
         policy, samples = self._policy, self._samples
         names = list(self._sums[0]) if self._sums else []
         if policy.pipeline is not None:  # Only the last stage knows the sums.
@@ -352,11 +368,13 @@ class CallSums:
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Lay out the gradients as their parameters, where backward has left them otherwise on tensor-parallel ranks.
+    """Lay out the gradients as their parameters, where backward has left them otherwise on
+    tensor-parallel ranks.
 
-    The gradient of a replicated parameter, as of a norm, is a partial sum: its rank has seen only its own tokens or
-    heads. That of a row-sharded embedding is whole on every rank. A norm or a step that took such a gradient for its
-    parameter's shard would count it several times, or be wrong.
+    The gradient of a replicated parameter, as of a norm, is a partial sum: its rank has seen only
+    its own tokens or heads. That of a row-sharded embedding is whole on every rank. A norm or a
+    step that took such a gradient for its parameter's shard would count it several times, or be
+    wrong.
     """
     for parameter in parameters:
         grad, data = parameter.grad, parameter.data
@@ -386,10 +404,11 @@ def local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor
 
 
 def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None) -> Tensor:
-    """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the world is whole.
+    """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the
+    world is whole.
 
-    Each rank adds the squares of its shards' norms, divided by the number of ranks that hold the same shard, which
-    are of one stage.
+    Each rank adds the squares of its shards' norms, divided by the number of ranks that hold the
+    same shard, which are of one stage.
     """
     squares = torch.stack(list(norms.values())).double().square()
     shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
@@ -401,7 +420,9 @@ def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
-    """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K] becomes [T K]."""
+    """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K]
+    becomes [T K].
+    """
     return LossInputs(
         logprobs=logprobs_T.flatten(),
         generator_logprobs=batch.generator_logprobs.flatten(),
@@ -434,7 +455,8 @@ def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequenc
     indices = list(asked)
     if any(not 0 <= index < num_samples for index in indices) or len(set(indices)) < len(indices):
         raise ValueError(
-            f"return_logprobs={indices}: must be different sample indices from 0 to {num_samples - 1}"
+            f"return_logprobs={indices}: must be different sample indices from 0 to "
+            f"{num_samples - 1}"
         )
     return indices
 

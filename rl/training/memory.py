@@ -1,11 +1,11 @@
 """Estimate of the memory that a layout needs on each device, before anything is allocated.
 
-Parameters, gradients and optimizer state are exact up to the padding of shards; the rest is counted from the shapes
-of the converted model, within 30% of a step's peak. For compiled blocks the estimate is an upper bound, because the
-compiler keeps fewer activations.
+Parameters, gradients and optimizer state are exact up to the padding of shards; the rest is counted
+from the shapes of the converted model, within 30% of a step's peak. For compiled blocks the
+estimate is an upper bound, because the compiler keeps fewer activations.
 
-Legend: E model width; Q and K widths of the queries and of the keys, F feed-forward width, each on one
-tensor-parallel rank.
+Legend: E model width; Q and K widths of the queries and of the keys, F feed-forward width, each on
+one tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class MemoryEstimate:
     optimizer: int
     """Optimizer state between steps."""
     gathered: int
-    """Parameters and gradients beyond this rank's shards in forward and backward, and the shards' gradients if
-    parameters are stepped in the backward: with a single micro-batch they never exist all at once."""
+    """Parameters and gradients beyond this rank's shards in forward and backward, and the shards'
+    gradients if parameters are stepped in the backward: with a single micro-batch they never exist
+    all at once.
+    """
     activations: int
     """Activations kept from forward to backward."""
     recomputed: int
@@ -63,7 +65,9 @@ class MemoryEstimate:
     logits: int
     """Logits with the loss's intermediate results."""
     copies: int
-    """Copies in the optimizer's step, or of the weights with merged adapters while weights are pushed."""
+    """Copies in the optimizer's step, or of the weights with merged adapters while weights are
+    pushed.
+    """
 
     @property
     def held(self) -> int:
@@ -103,7 +107,8 @@ class _PipelineShare:
         # as many as stages.
         last = len(plan.ranks) - 1
         num_places = sum((stage > 0) + (stage < last) for stage in plan.of_rank(rank))
-        # The last stage has a copy of the embedding's weight, with a gradient and no optimizer state.
+        # The last stage has a copy of the embedding's weight, with a gradient and no optimizer
+        # state.
         is_last = plan.ranks[-1] == rank
         return cls(
             num_held=plan.held_at_once(rank, schedule=parallelism.pipeline_parallel_schedule),
@@ -205,17 +210,19 @@ def _estimate_rank(
 
 
 def use_growing_segments() -> None:
-    """Let this process's allocator extend its blocks on a GPU, because packed batches have ever new sizes.
+    """Let this process's allocator extend its blocks on a GPU, because packed batches have ever new
+    sizes.
 
-    Page-locked host memory is not rounded up to a power of two: a sleeping trainer holds all its tensors there. Call
-    it before the first use of the GPU; settings that the environment has stay.
+    Page-locked host memory is not rounded up to a power of two: a sleeping trainer holds all its
+    tensors there. Call it before the first use of the GPU; settings that the environment has stay.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1"
         )
-        # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an NVLink fabric, which
-        # it does not before Hopper (PyTorch's issue 186374). The trainer shares none.
+        # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an
+        # NVLink fabric, which it does not before Hopper (PyTorch's issue 186374). The trainer
+        # shares none.
         os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
 
 
@@ -245,7 +252,9 @@ def explaining_memory(
     activation_checkpoint: ActivationCheckpointConfig,
     estimated: Callable[[], MemoryEstimate],
 ) -> Iterator[None]:
-    """Raise an out-of-memory error of PyTorch as a `DeviceMemoryError` with what was used and what needs less."""
+    """Raise an out-of-memory error of PyTorch as a `DeviceMemoryError` with what was used and what
+    needs less.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -257,11 +266,13 @@ def explaining_memory(
                 f"{n / 1e9:.3g} GB" for n in (*peaks, num_free, num_others)
             )
             used = (
-                f" PyTorch had taken {reserved} of the GPU's {total} at the peak, {allocated} of them for tensors; now "
-                f"{free} are free, and {others} belong to CUDA, NCCL and other processes."
+                f" PyTorch had taken {reserved} of the GPU's {total} at the peak, {allocated} of "
+                f"them for tensors; now {free} are free, and {others} belong to CUDA, NCCL and "
+                "other processes."
             )
         raise DeviceMemoryError(
-            f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was {estimated().describe()}. "
+            f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was "
+            f"{estimated().describe()}. "
             f"{_advise_less(training, checkpoint_mode=activation_checkpoint.mode)}"
         ) from error
 
@@ -284,10 +295,10 @@ def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int, compile
     """Check a rank against its device, like `check_memory`."""
     check_memory(
         estimated,
-        message=f"the trainer needs {estimated.describe()}, its device has {device_bytes / 1e9:.3g} GB: raise "
-        "parallelism.data_parallel_shard_degree or tensor_parallel_degree, lower "
-        "training.max_tokens_per_microbatch, or set activation_checkpoint.mode or "
-        "training.logits_chunk_tokens",
+        message=f"the trainer needs {estimated.describe()}, its device has "
+        f"{device_bytes / 1e9:.3g} GB: raise parallelism.data_parallel_shard_degree or "
+        "tensor_parallel_degree, lower training.max_tokens_per_microbatch, or set "
+        "activation_checkpoint.mode or training.logits_chunk_tokens",
         rank_bytes=device_bytes,
         compiled=compiled,
     )
@@ -298,7 +309,8 @@ def check_memory(
 ) -> None:
     """Raise ValueError if a rank certainly needs more than `rank_bytes`; log a warning if it may.
 
-    Certain are the bytes held between steps and, unless the model is compiled, a peak beyond the margin of error.
+    Certain are the bytes held between steps and, unless the model is compiled, a peak beyond the
+    margin of error.
     """
     if estimated.held > rank_bytes or (estimated.total > MARGIN * rank_bytes and not compiled):
         raise ValueError(message)
@@ -377,15 +389,16 @@ def _gathered(
     stays = reshard == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
     stays |= reshard == "default" and degrees.pp > 1
     num_layers = max(1, len(on_rank.layers))
-    # In backward: the root, one block, and the next block that is being gathered. Their gradients: those of the
-    # root, and those of a block, which are copied into one buffer.
+    # In backward: the root, one block, and the next block that is being gathered. Their gradients:
+    # those of the root, and those of a block, which are copied into one buffer.
     num_blocks = num_layers if stays else 2
     root = {name: p for name, p in named.items() if not name.startswith("layers.")}
     blocks = [p for name, p in named.items() if name not in root]
     # torchao's wrapper casts a shard to one byte a number before its gather.
     in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
     of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
-    # In a pipeline those of all blocks wait for the end of the pass, and are then copied block by block.
+    # In a pipeline those of all blocks wait for the end of the pass, and are then copied block by
+    # block.
     num_waiting = num_layers if degrees.pp > 1 else 1
     block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (
         computed * num_waiting + reduced
@@ -424,16 +437,18 @@ def _activations_of_token(
         routed = copies * width
     else:
         hidden, routed = feed_forward.hidden_dim / tp, 0.0
-    # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by its root mean square.
+    # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by
+    # its root mean square.
     norm = FLOAT32 if model.norm_offset else itemsize
     if not on_gpu and (tp > 1 or model.norm_offset):
         norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
     norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (
         queries + keys
     ) * attention.qk_norm
-    # Results of products, of rotation and attention (which a GPU gives copies of keys and values, for each query head
-    # unless its kernel takes grouped heads), and of the feed-forward: gate and up, silu(gate), and their product.
-    # Context parallelism gathers keys and values, unless it exchanges heads, which is not kept.
+    # Results of products, of rotation and attention (which a GPU gives copies of keys and values,
+    # for each query head unless its kernel takes grouped heads), and of the feed-forward: gate and
+    # up, silu(gate), and their product. Context parallelism gathers keys and values, unless it
+    # exchanges heads, which is not kept.
     cp = 1 if exchanges_heads else degrees.cp
     copied = keys if VARLEN_TAKES_GROUPED_HEADS and itemsize < FLOAT32 else queries
     core = 2 * queries + 2 * cp * copied if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
@@ -441,8 +456,8 @@ def _activations_of_token(
         2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed
     )
     block_input = itemsize * width / tp
-    # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter has a result like
-    # its layer.
+    # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter
+    # has a result like its layer.
     exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
     added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
     results = itemsize * (
@@ -457,7 +472,8 @@ def _activations_of_token(
     if every == "op":
         return ends + num_layers * (block_input + results), max(0.0, whole - results)
     num_full = math.ceil(num_layers / int(every))
-    # Blocks that keep everything after the last checkpointed block are freed before it is recomputed.
+    # Blocks that keep everything after the last checkpointed block are freed before it is
+    # recomputed.
     is_last = (num_layers - 1) % int(every) == 0
     return ends + num_full * block_input + (num_layers - num_full) * whole, is_last * whole
 
@@ -471,15 +487,16 @@ def _logits(
     with_entropy: bool,
     on_gpu: bool,
 ) -> int:
-    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once, with the copies of
-    a head in float32 and their gradients.
+    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once,
+    with the copies of a head in float32 and their gradients.
 
     Args:
         num_parts: ranks over which the vocabulary is split.
     """
     vocab_size, width, copies = spec.model.vocab_size, spec.model.dim, 0
     num_all, num_tokens = num_tokens, min(num_tokens, training.logits_chunk_tokens or num_tokens)
-    # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes few rows at once.
+    # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes
+    # few rows at once.
     num_copies = 3 if num_parts > 1 or with_entropy else 2 * on_gpu
     size = _size(training.param_dtype)
     if spec.float32_head and size < FLOAT32:

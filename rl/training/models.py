@@ -1,8 +1,8 @@
 """Several models in training in one process, by id: an engine each, which share one process group.
 
-A run has one model, and its trainer needs none of this. The Tinker API has as many as its clients create. All are
-LoRA's adapters on one base, whose frozen weights exist once, or copies of all of its parameters. Every rank makes
-the same models and calls the same methods in the same order.
+A run has one model, and its trainer needs none of this. The Tinker API has as many as its clients
+create. All are LoRA's adapters on one base, whose frozen weights exist once, or copies of all of
+its parameters. Every rank makes the same models and calls the same methods in the same order.
 
 Files of a saved model, of which nothing is ever unpickled:
 
@@ -60,8 +60,9 @@ class UnsavedModelError(ModelError):
 class InvariantKernels(ModelConverter):
     """The batch-invariant mode of a model with adapters.
 
-    A run's trainer refuses the two together, because its generator has the sums W + s B A, whose products round
-    differently. A sampler in this process runs the adapters unmerged as well, so that both compute the same bits.
+    A run's trainer refuses the two together, because its generator has the sums W + s B A, whose
+    products round differently. A sampler in this process runs the adapters unmerged as well, so
+    that both compute the same bits.
     """
 
     token_multiple = ROW_MULTIPLE
@@ -119,7 +120,9 @@ class TrainedModels:
         return self._adapters[model_id]
 
     def create(self, model_id: str, lora: LoRA.Config | None) -> None:
-        """Create a fresh model: adapters whose products are zero, or a copy of the base's parameters."""
+        """Create a fresh model: adapters whose products are zero, or a copy of the base's
+        parameters.
+        """
         spec, converters = adapted(self.spec, lora)
         config = replace(self.config, training=replace(self.config.training), converters=converters)
         # An engine seeds the process's random generators, which belong to a notebook as well.
@@ -147,10 +150,12 @@ class TrainedModels:
         gc.collect()  # An engine's hooks refer to it, and would keep its memory for some time.
 
     def save(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
-        """Write a model's trained tensors into an empty folder from the first rank; all ranks take part.
+        """Write a model's trained tensors into an empty folder from the first rank; all ranks take
+        part.
 
         Raises:
-            UnsavedModelError: the disk is full, or refuses a file for another reason; on the first rank alone.
+            UnsavedModelError: the disk is full, or refuses a file for another reason; on the first
+                rank alone.
         """
         whole = {
             file: {name: whole_tensor(tensor).detach().cpu() for name, tensor in content.items()}
@@ -178,10 +183,12 @@ class TrainedModels:
         (folder / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
 
     def load(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
-        """Load a folder of `save` and drop the gradient; without `optimizer` the optimizer starts anew.
+        """Load a folder of `save` and drop the gradient; without `optimizer` the optimizer starts
+        anew.
 
         Raises:
-            ModelError: a file is missing, damaged or of another model; the text names it, nothing has changed.
+            ModelError: a file is missing, damaged or of another model; the text names it, nothing
+                has changed.
         """
         into = self._tensors(model_id, optimizer=optimizer)
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -231,7 +238,8 @@ class TrainedModels:
             for name, value in self._description(model_id).items():
                 if saved[name] != value:
                     raise ModelError(
-                        f"the saved model's {name} is {saved[name]!r}, but this model's is {value!r}"
+                        f"the saved model's {name} is {saved[name]!r}, but this model's is "
+                        f"{value!r}"
                     )
             found = {}
             for name, present in into.items():
@@ -266,22 +274,24 @@ def check_config(config: TrainingEngine.Config) -> None:
         )
     if config.optimizer.early_step_in_backward:
         raise ValueError(
-            "optimizer.early_step_in_backward=True: must be False, clients give the settings of a step after its "
-            "gradient"
+            "optimizer.early_step_in_backward=True: must be False, clients give the settings of a "
+            "step after its gradient"
         )
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise ValueError(
-            f"parallelism.pipeline_parallel_degree={degree}: must be 1, each rank keeps the adapters of all layers"
+            f"parallelism.pipeline_parallel_degree={degree}: must be 1, each rank keeps the "
+            "adapters of all layers"
         )
     if config.converters:
         raise ValueError("converters: must be (), each model has adapters of its own")
 
 
 def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tensor]) -> None:
-    """Replace the memory of parameters that are not trained by `frozen`, and add to it what it lacks.
+    """Replace the memory of parameters that are not trained by `frozen`, and add to it what it
+    lacks.
 
-    Must run before the first forward, when FSDP2 looks where its shards are. A shard that FSDP2 pads to the length
-    of the others stays a copy.
+    Must run before the first forward, when FSDP2 looks where its shards are. A shard that FSDP2
+    pads to the length of the others stays a copy.
     """
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -294,7 +304,9 @@ def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tenso
 
 
 def _fingerprint(folder: HFFolder) -> str:
-    """Hash the sizes, headers and ends of the weights files: enough to tell models apart, and quick."""
+    """Hash the sizes, headers and ends of the weights files: enough to tell models apart, and
+    quick.
+    """
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
     for file in sorted(set(folder.files.values())):
         size = file.stat().st_size

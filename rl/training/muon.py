@@ -4,11 +4,11 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon; scale of the update: Liu et al., "Muon is Scalable
 for LLM Training" (arXiv:2502.16982), equation 4.
 
-A matrix is one tensor of the Hugging Face checkpoint: each part of a fused projection (q, k, v; gate, up) or of
-stacked experts is orthogonalised on its own, so that the result does not depend on how weights are stored. Factors
-of adapters are taken as they are stacked. Orthogonalisation needs the whole matrix, so shards of the momentum are
-gathered, parameters are dealt out to ranks, and each rank broadcasts its results. The work is shared, and all ranks
-apply the same bits.
+A matrix is one tensor of the Hugging Face checkpoint: each part of a fused projection (q, k, v;
+gate, up) or of stacked experts is orthogonalised on its own, so that the result does not depend on
+how weights are stored. Factors of adapters are taken as they are stacked. Orthogonalisation needs
+the whole matrix, so shards of the momentum are gathered, parameters are dealt out to ranks, and
+each rank broadcasts its results. The work is shared, and all ranks apply the same bits.
 
 Shape legend: A, B rows and columns of a matrix.
 """
@@ -71,9 +71,11 @@ class Muon:
         group: dist.ProcessGroup | None = None,
         rounding: Rounding | None = None,
     ) -> None:
-        """The adapter splits a parameter into its matrices; a parameter that it does not know is one matrix.
+        """The adapter splits a parameter into its matrices; a parameter that it does not know is
+        one matrix.
 
-        `group` has the ranks with shards of these parameters; None: all. `rounding` is for parameters in bfloat16.
+        `group` has the ranks with shards of these parameters; None: all. `rounding` is for
+        parameters in bfloat16.
         """
         self.rounding = rounding or Rounding(seed=0)
         self.group = group
@@ -175,7 +177,8 @@ class Muon:
 
 
 def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition U S V^T; singular values end in 0.7 .. 1.2.
+    """Return approximately U V^T of the singular value decomposition U S V^T; singular values end
+    in 0.7 .. 1.2.
 
     Values far below the largest need more iterations; 0 stays 0.
     """

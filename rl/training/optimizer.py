@@ -1,4 +1,6 @@
-"""Adam, AdamW and Muon over the model's parameters, whole or sharded, and schedules of their learning rate."""
+"""Adam, AdamW and Muon over the model's parameters, whole or sharded, and schedules of their
+learning rate.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ _DECAYS = unless("decay", "constant")
 class Optimizer(Configurable):
     """Adam, AdamW or Muon with settings that a caller can replace for one step.
 
-    Weight decay applies to every parameter, norms and embeddings included. Parameters in bfloat16 are stepped in
-    float32, piece by piece, and rounded stochastically (`rl.training.rounding`).
+    Weight decay applies to every parameter, norms and embeddings included. Parameters in bfloat16
+    are stepped in float32, piece by piece, and rounded stochastically (`rl.training.rounding`).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
-        """AdamW decays weights apart from the gradient, Adam within it; Muon steps the matrices of the blocks, and
-        AdamW all other parameters."""
+        """AdamW decays weights apart from the gradient, Adam within it; Muon steps the matrices of
+        the blocks, and AdamW all other parameters."""
         lr: float = 1e-5
         """Peak learning rate; the schedule scales it."""
         betas: tuple[float, float] = (0.9, 0.95)
@@ -40,15 +42,18 @@ class Optimizer(Configurable):
         eps: float = 1e-8
         """Added to the root of the second mean to avoid division by zero."""
         weight_decay: float = 0.0
-        """Decay of every parameter in each step as a multiple of lr, including norms and embeddings."""
+        """Decay of every parameter in each step as a multiple of lr, including norms and
+        embeddings.
+        """
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """One kernel for all parameters, one per operation, or one per operation and parameter; Adam and AdamW
-        only. Parameters in bfloat16 are always stepped one at a time."""
+        """One kernel for all parameters, one per operation, or one per operation and parameter;
+        Adam and AdamW only. Parameters in bfloat16 are always stepped one at a time."""
         muon: MuonConfig = field(default_factory=MuonConfig, metadata=only_if("name", "Muon"))
         """Settings of Muon."""
         early_step_in_backward: bool = False
-        """Step each parameter during the backward of a call's last micro-batch, and free its gradient; for a loss
-        with normalization none, without clipping, and one forward_backward a step."""
+        """Step each parameter during the backward of a call's last micro-batch, and free its
+        gradient; for a loss with normalization none, without clipping, and one forward_backward a
+        step."""
 
         def __post_init__(self) -> None:
             _check_settings(self)
@@ -62,7 +67,8 @@ class Optimizer(Configurable):
         group: ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks that share them.
+        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks
+        that share them.
 
         `seed` chooses how results are rounded to bfloat16.
         """
@@ -107,7 +113,8 @@ class Optimizer(Configurable):
             check_bounds(params, "momentum", at_least=0, below=1)
             if params.momentum is not None and self.muon is None:
                 raise ValueError(
-                    f"momentum={params.momentum}: is Muon's; optimizer.name={self.config.name!r} has betas"
+                    f"momentum={params.momentum}: is Muon's; optimizer.name={self.config.name!r} "
+                    "has betas"
                 )
             given = {name: getattr(params, name) for name in settings}
             settings |= {name: value for name, value in given.items() if value is not None}
@@ -201,7 +208,9 @@ class Optimizer(Configurable):
         return states
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the running means and the step count of a parameter that Muon does not step, creating missing ones."""
+        """Return the running means and the step count of a parameter that Muon does not step,
+        creating missing ones.
+        """
         state: dict[str, Tensor] = self.inner.state[parameter]
         if not state:
             device = parameter.device if self.config.implementation == "fused" else "cpu"
@@ -221,8 +230,8 @@ def _check_settings(settings: Optimizer.Config | OptimParams) -> None:
 class LRSchedule(Configurable):
     """Factor on the peak learning rate as a function of the step.
 
-    A linear warm-up, a plateau, and a decay over the last `decay_ratio` of `total_steps`; afterwards the factor
-    stays at `min_ratio`.
+    A linear warm-up, a plateau, and a decay over the last `decay_ratio` of `total_steps`;
+    afterwards the factor stays at `min_ratio`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -232,11 +241,15 @@ class LRSchedule(Configurable):
         decay: Literal["constant", "linear", "cosine", "sqrt"] = "constant"
         """Shape of the decay; constant does not decay."""
         decay_ratio: float = field(default=1.0, metadata=_DECAYS)
-        """Share of total_steps, at the end, over which the rate decays; never before the warm-up is over."""
+        """Share of total_steps, at the end, over which the rate decays; never before the warm-up is
+        over.
+        """
         min_ratio: float = field(default=0.0, metadata=_DECAYS)
         """Learning rate after the decay, as a share of the peak."""
         total_steps: int = field(default=0, metadata=_DECAYS)
-        """Optimizer steps of the whole run, over which the rate decays; 0 takes those of the run's loop."""
+        """Optimizer steps of the whole run, over which the rate decays; 0 takes those of the run's
+        loop.
+        """
 
         def __post_init__(self) -> None:
             check_bounds(self, "warmup_steps", "total_steps", at_least=0)
@@ -246,17 +259,22 @@ class LRSchedule(Configurable):
             num_decay = round(self.decay_ratio * self.total_steps)
             if self.total_steps <= self.warmup_steps or not num_decay or self.min_ratio == 1.0:
                 raise ValueError(
-                    f"decay={self.decay!r} with total_steps={self.total_steps}, warmup_steps={self.warmup_steps}, "
-                    f"decay_ratio={self.decay_ratio}, min_ratio={self.min_ratio}: nothing would decay; total_steps "
-                    "must be the steps of the run, above warmup_steps, decay_ratio above 0, and min_ratio below 1"
+                    f"decay={self.decay!r} with total_steps={self.total_steps}, "
+                    f"warmup_steps={self.warmup_steps}, decay_ratio={self.decay_ratio}, "
+                    f"min_ratio={self.min_ratio}: nothing would decay; total_steps must be the "
+                    "steps of the run, above warmup_steps, decay_ratio above 0, and min_ratio "
+                    "below 1"
                 )
 
     def __init__(self, *, config: Config) -> None:
-        """Raises ValueError for a decay without the number of steps, which only a run with a loop knows."""
+        """Raises ValueError for a decay without the number of steps, which only a run with a loop
+        knows.
+        """
         self.config = config
         if config.decay != "constant" and not config.total_steps:
             raise ValueError(
-                f"lr_scheduler.total_steps=0 with decay={config.decay!r}: must be the number of optimizer steps"
+                f"lr_scheduler.total_steps=0 with decay={config.decay!r}: must be the number of "
+                "optimizer steps"
             )
         length = round(config.decay_ratio * config.total_steps)
         self.decay_start = max(config.warmup_steps, config.total_steps - length)
@@ -280,7 +298,9 @@ class LRSchedule(Configurable):
 
 
 def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
-    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps, or do not decay."""
+    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps, or
+    do not decay.
+    """
     in_loop = num_steps * num_minibatches
     if not config.total_steps:
         try:
@@ -290,7 +310,7 @@ def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatc
         return
     if config.decay != "constant" and num_steps and config.total_steps != in_loop:
         raise ValueError(
-            f"trainer.lr_scheduler.total_steps={config.total_steps} with decay={config.decay!r}: must be "
-            f"0 or {in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
+            f"trainer.lr_scheduler.total_steps={config.total_steps} with decay={config.decay!r}: "
+            f"must be 0 or {in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
             f"loop.num_minibatches={num_minibatches}"
         )

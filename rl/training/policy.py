@@ -1,7 +1,8 @@
-"""The model in training: weights from and to files, packing, forward pass and logprobs in any parallel layout.
+"""The model in training: weights from and to files, packing, forward pass and logprobs in any
+parallel layout.
 
-Shape legend: T packed tokens of one micro-batch, t the tokens of this context-parallel rank, K targets of each
-token where there are several.
+Shape legend: T packed tokens of one micro-batch, t the tokens of this context-parallel rank, K
+targets of each token where there are several.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ from rl.utils.tensor_memory import to_device
 logger = logging.getLogger(__name__)
 
 FORWARDS_BETWEEN_TRIMS = 16
-"""Forwards on a CPU after which holes in the freed memory are given back: 40 steps of 2 micro-batches of SmolLM2 left
-6 GiB of them."""
+"""Forwards on a CPU after which holes in the freed memory are given back: 40 steps of 2
+micro-batches of SmolLM2 left 6 GiB of them."""
 
 TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 ReadTokens = Callable[[PackedBatch, Tensor, Tensor], Tensor | None]
-"""(micro-batch, logprobs [T] or [T, K], entropies [T]) -> number whose gradient is wanted; None without backward."""
+"""(micro-batch, logprobs [T] or [T, K], entropies [T]) -> number whose gradient is wanted; None
+without backward.
+"""
 
 
 class Policy:
@@ -159,7 +162,8 @@ class Policy:
             keep_freed_memory()
         for part in parts:
             for name, parameter in part.named_parameters():
-                # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
+                # PyTorch's plan for norms makes new parameters that require a gradient even if
+                # frozen before.
                 parameter.requires_grad_((tied | trained)[name])
             materialize(part, device=self.device, cpu_offload=self._options.cpu_offload)
             reset_buffers(part)
@@ -208,7 +212,8 @@ class Policy:
     def load_hf(self, folder: HFFolder) -> None:
         """Fill each rank's parameters from a Hugging Face folder, without communication.
 
-        Raises ValueError if a tensor is missing or unknown, or the checkpoint is of another architecture or size.
+        Raises ValueError if a tensor is missing or unknown, or the checkpoint is of another
+        architecture or size.
         """
         folder.spec(expected=self.spec)
         adapter = self.spec.adapter(self.spec.model)
@@ -257,8 +262,8 @@ class Policy:
                 )
                 if self.base_model is None:
                     logger.warning(
-                        "adapter %s: the Hugging Face folder of its base weights is unknown, so the adapter "
-                        "names none (docs/training.md)",
+                        "adapter %s: the Hugging Face folder of its base weights is unknown, so "
+                        "the adapter names none (docs/training.md)",
                         folder,
                     )
 
@@ -274,7 +279,9 @@ class Policy:
         barrier()
 
     def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
-        """Note that a checkpoint, whose `base_model` is given, has set these parameters and buffers."""
+        """Note that a checkpoint, whose `base_model` is given, has set these parameters and
+        buffers.
+        """
         loaded = [name in names for name in self._own_names]
         if self.pipeline is not None:
             loaded = list(chain.from_iterable(self.pipeline.from_all(loaded)))
@@ -290,7 +297,9 @@ class Policy:
         return self.converters.plain_tensors(self.parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `plain_tensors` and persistent buffers by name, each a DTensor if other ranks have none."""
+        """Return `plain_tensors` and persistent buffers by name, each a DTensor if other ranks have
+        none.
+        """
         buffers: dict[str, Tensor] = persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
@@ -302,13 +311,17 @@ class Policy:
         return dict(self.plain_tensors()) | buffers
 
     def whole_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must consume all."""
+        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must
+        consume all.
+        """
         if self.pipeline is not None:
             return self.pipeline.gather(named)
         return ((item[0], *map(whole_tensor, item[1:])) for item in named)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample that does not fit."""
+        """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample
+        that does not fit.
+        """
         _check_ids(samples, vocab_size=self.spec.model.vocab_size)
         tp = 1 if self.mesh is None else self.mesh[TP].size()
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
@@ -343,16 +356,17 @@ class Policy:
         entropy_gradient: bool = False,
         of_loss: Callable[[PackedBatch], bool] = lambda _: False,
     ) -> None:
-        """Call `read` with each micro-batch's logprobs and entropies, float32 in nats; with `backward`, add the
-        gradient of the sum of the numbers that it returns.
+        """Call `read` with each micro-batch's logprobs and entropies, float32 in nats; with
+        `backward`, add the gradient of the sum of the numbers that it returns.
 
-        Of a pipeline only the ranks of the last stage call `read`; its error is raised on all of them.
+        Of a pipeline only the ranks of the last stage call `read`; its error is raised on all of
+        them.
 
         Args:
             batches: of `pack`; they are copied to the device one by one.
             entropy_gradient: entropies have a gradient too.
-            of_loss: True for a micro-batch of which `read` needs the tokens of the loss alone; the values of others
-                may be 0.
+            of_loss: True for a micro-batch of which `read` needs the tokens of the loss alone; the
+                values of others may be 0.
         """
 
         def prepared(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
@@ -379,7 +393,9 @@ class Policy:
     def _arguments(
         self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the model's input ids and its other arguments, among them a head that gives all tokens' values."""
+        """Return the model's input ids and its other arguments, among them a head that gives all
+        tokens' values.
+        """
         self._num_forwards += 1
         self._latest = batch
         if self.device.type == "cpu" and self._num_forwards % FORWARDS_BETWEEN_TRIMS == 0:
@@ -430,7 +446,9 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0 being 0."""
+        """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0
+        being 0.
+        """
         values = TokenValues(
             samples,
             data_rank=self.data_rank,
@@ -449,7 +467,9 @@ class Policy:
         *,
         rows_R: Tensor | None = None,
     ) -> TokenHead:
-        """Return the function of hidden states and the head's weight that gives logprobs and entropies."""
+        """Return the function of hidden states and the head's weight that gives logprobs and
+        entropies.
+        """
         return partial(
             token_logprobs,
             targets_T=targets_T,
@@ -471,5 +491,6 @@ def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
             outside = ids[(ids < 0) | (ids >= vocab_size)]
             if outside.size:
                 raise ValueError(
-                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
+                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to "
+                    f"{vocab_size - 1}"
                 )

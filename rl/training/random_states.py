@@ -20,7 +20,9 @@ _PYTHON, _NUMPY = 3, "MT19937"
 
 
 def random_file(*, layout: str, rank: int) -> str:
-    """Return the name of a rank's file; states are restored only by the same rank of the same layout."""
+    """Return the name of a rank's file; states are restored only by the same rank of the same
+    layout.
+    """
     return f"{RANDOM}.{layout}.{rank}{RANDOM_SUFFIX}"
 
 
@@ -41,7 +43,9 @@ def pack_random_states(states: Mapping[str, Any]) -> bytes:
 
 
 def read_random_states(file: Path) -> dict[str, Any] | None:
-    """Return what `restore_process_states` takes, or None without the file; raise ValueError for anything else."""
+    """Return what `restore_process_states` takes, or None without the file; raise ValueError for
+    anything else.
+    """
     if not file.is_file():
         return None
     try:

@@ -18,8 +18,8 @@ from rl.training.policy import Policy
 class ReferencePolicy:
     """The frozen starting weights, whose logprobs a KL term compares with.
 
-    It has the policy's layout, and its parameters are stored in the dtype of the forward pass, so that its logprobs
-    equal the policy's bit for bit before the first update.
+    It has the policy's layout, and its parameters are stored in the dtype of the forward pass, so
+    that its logprobs equal the policy's bit for bit before the first update.
     """
 
     def __init__(self, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> None:

@@ -1,13 +1,16 @@
 """Stochastic rounding of an optimizer's results to bfloat16.
 
-A bfloat16 number has eight bits of precision. Rounded to the nearest number, a step below 1/512 of a weight leaves the
-weight as it is, in this step and in every later one. Here a result is rounded up or down at random, with probabilities
-that make it right on average (Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+A bfloat16 number has eight bits of precision. Rounded to the nearest number, a step below 1/512 of
+a weight leaves the weight as it is, in this step and in every later one. Here a result is rounded
+up or down at random, with probabilities that make it right on average (Gupta et al., "Deep Learning
+with Limited Numerical Precision", arXiv:1502.02551).
 
-The random bits of a number are a hash of the seed, the policy version, its parameter's name and its place in the whole
-tensor. So replicas round alike, a resumed run repeats its steps, no layout changes a number, and nothing is stored.
+The random bits of a number are a hash of the seed, the policy version, its parameter's name and its
+place in the whole tensor. So replicas round alike, a resumed run repeats its steps, no layout
+changes a number, and nothing is stored.
 
-Shape legend: R rows (all dimensions but the last) and C columns of this rank's part of a parameter, r rows of a piece.
+Shape legend: R rows (all dimensions but the last) and C columns of this rank's part of a parameter,
+r rows of a piece.
 """
 
 from __future__ import annotations
@@ -25,9 +28,13 @@ from rl.distributed.sharding import local_shard_of, local_tensor, num_shards, un
 from rl.types import RoundingResult
 
 PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Numbers of a parameter that are stepped at once in float32, by device: on a CPU they stay in its cache."""
+"""Numbers of a parameter that are stepped at once in float32, by device: on a CPU they stay in its
+cache.
+"""
 PIECE_BYTES = 50
-"""Bytes for each of these numbers, as measured: four tensors in float32, and what rounding makes of them."""
+"""Bytes for each of these numbers, as measured: four tensors in float32, and what rounding makes of
+them.
+"""
 _LOW_BITS = 0xFFFF
 """Bits of a float32 that bfloat16 does not have."""
 
@@ -40,10 +47,14 @@ class Rounding:
         self.version = 0
         """Policy version before the step."""
         self._sums: dict[nn.Parameter, Tensor] = {}
-        """Number and sum of the updates, then of the changes of stored numbers, [4] float64, by parameter."""
+        """Number and sum of the updates, then of the changes of stored numbers, [4] float64, by
+        parameter.
+        """
 
     def pieces(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their numbers, int32."""
+        """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their
+        numbers, int32.
+        """
         local = rows_of(parameter)
         if not local.numel():
             return
@@ -66,7 +77,8 @@ class Rounding:
         stored_rC = rows_of(parameter)[rows]
         before_rC = stored_rC.float()
         round_into(stored_rC, wide_rC, bits_rC & _LOW_BITS)
-        # A weight moves towards its new value or beyond, never the other way, and only if it has an update.
+        # A weight moves towards its new value or beyond, never the other way, and only if it has an
+        # update.
         sums = []
         for differences_rC in (wide_rC - before_rC, stored_rC.float() - before_rC):
             sums += [
@@ -105,7 +117,9 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
-    """Write float32 numbers into a bfloat16 tensor: away from zero if their low bits and `noise`, 16 bits, overflow."""
+    """Write float32 numbers into a bfloat16 tensor: away from zero if their low bits and `noise`,
+    16 bits, overflow.
+    """
     bits = (wide.view(torch.int32) + noise) & ~_LOW_BITS
     # The bits of a NaN may overflow; those of infinity stay.
     target.copy_(torch.where(wide == wide, bits.view(torch.float32), wide))

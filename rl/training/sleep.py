@@ -4,8 +4,8 @@
     sleep.sleep()     # the device memory is free; only wake may be called
     sleep.wake()      # every tensor has its bits again
 
-Tensors keep their identity, because only the memory behind them is freed; references that FSDP and the optimizer hold
-stay valid.
+Tensors keep their identity, because only the memory behind them is freed; references that FSDP and
+the optimizer hold stay valid.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ class TrainerSleep:
         self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
         """Emptied storages, each with the host copy of its bytes."""
         self._host: dict[int, Tensor] = {}
-        """Host copy of each storage, kept between sleeps because page-locked memory is slow to allocate."""
+        """Host copy of each storage, kept between sleeps because page-locked memory is slow to
+        allocate.
+        """
         self.asleep = False
 
     def sleep(self) -> int:
-        """Move weights, optimizer state and reference policy to the host; return the bytes freed. Idempotent.
+        """Move weights, optimizer state and reference policy to the host; return the bytes freed.
+        Idempotent.
 
         Raises ValueError if a gradient is accumulated, which would be lost.
         """
@@ -72,7 +75,8 @@ class TrainerSleep:
         """Move everything back bit for bit; return the bytes moved. Idempotent."""
         started = time.perf_counter()
         moved_bytes = 0
-        # A storage leaves the list once it is back, so that a wake that ran out of memory can be retried.
+        # A storage leaves the list once it is back, so that a wake that ran out of memory can be
+        # retried.
         while self._moved:
             storage, host = self._moved[-1]
             storage.resize_(host.nbytes)

@@ -27,7 +27,9 @@ class TokenValues:
         device: torch.device,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples are copied."""
+        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples
+        are copied.
+        """
         self._data_rank = data_rank
         self._mesh = mesh
         self._device = device
@@ -36,7 +38,9 @@ class TokenValues:
             index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices
         }
         self._added: list[tuple[PackedBatch, Tensor]] = []
-        """Micro-batches with their values, which stay on the device so that the next one need not wait."""
+        """Micro-batches with their values, which stay on the device so that the next one need not
+        wait.
+        """
 
     def wants(self, batch: PackedBatch) -> bool:
         """Return whether the micro-batch has a wanted sample."""

@@ -1,8 +1,9 @@
 """Folders for compiled code that no other user of the machine can write.
 
-PyTorch keeps compiled kernels under a name in /tmp that anybody can guess, and imports what it finds there: who makes
-that folder first runs code as this user. `settle_caches` points the libraries at folders under ~/.cache/relay
-before they are asked for one. What the user has set stays.
+PyTorch keeps compiled kernels under a name in /tmp that anybody can guess, and imports what it
+finds there: who makes that folder first runs code as this user. `settle_caches` points the
+libraries at folders under ~/.cache/relay before they are asked for one. What the user has set
+stays.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _settled = False
 
 
 def settle_caches() -> None:
-    """Use private caches in this process and its children, once; say which folder of the user is not private."""
+    """Use private caches in this process and its children, once; say which folder of the user is
+    not private.
+    """
     global _settled
     if _settled:
         return
@@ -44,7 +47,8 @@ def settle_caches() -> None:
         warnings = use_private_caches()
     except OSError as error:  # nothing can be written anywhere
         warnings = [
-            f"compiled code has no private folder ({error}): set TMPDIR to a folder that you can write"
+            f"compiled code has no private folder ({error}): set TMPDIR to a folder that you can "
+            "write"
         ]
     for warning in warnings:
         if ROLE_VARIABLE not in os.environ:  # the controller has said so
@@ -52,14 +56,16 @@ def settle_caches() -> None:
 
 
 def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the folders of compiled code where the environment names none, for this process and its children.
+    """Set the folders of compiled code where the environment names none, for this process and its
+    children.
 
     Returns:
-        A sentence for each folder that the user has set and that is somebody else's, and one if compiled code goes
-        with this process.
+        A sentence for each folder that the user has set and that is somebody else's, and one if
+        compiled code goes with this process.
     """
     warnings = [
-        f"{name}={environment[name]}: others can write there ({fault}), and their code would run as you"
+        f"{name}={environment[name]}: others can write there ({fault}), and their code would run "
+        "as you"
         for name in (*IN_TMP, *IN_HOME)
         if environment.get(name) and (fault := find_fault(Path(environment[name]))) is not None
     ]
@@ -80,7 +86,8 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
 
 
 def find_fault(folder: Path) -> str | None:
-    """Return why other users may have written into a folder, or could replace it; None for a private one.
+    """Return why other users may have written into a folder, or could replace it; None for a
+    private one.
 
     A folder that does not exist is judged by those above it, where it will be made.
     """
@@ -101,7 +108,9 @@ def find_fault(folder: Path) -> str | None:
 
 
 def _fault_of(part: Path, *, is_end: bool, trusted: Collection[int]) -> str | None:
-    """Return why others may write into one folder on the way to another, or into that one (`is_end`)."""
+    """Return why others may write into one folder on the way to another, or into that one
+    (`is_end`).
+    """
     try:
         status = part.lstat()
     except FileNotFoundError:
@@ -132,7 +141,9 @@ def _trusted_users() -> set[int]:
 
 
 def _private_folder(environment: Mapping[str, str]) -> Path:
-    """Make the folder under the user's caches; raise OSError, RuntimeError or ValueError if it cannot be used."""
+    """Make the folder under the user's caches; raise OSError, RuntimeError or ValueError if it
+    cannot be used.
+    """
     given = environment.get("XDG_CACHE_HOME", "")
     caches = Path(given) if given.startswith("/") else Path("~").expanduser() / ".cache"
     if not caches.is_absolute():
@@ -152,7 +163,9 @@ def _private_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _temporary_folder() -> Path:
-    """Make a private folder that goes with this process; its kernels are compiled again by the next."""
+    """Make a private folder that goes with this process; its kernels are compiled again by the
+    next.
+    """
     folder = tempfile.mkdtemp(prefix="relay-cache-")
     owner = os.getpid()
 

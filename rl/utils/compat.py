@@ -1,7 +1,8 @@
 """Private functions of the Python interpreter (3.11 and 3.12), and the reason for each.
 
-`threading._shutdown`, `atexit._run_exitfuncs`: taking the interpreter apart takes 2.0 s once vllm is imported
-(2026-11-22, 2 cores of an AMD EPYC, no GPU). No public function ends a process properly without that.
+`threading._shutdown`, `atexit._run_exitfuncs`: taking the interpreter apart takes 2.0 s once vllm
+is imported (2026-11-22, 2 cores of an AMD EPYC, no GPU). No public function ends a process properly
+without that.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import NoReturn
 def exit_process(status: int) -> NoReturn:
     """End this process like `sys.exit`, but without finalising objects.
 
-    Non-daemon threads are joined, `atexit` handlers run, and standard output and error are flushed; the kernel
-    frees the memory.
+    Non-daemon threads are joined, `atexit` handlers run, and standard output and error are flushed;
+    the kernel frees the memory.
     """
-    # In the interpreter's own order; `multiprocessing` ends its children through the same two functions.
+    # In the interpreter's own order; `multiprocessing` ends its children through the same two
+    # functions.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -31,7 +33,9 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_after(main: Callable[[], int]) -> NoReturn:
-    """Exit with the status of a program's main function, also if nobody reads what is left of its output."""
+    """Exit with the status of a program's main function, also if nobody reads what is left of its
+    output.
+    """
     try:
         status = main()
     except SystemExit as end:  # of a parser of options

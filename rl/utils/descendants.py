@@ -2,9 +2,10 @@
 
     guard (a subreaper) -> worker -> processes that the worker's code starts
 
-A process whose parent dies belongs to its nearest ancestor that is a subreaper, also if it made a session of its own.
-So everything that the worker's code starts stays below the guard, which finds and ends it. The guard waits for events
-only, hence it acts even where the worker hangs in C code or was killed.
+A process whose parent dies belongs to its nearest ancestor that is a subreaper, also if it made a
+session of its own. So everything that the worker's code starts stays below the guard, which finds
+and ends it. The guard waits for events only, hence it acts even where the worker hangs in C code or
+was killed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from typing import NoReturn
 import psutil
 
 END_S = 5.0
-"""Longest time in which killed processes must be gone; only one in an uninterruptible call takes longer."""
+"""Longest time in which killed processes must be gone; only one in an uninterruptible call takes
+longer.
+"""
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoReturn:
-    """Run `work` in a forked child until it ends, the parent ends or sends SIGTERM; then end all descendants.
+    """Run `work` in a forked child until it ends, the parent ends or sends SIGTERM; then end all
+    descendants.
 
-    Called in the main thread of a process that multiprocessing has spawned for this, which ends with the child's
-    exit code. `release` frees in the guard what only the child needs, such as its end of a pipe.
+    Called in the main thread of a process that multiprocessing has spawned for this, which ends
+    with the child's exit code. `release` frees in the guard what only the child needs, such as its
+    end of a pipe.
 
-    SIGTERM of anybody but the parent has no effect on both: a scheduler sends it to every process of a run.
+    SIGTERM of anybody but the parent has no effect on both: a scheduler sends it to every process
+    of a run.
     """
     _Guard().run(work, release=release)
 
@@ -105,7 +111,8 @@ def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        # What the worker starts ends by SIGTERM as usual: a pool ends its processes so, and a command gets no handlers.
+        # What the worker starts ends by SIGTERM as usual: a pool ends its processes so, and a
+        # command gets no handlers.
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -123,7 +130,9 @@ def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
 
 
 def _end_descendants() -> None:
-    """Kill all descendants, also those that a killed one leaves behind, and wait until they are gone."""
+    """Kill all descendants, also those that a killed one leaves behind, and wait until they are
+    gone.
+    """
     until = time.monotonic() + END_S
     while time.monotonic() < until:
         left = psutil.Process().children(

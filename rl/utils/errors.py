@@ -1,4 +1,6 @@
-"""Errors that end a run and are shown to the person who started it, and warnings about files that it can lack."""
+"""Errors that end a run and are shown to the person who started it, and warnings about files that
+it can lack.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_reason(error: Exception) -> str:
-    """Return the system's reason of an error of the disk, without a path; also of those that safetensors words anew."""
+    """Return the system's reason of an error of the disk, without a path; also of those that
+    safetensors words anew.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (told := re.search(r"os error (\d+)", str(error))):
         number = int(told[1])
@@ -71,7 +75,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def optional_write(path: Path) -> Iterator[None]:
-    """Turn an OSError into a warning, once until a write succeeds: the run goes on without the file."""
+    """Turn an OSError into a warning, once until a write succeeds: the run goes on without the
+    file.
+    """
     try:
         yield
     except OSError as error:

@@ -1,4 +1,6 @@
-"""Bounded excerpts of foreign texts (replies, values, errors of a user's code) for messages and logs."""
+"""Bounded excerpts of foreign texts (replies, values, errors of a user's code) for messages and
+logs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, *, most: int = MAX_SHOWN_CHARS) -> str:
-    """Return a text of at most `most` characters as it is, of a longer one the beginning and the end."""
+    """Return a text of at most `most` characters as it is, of a longer one the beginning and the
+    end.
+    """
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, and folders that only one process uses.
 
-`atomic_write` and `atomic_folder` write under a temporary name and rename at the end, so a full disk or a killed
-process never leaves half of anything under the final name. Locks are held by the kernel for a living process
-(`filelock`), hence a killed process releases them.
+`atomic_write` and `atomic_folder` write under a temporary name and rename at the end, so a full
+disk or a killed process never leaves half of anything under the final name. Locks are held by the
+kernel for a living process (`filelock`), hence a killed process releases them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ MAX_JSON_BYTES = 1 << 28
 MAX_DEPTH = 100
 """Levels of lists and objects in a JSON text."""
 MAX_DIGITS = 100
-"""Digits of an integer in a JSON text, all of which fit into a float; tokenizers have integers of 31 digits."""
+"""Digits of an integer in a JSON text, all of which fit into a float; tokenizers have integers of
+31 digits.
+"""
 
 
 @contextmanager
@@ -71,14 +73,15 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 def temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `path`, hence on the same file system; remove it at the end.
 
-    A lock file next to the folder is held meanwhile, so that `remove_leftovers` can tell a folder in use from
-    the leftover of a killed process.
+    A lock file next to the folder is held meanwhile, so that `remove_leftovers` can tell a folder
+    in use from the leftover of a killed process.
     """
     folder = _hidden(path)
     lock_file = _lock_of(folder)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        # Without locks on this file system the folder stays unmarked, and no other process touches it.
+        # Without locks on this file system the folder stays unmarked, and no other process touches
+        # it.
         with suppress(OSError):
             stack.enter_context(FileLock(lock_file, timeout=_ACQUIRE_S, thread_local=False))
             stack.callback(lock_file.unlink, missing_ok=True)
@@ -97,7 +100,9 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Flush a temporary folder to disk, then rename it to `path`; raises FileExistsError as `atomic_folder`."""
+    """Flush a temporary folder to disk, then rename it to `path`; raises FileExistsError as
+    `atomic_folder`.
+    """
     for file in (*temporary.rglob("*"), temporary):
         _flush(file)
     try:
@@ -110,7 +115,9 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder at once under its name; `remove_leftovers` completes a removal that was interrupted."""
+    """Remove a folder at once under its name; `remove_leftovers` completes a removal that was
+    interrupted.
+    """
     hidden = _hidden(path)
     _lock_of(hidden).touch()
     path.rename(hidden)
@@ -151,11 +158,12 @@ def make_folder(path: Path, as_what: str) -> None:
 
 
 def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
-    """Make a folder and lock it for this process; the lock file names the process for other processes to read.
+    """Make a folder and lock it for this process; the lock file names the process for other
+    processes to read.
 
     Raises:
-        ValueError: another process holds the lock, in which case the message ends with `otherwise`, or the
-            folder or its lock file cannot be made.
+        ValueError: another process holds the lock, in which case the message ends with `otherwise`,
+            or the folder or its lock file cannot be made.
     """
     file = path / LOCK
     if not is_regular(file, may_be_missing=True):  # locking truncates the file
@@ -227,8 +235,8 @@ def _not_regular(file: Path) -> OSError:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text that may come from anybody.
 
-    Raises ValueError also for more than `MAX_DEPTH` levels, which no recursion would survive, and for an integer of
-    more than `MAX_DIGITS`.
+    Raises ValueError also for more than `MAX_DEPTH` levels, which no recursion would survive, and
+    for an integer of more than `MAX_DIGITS`.
     """
     too_deep = f"it has more than {MAX_DEPTH} levels of lists and objects"
     try:
@@ -247,7 +255,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ValueError if the file is missing or holds something else."""
+    """Return the object in a JSON file; raise ValueError if the file is missing or holds something
+    else.
+    """
     if not file.is_file():
         raise ValueError(f"file {file} is missing")
     if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
@@ -268,7 +278,8 @@ def _integer(digits: str) -> int:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and object of each line that is not blank, None for a damaged line; a missing file has no lines.
+    """Yield number and object of each line that is not blank, None for a damaged line; a missing
+    file has no lines.
 
     Raises OSError for anything but a regular file, as `open_regular`.
     """
@@ -283,14 +294,18 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 class AppendFile:
-    """Append-only file in which each piece of text is stored whole or not at all, also on a full disk."""
+    """Append-only file in which each piece of text is stored whole or not at all, also on a full
+    disk.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: FileIO | None = None
 
     def open(self) -> FileIO:
-        """Return the file: new, or continued after a line that a killed process left unfinished; raises OSError."""
+        """Return the file: new, or continued after a line that a killed process left unfinished;
+        raises OSError.
+        """
         if self._file is None:
             self._file = FileIO(self.path, "a+")
             size = os.fstat(self._file.fileno()).st_size
@@ -299,7 +314,9 @@ class AppendFile:
         return self._file
 
     def append(self, text: str) -> None:
-        """Hand the text to the kernel, which keeps it even if this process is killed; an OSError changes nothing."""
+        """Hand the text to the kernel, which keeps it even if this process is killed; an OSError
+        changes nothing.
+        """
         file = self.open()
         data = memoryview(text.encode("utf-8", errors="backslashreplace"))
         num_written = 0
@@ -325,7 +342,9 @@ class AppendFile:
 
 
 class BoundedFile:
-    """Two files, such as x.1.jsonl and x.jsonl, that keep the newest lines within `max_bytes` together."""
+    """Two files, such as x.1.jsonl and x.jsonl, that keep the newest lines within `max_bytes`
+    together.
+    """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path

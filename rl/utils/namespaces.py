@@ -1,8 +1,9 @@
-"""Linux namespaces and capabilities of this process: the system calls that `actors.isolation` is built on.
+"""Linux namespaces and capabilities of this process: the system calls that `actors.isolation` is
+built on.
 
-Network namespaces belong to a thread, user namespaces to a whole process. Making a network namespace takes the
-capability CAP_SYS_ADMIN. A process without privileges gets it by a user namespace of its own, which it can enter
-only while it has one thread.
+Network namespaces belong to a thread, user namespaces to a whole process. Making a network
+namespace takes the capability CAP_SYS_ADMIN. A process without privileges gets it by a user
+namespace of its own, which it can enter only while it has one thread.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _entered = False
 def enter_user_namespace() -> None:
     """Make this process able to make a network namespace, if it is not and the system permits it.
 
-    Users, groups and files keep their owners; every other user is shown as nobody, and programs that change the user,
-    such as sudo, do not work in this process and its children. Call it first of all in a program: it does nothing in a
-    process that has a second thread.
+    Users, groups and files keep their owners; every other user is shown as nobody, and programs
+    that change the user, such as sudo, do not work in this process and its children. Call it first
+    of all in a program: it does nothing in a process that has a second thread.
     """
     if sys.platform != "linux" or os.geteuid() == 0 or can_make_network():
         return
@@ -60,7 +61,9 @@ def _enter() -> None:
 
 
 def _is_permitted() -> bool:
-    """Try in a child: where only a part is permitted, this process would be stuck in the user namespace."""
+    """Try in a child: where only a part is permitted, this process would be stuck in the user
+    namespace.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -91,7 +94,8 @@ def _set_capabilities(bits: int) -> None:
 
 
 def make_network() -> int:
-    """Put this thread into a new network namespace that has only a loopback device; return its descriptor.
+    """Put this thread into a new network namespace that has only a loopback device; return its
+    descriptor.
 
     Raises:
         OSError: it is not permitted.

@@ -5,10 +5,10 @@ r"""Numbers in texts: one pattern for all places that look for one, and one way 
     -5 with any dash for the minus sign         +5                    -$5                      ->   -5   5   -5
     .5                                          3,14                  6.5E-3                   ->   0.5   3.14   6.5e-3
 
-A hyphen after a letter, a digit or a closing bracket is no sign: 3-5, 2024-05-01, GPT-4. Commas between digits group
-thousands where they can (1,000 and 1,00,000); a single comma that cannot is a decimal comma, except in (3,4), and
-several are a list.
-Digits of other scripts count as ASCII digits.
+A hyphen after a letter, a digit or a closing bracket is no sign: 3-5, 2024-05-01, GPT-4. Commas
+between digits group thousands where they can (1,000 and 1,00,000); a single comma that cannot is a
+decimal comma, except in (3,4), and several are a list. Digits of other scripts count as ASCII
+digits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ MAX_CHARS = 400
 """Longest number that has a value; a reply may be one digit ten thousand times."""
 
 _CHARACTERS = str.maketrans(
-    # Hyphens, dashes and signs that are written as a minus; then signs and separators of other scripts.
+    # Hyphens, dashes and signs that are written as a minus; then signs and separators of other
+    # scripts.
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
     | {"\uff0b": "+", "\ufe62": "+", "\u066b": ".", "\uff0e": ".", "\u066c": ",", "\u2044": "/"}
 )
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _FRACTION = re.compile(
-    r"([0-9]?)\\[cdt]?frac *(?:\{ *(-?[0-9.]{1,50}) *\}|([0-9])) *(?:\{ *([0-9.]{1,50}) *\}|([0-9]))"
+    r"([0-9]?)\\[cdt]?frac *(?:\{ *(-?[0-9.]{1,50}) *\}|([0-9])) *(?:\{ *([0-9.]{1,50}) "
+    r"*\}|([0-9]))"
 )
 """LaTeX's fraction of two numbers, of which one of a single digit needs no braces."""
 
@@ -44,7 +46,8 @@ MAGNITUDE = (
     r"|[1-9][0-9]?(?:,[0-9]{2}){1,20},[0-9]{3}(?:\.[0-9]+)?(?![0-9]|,[0-9])"  # lakh and crore
     rf"|[1-9][0-9]{{0,2}}(?:{_MARK}[0-9]{{3}}){{1,20}}(?:[.,][0-9]+)?{_NOT_MORE}"
     # A space groups thousands if a group begins with 0, which no number of a list does.
-    r"|[1-9][0-9]{0,2}(?: [0-9]{3}){0,9} 0[0-9]{2}(?: [0-9]{3}){0,9}(?:[.,][0-9]+)?(?! ?[0-9]|[,.][0-9])"
+    r"|[1-9][0-9]{0,2}(?: [0-9]{3}){0,9} 0[0-9]{2}(?: [0-9]{3}){0,9}(?:[.,][0-9]+)?(?! "
+    r"?[0-9]|[,.][0-9])"
     rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{1,20}},[0-9]+{_NOT_MORE}"
     rf"|[1-9][0-9]{{0,2}}(?:\.[0-9]{{3}}){{2,20}}{_NOT_MORE}"
     rf"|(?<![0-9],)(?!(?<=[(\[])[0-9]+,[0-9]+[)\]])[0-9]++,[0-9]++{_NOT_MORE}"  # (3,4) is a list
@@ -52,7 +55,8 @@ MAGNITUDE = (
     r"|(?<![\w.)\]}])\.[0-9]++"
     f"){_EXPONENT}"
 )
-"""Regular expression, without groups, of a number without a sign in a text of `with_ascii_digits`."""
+"""Regular expression, without groups, of a number without a sign in a text of `with_ascii_digits`.
+"""
 _SIGN = (
     r"(?:(?<![-+\w)\]}%\u00b0])[-+]"
     r"|(?<=[=\u2248:(])[ \t]*[-+][ \t]+)"  # a dash at the beginning of a line is a bullet
@@ -77,12 +81,16 @@ def with_ascii_digits(text: str) -> str:
 
 
 def find_numbers(text: str) -> list[str]:
-    """Return the numbers in a text in one way of writing: digits with a minus, a period, an exponent, or a / b."""
+    """Return the numbers in a text in one way of writing: digits with a minus, a period, an
+    exponent, or a / b.
+    """
     return [_written(match) for match in _matches(text)]
 
 
 def last_number(text: str, *, is_cut_off: bool = False) -> str | None:
-    """Return the last number, as `find_numbers`; None if there is none, or if it might go on after a cut."""
+    """Return the last number, as `find_numbers`; None if there is none, or if it might go on after
+    a cut.
+    """
     last = deque(_matches(text), maxlen=1)
     if not last or (is_cut_off and _UNFINISHED.fullmatch(last[0].string, last[0].end())):
         return None
@@ -124,7 +132,9 @@ def _matches(text: str) -> Iterator[re.Match[str]]:
 
 
 def _plain(text: str) -> str:
-    """Return the text with ASCII digits, LaTeX's commas, and simple fractions as 1/2; 3 1/2 stays two numbers."""
+    """Return the text with ASCII digits, LaTeX's commas, and simple fractions as 1/2; 3 1/2 stays
+    two numbers.
+    """
 
     def separate(part: re.Match[str]) -> str:
         return f"{part[1]}{' ' * bool(part[1])}{part[2] or part[3]}/{part[4] or part[5]}"

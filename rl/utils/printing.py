@@ -1,4 +1,6 @@
-"""Text on a terminal: without control characters of others, and without errors when nobody reads it."""
+"""Text on a terminal: without control characters of others, and without errors when nobody reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,21 @@ from collections.abc import Iterator
 from typing import TextIO
 
 _NO_READER = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors of a pipe whose reader has ended, of a terminal that was closed, and of a closed descriptor."""
+"""Errors of a pipe whose reader has ended, of a terminal that was closed, and of a closed
+descriptor.
+"""
 _KEPT = "\n\t"
 _INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-"""Categories of Unicode that a terminal obeys instead of showing: controls, formats such as directions, surrogates,
-separators of lines."""
+"""Categories of Unicode that a terminal obeys instead of showing: controls, formats such as
+directions, surrogates, separators of lines."""
 
 
 def visible(text: str) -> str:
-    r"""Return a text whose control characters are written out, as \x1b, but for line breaks and tabs.
+    r"""Return a text whose control characters are written out, as \x1b, but for line breaks and
+    tabs.
 
-    Text from files, models and tasks can otherwise move the cursor, change the title or the clipboard, or reverse
-    what follows.
+    Text from files, models and tasks can otherwise move the cursor, change the title or the
+    clipboard, or reverse what follows.
     """
     if text.isprintable():
         return text
@@ -36,7 +41,9 @@ def _shown(character: str) -> str:
 
 
 def writable(text: str, *, stream: TextIO) -> str:
-    """Return a visible text of which the stream's encoding has every character; others are written out."""
+    """Return a visible text of which the stream's encoding has every character; others are written
+    out.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -44,10 +51,10 @@ def writable(text: str, *, stream: TextIO) -> str:
 def say(text: str, *, stream: TextIO | None = None) -> None:
     """Print lines to a stream, by default standard output, for as long as somebody reads them.
 
-    A closed pipe (`| head`), terminal or stream is no error of the program, whose exit status tells the result.
-    For programs whose result is what they print; a run, which goes on without a console, prints with
-    `rl.observability.console.print_line`. Raises ValueError if the lines cannot be written for another reason, such
-    as a full disk.
+    A closed pipe (`| head`), terminal or stream is no error of the program, whose exit status tells
+    the result. For programs whose result is what they print; a run, which goes on without a
+    console, prints with `rl.observability.console.print_line`. Raises ValueError if the lines
+    cannot be written for another reason, such as a full disk.
     """
     stream = sys.stdout if stream is None else stream
     if stream is None:  # the process was started without one
@@ -57,7 +64,9 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
 
 
 def say_error(text: str) -> None:
-    """Print lines to standard error, for as long as somebody reads them; nothing that fails here is an error."""
+    """Print lines to standard error, for as long as somebody reads them; nothing that fails here is
+    an error.
+    """
     if sys.stderr is not None:
         with contextlib.suppress(ValueError):
             say(text, stream=sys.stderr)
@@ -79,7 +88,9 @@ def _until_the_reader_stops(stream: TextIO) -> Iterator[None]:
 
 
 def _drop(stream: TextIO) -> None:
-    """Let a stream write into nothing: what is left in its buffer would fail again when Python ends."""
+    """Let a stream write into nothing: what is left in its buffer would fail again when Python
+    ends.
+    """
     with contextlib.suppress(OSError):  # a stream without a descriptor
         descriptor = stream.fileno()
         sink = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,6 @@
-"""Processes of this machine (Linux): identity, random state, compute threads, imports without garbage collection."""
+"""Processes of this machine (Linux): identity, random state, compute threads, imports without
+garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ ROLE_VARIABLE = "RELAY_ROLE"
 class ProcessId:
     """Unique identity of a process: pids are reused, a pid with its start time is not.
 
-    The start time is in clock ticks since boot. psutil's `create_time` is in seconds of the wall clock, so two
-    processes disagree about it once the clock has been set.
+    The start time is in clock ticks since boot. psutil's `create_time` is in seconds of the wall
+    clock, so two processes disagree about it once the clock has been set.
     """
 
     pid: int
@@ -45,7 +47,9 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def pid_namespace() -> int | None:
-    """Return the number of the namespace in which pids count for this process: a container has its own."""
+    """Return the number of the namespace in which pids count for this process: a container has its
+    own.
+    """
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return None
@@ -70,7 +74,9 @@ def signal_name(number: int) -> str:
 
 
 def kernel_state(process: ProcessId) -> str | None:
-    """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is dead."""
+    """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is
+    dead.
+    """
     with suppress(psutil.Error):
         state = psutil.Process(process.pid).status()
         return state if is_alive(process) else None
@@ -78,7 +84,9 @@ def kernel_state(process: ProcessId) -> str | None:
 
 
 def catches(process: ProcessId, number: int) -> bool:
-    """Return True if the process has a handler for this signal, which would otherwise end the process."""
+    """Return True if the process has a handler for this signal, which would otherwise end the
+    process.
+    """
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -88,7 +96,9 @@ def catches(process: ProcessId, number: int) -> bool:
 
 
 def writes_to(process: ProcessId, file: os.stat_result) -> bool:
-    """Return whether the process has this file open for writing; raises PermissionError for that of another user."""
+    """Return whether the process has this file open for writing; raises PermissionError for that of
+    another user.
+    """
     folder = Path(f"/proc/{process.pid}")
     try:
         descriptors = os.listdir(folder / "fd")
@@ -104,7 +114,8 @@ def writes_to(process: ProcessId, file: os.stat_result) -> bool:
 
 
 def leave_signals_to_controller() -> None:
-    """Survive the signals that a terminal or a scheduler sends to every process of a run, in the main thread.
+    """Survive the signals that a terminal or a scheduler sends to every process of a run, in the
+    main thread.
 
     The controller acts on them: it finishes a step and saves, for which it needs the others.
     """
@@ -119,8 +130,8 @@ def leave_signals_to_controller() -> None:
 def without_collections() -> Iterator[None]:
     """Disable garbage collection during imports, and exempt what they made from later collections.
 
-    Importing `actors.vllm.core` takes 7.1 s with collections and 5.4 s without (2026-11-22, 2 cores of an AMD
-    EPYC, no GPU).
+    Importing `actors.vllm.core` takes 7.1 s with collections and 5.4 s without (2026-11-22, 2 cores
+    of an AMD EPYC, no GPU).
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -138,8 +149,8 @@ def without_collections() -> Iterator[None]:
 def rare_collections() -> Iterator[None]:
     """Collect garbage after 20,000 new objects instead of 700.
 
-    For a process that holds the rollouts of a step, millions of objects without a cycle: Python's collections
-    take a fifth of its time, and find nothing.
+    For a process that holds the rollouts of a step, millions of objects without a cycle: Python's
+    collections take a fifth of its time, and find nothing.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(20_000, 10, 10)
@@ -153,19 +164,21 @@ _counting = threading.Lock()
 
 
 def use_threads(count: int) -> None:
-    """Run the PyTorch kernels that the calling thread starts on `count` threads; other threads keep their counts.
+    """Run the PyTorch kernels that the calling thread starts on `count` threads; other threads keep
+    their counts.
 
-    OpenMP keeps a pool of threads for every thread that has started a parallel kernel. As soon as the pools of a
-    process together have more threads than there are cores, idle threads sleep instead of spinning, and each
-    small kernel waits for them to wake: matrix products of 128 x 128 x 512 take 1.7 times as long. So only the
-    computing thread of a process should have a pool; a count of 1 creates none.
+    OpenMP keeps a pool of threads for every thread that has started a parallel kernel. As soon as
+    the pools of a process together have more threads than there are cores, idle threads sleep
+    instead of spinning, and each small kernel waits for them to wake: matrix products of 128 x 128
+    x 512 take 1.7 times as long. So only the computing thread of a process should have a pool; a
+    count of 1 creates none.
     """
     import torch
 
     with _counting:
         torch.set_num_threads(count)
-        # PyTorch also stores the last count set by any thread, and a thread adopts it at its first parallel
-        # operation. Reading the count makes the calling thread adopt its own.
+        # PyTorch also stores the last count set by any thread, and a thread adopts it at its first
+        # parallel operation. Reading the count makes the calling thread adopt its own.
         torch.get_num_threads()
 
 
@@ -174,8 +187,8 @@ def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) 
 
     Args:
         offset: per-rank offset; 0 on ranks that must draw the same numbers.
-        deterministic: forbid kernels whose result depends on scheduling; slower, and an operation without a
-            deterministic kernel raises RuntimeError.
+        deterministic: forbid kernels whose result depends on scheduling; slower, and an operation
+            without a deterministic kernel raises RuntimeError.
     """
     import numpy as np
     import torch
@@ -192,7 +205,9 @@ def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) 
 
 
 def process_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and PyTorch; a library that is not imported is left out."""
+    """Return the random states of Python, numpy and PyTorch; a library that is not imported is left
+    out.
+    """
     states: dict[str, Any] = {"python": random.getstate()}
     # A thread may be importing one of them: then no random number has been drawn from it yet.
     with suppress(AttributeError):
@@ -207,7 +222,9 @@ def process_states() -> dict[str, Any]:
 
 
 def restore_process_states(states: Mapping[str, Any]) -> None:
-    """Set the states that `process_states` returned, for the libraries that are imported in this process."""
+    """Set the states that `process_states` returned, for the libraries that are imported in this
+    process.
+    """
     random.setstate(states["python"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(states["numpy"])

@@ -1,8 +1,10 @@
-"""Values that several users read: arrays and mappings that refuse changes, and private copies of plain data.
+"""Values that several users read: arrays and mappings that refuse changes, and private copies of
+plain data.
 
-Reward functions and environments are code of many hands, and all of them see the same problem and the same rollout.
-Whatever is part of a result (tokens, logprobs, metrics) cannot be changed; whatever is input (a problem's data) is
-copied for each user, because popping from a list of questions is a natural way to work through it.
+Reward functions and environments are code of many hands, and all of them see the same problem and
+the same rollout. Whatever is part of a result (tokens, logprobs, metrics) cannot be changed;
+whatever is input (a problem's data) is copied for each user, because popping from a list of
+questions is a natural way to work through it.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class ReadOnlyDict(dict[KeyT, ValueT]):
 class Shareable:
     """Base of a frozen, slotted dataclass of which each user gets a private copy.
 
-    A private copy has the same immutable fields. Other fields are copied when they are first read, so a user who
-    reads none of them costs nothing.
+    A private copy has the same immutable fields. Other fields are copied when they are first read,
+    so a user who reads none of them costs nothing.
     """
 
     __slots__ = ("_original",)
@@ -97,9 +99,10 @@ class Shareable:
 def copy_data(value: Any) -> Any:
     """Return a deep copy of plain data that shares what is immutable or belongs to no single user.
 
-    Shared are texts, numbers and read-only arrays, objects that cannot be copied (a generator, a lambda), objects
-    that stand for a resource (with a method `close`, `aclose`, `__enter__` or `__aenter__`: clients, files, locks)
-    and those with which users wait for each other. An object that holds such an object is copied around it.
+    Shared are texts, numbers and read-only arrays, objects that cannot be copied (a generator, a
+    lambda), objects that stand for a resource (with a method `close`, `aclose`, `__enter__` or
+    `__aenter__`: clients, files, locks) and those with which users wait for each other. An object
+    that holds such an object is copied around it.
     """
     return _copy(value, {})
 
@@ -146,7 +149,9 @@ def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
-    """Return an object made of copies of what the object is pickled as; raises if it cannot be pickled."""
+    """Return an object made of copies of what the object is pickled as; raises if it cannot be
+    pickled.
+    """
     reduce = copyreg.dispatch_table.get(type(value))
     reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):  # a name of its module

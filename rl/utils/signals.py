@@ -15,7 +15,9 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAKE_UP = signal.SIGRTMIN + 6
 """Signal that nobody sends."""
 REPEAT_S = 0.1
-"""Time within which the same signal counts once: `timeout` sends it to the process and to its group."""
+"""Time within which the same signal counts once: `timeout` sends it to the process and to its
+group.
+"""
 
 
 @contextmanager
@@ -24,9 +26,9 @@ def handling_end_signals(
 ) -> Iterator[None]:
     """Handle `END_SIGNALS` in this block, if this is the main thread.
 
-    Signals that were ignored before stay so: SIGINT in a shell's background job, SIGHUP under nohup. The end of a
-    terminal counts once, and not after Ctrl-C, because the kernel and the shell both tell it, and nobody is there to
-    ask for a faster end.
+    Signals that were ignored before stay so: SIGINT in a shell's background job, SIGHUP under
+    nohup. The end of a terminal counts once, and not after Ctrl-C, because the kernel and the shell
+    both tell it, and nobody is there to ask for a faster end.
     """
     before = {number: signal.getsignal(number) for number in END_SIGNALS}
     before = {
@@ -49,8 +51,8 @@ def handling_end_signals(
     for number in before:
         signal.signal(number, handle)
     if before:
-        # With any handler of its own the loop wakes up for every signal, also for one that the kernel gave to
-        # another thread of this process.
+        # With any handler of its own the loop wakes up for every signal, also for one that the
+        # kernel gave to another thread of this process.
         loop.add_signal_handler(WAKE_UP, lambda: None)
     try:
         yield

@@ -1,7 +1,7 @@
 """Copies to a device, and a CPU tensor's memory as a NumPy array.
 
-After `Tensor.numpy()` PyTorch refuses to resize the tensor's storage for good, and a sleeping generator could not
-release the memory of its weights and its key-value cache.
+After `Tensor.numpy()` PyTorch refuses to resize the tensor's storage for good, and a sleeping
+generator could not release the memory of its weights and its key-value cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy of a CPU tensor on the device, without waiting for the work that a GPU still has.
+    """Return a copy of a CPU tensor on the device, without waiting for the work that a GPU still
+    has.
 
     A copy from pageable memory may wait. PyTorch keeps page-locked memory for the next copy.
     """

@@ -1,4 +1,6 @@
-"""Threads that run blocking code beside the event loop and never delay the exit of the process; calls together."""
+"""Threads that run blocking code beside the event loop and never delay the exit of the process;
+calls together.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return a coroutine's result to synchronous code, even while an event loop runs in this thread."""
+    """Return a coroutine's result to synchronous code, even while an event loop runs in this
+    thread.
+    """
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
 
 
 async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together and return their results; the first error cancels the others and is raised."""
+    """Run coroutines together and return their results; the first error cancels the others and is
+    raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -77,7 +83,8 @@ class WorkerThread:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of `function(*args)`, or raise what it raised.
 
-        Cancelling the call does not interrupt a function that is already running; one that waits is dropped.
+        Cancelling the call does not interrupt a function that is already running; one that waits is
+        dropped.
         """
         return await asyncio.wrap_future(self.submit(function, *args))
 
@@ -119,7 +126,9 @@ class BackgroundWriter:
         self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
 
     async def finish(self) -> None:
-        """Wait for the write that is under way, and raise its error once; OverdueError if the disk hangs."""
+        """Wait for the write that is under way, and raise its error once; OverdueError if the disk
+        hangs.
+        """
         if (writing := self._writing) is not None:
             try:
                 await asyncio.shield(writing)
@@ -133,8 +142,8 @@ class BackgroundWriter:
     async def last(self, write: Callable[[], None]) -> None:
         """Write the last part of a run that stops with an error, in the calling thread.
 
-        Errors are logged, since the run reports its own. If the thread is not done within `close_s`, nothing is
-        written, since two threads would write into one file.
+        Errors are logged, since the run reports its own. If the thread is not done within
+        `close_s`, nothing is written, since two threads would write into one file.
         """
         if not await self.close():
             logger.warning("%s: the last part of the run is not written", self._name)
@@ -145,7 +154,9 @@ class BackgroundWriter:
             logger.warning("%s: %r", self._name, error, exc_info=error)
 
     async def close(self) -> bool:
-        """Wait up to `close_s` and log an unseen error; return False if the thread still writes. Idempotent."""
+        """Wait up to `close_s` and log an unseen error; return False if the thread still writes.
+        Idempotent.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             await asyncio.wait({writing}, timeout=self._close_s)

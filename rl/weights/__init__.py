@@ -1,7 +1,8 @@
-"""Versions of the weights on their way to the generators (`rl.weights.store`), and Monarch's environment variables.
+"""Versions of the weights on their way to the generators (`rl.weights.store`), and Monarch's
+environment variables.
 
-Monarch reads the variables when it is loaded, so `actors` imports this package first. Values that the user has set
-are kept.
+Monarch reads the variables when it is loaded, so `actors` imports this package first. Values that
+the user has set are kept.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ MAX_LOGS = 100
 def _make_log_private() -> None:
     """Choose a log for Monarch that only this user can read and write.
 
-    Monarch opens the file at its import, follows links, and waits at a pipe for its reader, so a name that is taken by
-    anything but a file of this user is left alone. In a folder where others may write, whoever knows the name could put
-    something else there: each process writes only errors, under a name of its own.
+    Monarch opens the file at its import, follows links, and waits at a pipe for its reader, so a
+    name that is taken by anything but a file of this user is left alone. In a folder where others
+    may write, whoever knows the name could put something else there: each process writes only
+    errors, under a name of its own.
     """
     given = os.environ.get("MONARCH_LOG_SUFFIX", "")
     try:
@@ -54,7 +56,9 @@ def _make_log_private() -> None:
 
 
 def _is_private_log(file: Path) -> bool:
-    """Make a file or let no other user read it; return False if there is something else under that name."""
+    """Make a file or let no other user read it; return False if there is something else under that
+    name.
+    """
     flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(file, flags, 0o600)

@@ -2,10 +2,11 @@
 
 A *box* is torchstore's `TensorSlice`: offsets and shape within the whole tensor.
 
-On a CPU a box is copied in pieces of whole rows that fit a core's cache: each piece is copied, cast on the way, and
-summed, without the GIL. Copies from or to a GPU are queued on a separate stream; the GPU computes their checksums. Part
-of the columns of a stored box crosses the bus as whole rows, and the GPU picks the columns: PyTorch would gather them
-on one core, into memory that is not page-locked.
+On a CPU a box is copied in pieces of whole rows that fit a core's cache: each piece is copied, cast
+on the way, and summed, without the GIL. Copies from or to a GPU are queued on a separate stream;
+the GPU computes their checksums. Part of the columns of a stored box crosses the bus as whole rows,
+and the GPU picks the columns: PyTorch would gather them on one core, into memory that is not
+page-locked.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def within_box(tensor: Tensor, box: TensorSlice, inner: TensorSlice) -> Tensor:
 def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
     """Return this rank's box of every tensor, in the state dict's order.
 
-    A tensor that is no DTensor counts as equal on all ranks. A tensor whose mesh does not contain this rank
-    has no box here.
+    A tensor that is no DTensor counts as equal on all ranks. A tensor whose mesh does not contain
+    this rank has no box here.
 
     Raises:
         ValueError: a tensor is partial, or its shard is not one box; names the tensor.
@@ -132,7 +133,8 @@ def _box(
 def _check_is_box(name: str, placements: Sequence[Placement], mesh_shape: Sequence[int]) -> None:
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            # FSDP over TP: the later axes cut the same dim first, and the rest is one contiguous piece.
+            # FSDP over TP: the later axes cut the same dim first, and the rest is one contiguous
+            # piece.
             later = zip(placements[axis + 1 :], mesh_shape[axis + 1 :], strict=True)
             pieces = [size for p, size in later if isinstance(p, Shard) and p.dim == placement.dim]
             if math.prod(pieces) == placement.split_factor:
@@ -140,8 +142,9 @@ def _check_is_box(name: str, placements: Sequence[Placement], mesh_shape: Sequen
         elif isinstance(placement, Replicate | Shard):
             continue
         raise ValueError(
-            f"state_dict[{name!r}] has placements {tuple(placements)} on a mesh of {tuple(mesh_shape)}: "
-            "a tensor must be replicated or sharded, and its local shard one contiguous box"
+            f"state_dict[{name!r}] has placements {tuple(placements)} on a mesh of "
+            f"{tuple(mesh_shape)}: a tensor must be replicated or sharded, and its local shard one "
+            "contiguous box"
         )
 
 
@@ -154,8 +157,8 @@ def outgoing_parts(
 ) -> list[Part]:
     """Return the boxes that this rank sends, with the dtypes to send them in.
 
-    Floating-point parameters are sent in `dtype`, buffers and integers in their own. Of ranks that hold the same
-    box, the first sends it; a tensor that is no DTensor counts as equal on all ranks.
+    Floating-point parameters are sent in `dtype`, buffers and integers in their own. Of ranks that
+    hold the same box, the first sends it; a tensor that is no DTensor counts as equal on all ranks.
     """
     return [
         replace(part, dtype=dtype)
@@ -243,7 +246,8 @@ def _reads_of(part: Part, stored: Sequence[tuple[int, PackedPart]]) -> Iterator[
         yield number, Read(part=wanted, stored=source)
     if num_covered != num_elements(part.box):
         raise WeightMismatchError(
-            f"{part.name!r}: the store covers {num_covered} of the {num_elements(part.box)} elements here"
+            f"{part.name!r}: the store covers {num_covered} of the {num_elements(part.box)} "
+            "elements here"
         )
 
 
@@ -344,7 +348,9 @@ class _GPUCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        """One stream for all copies, since PyTorch keeps freed memory for the stream that it was used on."""
+        """One stream for all copies, since PyTorch keeps freed memory for the stream that it was
+        used on.
+        """
 
     def run(self, copies: Sequence[Copy], *, stop: threading.Event) -> Sums:
         """Make the copies that involve the GPU and wait for them; return their checksums."""
@@ -385,7 +391,9 @@ class _GPUCopier:
 
 
 def whole_rows(source: Tensor, *, device: torch.device) -> Tensor:
-    """Return a view of part of a box's columns on `device`, with all that lies between them; contiguous ones as is."""
+    """Return a view of part of a box's columns on `device`, with all that lies between them;
+    contiguous ones as is.
+    """
     if source.is_contiguous():
         return source
     size = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))

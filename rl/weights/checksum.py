@@ -1,16 +1,18 @@
-"""Checksums of tensors that are independent of the sharding, and their comparison between two sides.
+"""Checksums of tensors that are independent of the sharding, and their comparison between two
+sides.
 
 The checksum of a box of a tensor is
 
     sum over the box's elements of  bits * column weight * row weight      (mod 2**64)
 
-where *bits* are the element's bits as an unsigned number, and the weights depend only on the element's row
-and column in the whole tensor. So the checksums of disjoint boxes add up to the checksum of the tensor,
-however it is cut. A column weight lies between 1 and 2**32 - 1 and a row weight is odd, so one wrong element
-always changes the sum; two swapped elements or rows leave it unchanged with a chance of about 2**-32.
-Elements of 8 bytes count as two of 4.
+where *bits* are the element's bits as an unsigned number, and the weights depend only on the
+element's row and column in the whole tensor. So the checksums of disjoint boxes add up to the
+checksum of the tensor, however it is cut. A column weight lies between 1 and 2**32 - 1 and a row
+weight is odd, so one wrong element always changes the sum; two swapped elements or rows leave it
+unchanged with a chance of about 2**-32. Elements of 8 bytes count as two of 4.
 
-On a CPU a compiled loop sums 10 to 20 GB/s a core; PyTorch operations (1.4 GB/s there) sum on a GPU.
+On a CPU a compiled loop sums 10 to 20 GB/s a core; PyTorch operations (1.4 GB/s there) sum on a
+GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
 def queue_checksum(
     tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]
 ) -> Tensor:
-    """Return the checksum as a signed integer, [] int64 on the tensor's device, without waiting for a GPU."""
+    """Return the checksum as a signed integer, [] int64 on the tensor's device, without waiting for
+    a GPU.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
@@ -120,7 +124,9 @@ def _column_weights(num_columns: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _column_table(log_size: int) -> np.ndarray:
-    """Return [2**log_size] different uint32 above 0: MurmurHash3's finalizer, which maps only 0 to 0."""
+    """Return [2**log_size] different uint32 above 0: MurmurHash3's finalizer, which maps only 0 to
+    0.
+    """
     x = np.arange(1, 2**log_size + 1, dtype=np.uint32)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -129,7 +135,9 @@ def _column_table(log_size: int) -> np.ndarray:
 
 @cache
 def _compiled_loop() -> Callable[[np.ndarray, int, np.ndarray, np.ndarray], int]:
-    """Compile `_sum_rows` without the GIL; importing numba takes half a second, so do it at first use."""
+    """Compile `_sum_rows` without the GIL; importing numba takes half a second, so do it at first
+    use.
+    """
     import numba
 
     return numba.njit(nogil=True, cache=True)(_sum_rows)
@@ -165,15 +173,17 @@ def box_sum(name: str, box: TensorSlice, *, dtype: torch.dtype, value: int) -> B
 def check_sums(
     *, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, Sequence[BoxSum]]
 ) -> None:
-    """Compare the checksums that the trainer's ranks sent with the checksums that each generator holds.
+    """Compare the checksums that the trainer's ranks sent with the checksums that each generator
+    holds.
 
     Args:
         pushed: checksums of all trainer ranks; several ranks may send the same box.
-        pulled: checksums of all ranks of each generator, by the generator's name; every copy is compared.
+        pulled: checksums of all ranks of each generator, by the generator's name; every copy is
+            compared.
 
     Raises:
-        WeightParityError: names generator, tensor and version, and what differs: a missing tensor, the
-            dtype, the shape, or bits.
+        WeightParityError: names generator, tensor and version, and what differs: a missing tensor,
+            the dtype, the shape, or bits.
     """
     sent = _totals(pushed, f"version {version}: the trainer")
     for generator, boxes in pulled.items():
@@ -189,8 +199,8 @@ def check_sums(
                 )
             if held[name] != sent[name]:
                 raise WeightParityError(
-                    f"{who} holds other bits in {name!r} than the trainer sent: a shard was corrupted in "
-                    "transfer, or is still of another version"
+                    f"{who} holds other bits in {name!r} than the trainer sent: a shard was "
+                    "corrupted in transfer, or is still of another version"
                 )
 
 

@@ -1,13 +1,15 @@
-"""Shared memory that holds the versions: its owner in each trainer process, and its readers on the same host.
+"""Shared memory that holds the versions: its owner in each trainer process, and its readers on the
+same host.
 
 A segment is a memfd: anonymous POSIX shared memory that other processes of the same user open as
-`/proc/<pid>/fd/<number>`. It has no name in a file system: the kernel frees it when the last process that holds it
-ends, two runs cannot collide, and the size of /dev/shm does not matter.
+`/proc/<pid>/fd/<number>`. It has no name in a file system: the kernel frees it when the last
+process that holds it ends, two runs cannot collide, and the size of /dev/shm does not matter.
 
-Touching a page for the first time costs several times as much as copying it, so an owner keeps segments for later
-versions (`SegmentPool`), and readers and writers keep them mapped (`SegmentMaps`). A reader or writer holds a shared
-flock on the segment (the kernel releases it when the process ends) and checks that the generation is the expected one.
-Reuse needs the exclusive lock, and starts a new generation.
+Touching a page for the first time costs several times as much as copying it, so an owner keeps
+segments for later versions (`SegmentPool`), and readers and writers keep them mapped
+(`SegmentMaps`). A reader or writer holds a shared flock on the segment (the kernel releases it when
+the process ends) and checks that the generation is the expected one. Reuse needs the exclusive
+lock, and starts a new generation.
 """
 
 from __future__ import annotations
@@ -66,13 +68,17 @@ class SegmentRef:
 
 @cache
 def this_host() -> str:
-    """Return a name shared by all processes that can share segments: same boot, pid namespace and user."""
+    """Return a name shared by all processes that can share segments: same boot, pid namespace and
+    user.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}-{os.geteuid()}"
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still allocate, within the machine's and the cgroup's limit."""
+    """Return the bytes that this process can still allocate, within the machine's and the cgroup's
+    limit.
+    """
     free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no cgroup, or no limit ("max")
         limit = int((group / "memory.max").read_text())
@@ -96,7 +102,8 @@ class Segment:
             os.close(self._descriptor)
             raise SharedMemoryError(
                 f"{size / 1e9:.3g} GB of shared memory could not be allocated "
-                f"({os.strerror(error.errno or 0)}); {free_memory() / 1e9:.3g} GB of memory are free here"
+                f"({os.strerror(error.errno or 0)}); {free_memory() / 1e9:.3g} GB of memory are "
+                "free here"
             ) from error
         self.data = _map(self._descriptor, num_bytes)
         self._ref = SegmentRef(
@@ -135,12 +142,14 @@ class SegmentPool:
     def take(
         self, version: int, num_bytes: int, *, num_versions: int
     ) -> tuple[Segment, SegmentRef]:
-        """Return a free segment of this size that is unread, or a new one; first check that all versions have room."""
+        """Return a free segment of this size that is unread, or a new one; first check that all
+        versions have room.
+        """
         if not self._is_checked and num_bytes * num_versions > free_memory():
             raise SharedMemoryError(
                 f"weights need {num_bytes * num_versions / 1e9:.3g} GB of shared memory in process "
-                f"{os.getpid()} ({num_versions} versions: those kept and the one being written), and "
-                f"{free_memory() / 1e9:.3g} GB are free: lower weights.keep_versions (now "
+                f"{os.getpid()} ({num_versions} versions: those kept and the one being written), "
+                f"and {free_memory() / 1e9:.3g} GB are free: lower weights.keep_versions (now "
                 f"{num_versions - 1}), or set weights.transport='files'"
             )
         self._is_checked = True
@@ -174,8 +183,8 @@ class SegmentPool:
 class Volume(StorageVolume):
     """Actor that owns a trainer process's stored boxes, which are views of its shared memory.
 
-    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in one message for
-    other hosts: torchstore costs a round trip per key.
+    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in
+    one message for other hosts: torchstore costs a round trip per key.
     """
 
     def __init__(self) -> None:
@@ -204,10 +213,12 @@ class Volume(StorageVolume):
     async def read(
         self, version: int, wanted: Sequence[tuple[Offsets, PackedPart]], num_bytes: int
     ) -> np.ndarray:
-        """Return boxes as one message, [num_bytes] uint8 (Monarch carries numpy faster than tensors).
+        """Return boxes as one message, [num_bytes] uint8 (Monarch carries numpy faster than
+        tensors).
 
         Args:
-            wanted: the offsets of a stored box, and the part of it that is wanted, at its place in the message.
+            wanted: the offsets of a stored box, and the part of it that is wanted, at its place in
+                the message.
         """
         message = np.empty(num_bytes, dtype=np.uint8)
         flat = torch.from_numpy(message)
@@ -252,8 +263,8 @@ class _Mapping:
         if self.is_prepared:
             return None
         self.is_prepared = True
-        # MAP_POPULATE would hold Python's lock for half a second per GB. Linux before 5.14 refuses this advice: copies
-        # touch the pages then.
+        # MAP_POPULATE would hold Python's lock for half a second per GB. Linux before 5.14 refuses
+        # this advice: copies touch the pages then.
         address, size = ctypes.c_void_p(self.data.data_ptr()), ctypes.c_size_t(self.data.nbytes)
         ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE)
         if device.type == "cpu":
@@ -279,8 +290,8 @@ class SegmentMaps:
         self._maps: dict[tuple[int, bytes], _Mapping] = {}
         self._has_warned = False
         self._thread: WorkerThread | None = None
-        """The thread that touches, locks and unlocks pages. It makes no other CUDA call: after a refused lock, a
-        thread's next kernel would raise the error."""
+        """The thread that touches, locks and unlocks pages. It makes no other CUDA call: after a
+        refused lock, a thread's next kernel would raise the error."""
 
     def begin_operation(self) -> None:
         """Unmap segments that have not been used for long: the owner may have given them up."""
@@ -311,16 +322,19 @@ class SegmentMaps:
             os.close(descriptor)
 
     async def prepare(self, ref: SegmentRef, *, device: torch.device) -> None:
-        """Touch the pages of a segment that is held, in a thread, and lock them for a GPU; log a refusal once."""
+        """Touch the pages of a segment that is held, in a thread, and lock them for a GPU; log a
+        refusal once.
+        """
         if self._thread is None:
             self._thread = WorkerThread("weight-memory")
         reason = await self._thread.run(self._maps[ref.pid, ref.id].prepare, device)
         if reason is not None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%.3g GB of shared memory could not be page-locked for %s (cudaHostRegister: %s): weights are "
-                "copied, but slower. Raise the limit of locked memory (`ulimit -l unlimited`; a container's "
-                "`--ulimit memlock=-1`), and see that enough memory is free",
+                "%.3g GB of shared memory could not be page-locked for %s (cudaHostRegister: %s): "
+                "weights are copied, but slower. Raise the limit of locked memory (`ulimit -l "
+                "unlimited`; a container's `--ulimit memlock=-1`), and see that enough memory is "
+                "free",
                 ref.num_bytes / 1e9, device, reason,
             )  # fmt: skip
 

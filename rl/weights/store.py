@@ -8,8 +8,9 @@
     await store.pull(snapshot, state_dict=...)                    # every generator rank, in place
     await store.prune()                                           # controller, after all of them
 
-A version is readable once it is announced, never overwritten, and kept in shared memory while a process reads it.
-Trainer and generator may be sharded differently. A drawing of the whole way is in docs/architecture.md.
+A version is readable once it is announced, never overwritten, and kept in shared memory while a
+process reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in
+docs/architecture.md.
 
     shared memory   processes of one host: written once, read in place
     messages        generators on other hosts, by Monarch's messages
@@ -73,7 +74,9 @@ T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Larger messages are slower: the allocator reuses memory of this size, and touches larger memory anew."""
+"""Larger messages are slower: the allocator reuses memory of this size, and touches larger memory
+anew.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +113,9 @@ class WeightStore(Configurable):
         keep_versions: int = 2
         """Number of the newest versions that `prune` keeps."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
-        """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
-        torchstore: messages or RDMA everywhere; files: the run's folder, which all machines must share, for
-        machines that cannot reach each other's memory."""
+        """auto: shared memory between processes of one host, torchstore's messages or RDMA between
+        hosts; torchstore: messages or RDMA everywhere; files: the run's folder, which all machines
+        must share, for machines that cannot reach each other's memory."""
         num_threads: int = 2
         """CPU threads of each rank that copy weights, besides the threads that compute."""
 
@@ -123,7 +126,9 @@ class WeightStore(Configurable):
     def __init__(
         self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None
     ) -> None:
-        """`dtype` is the generators': floating-point parameters are cast to it when they are pushed."""
+        """`dtype` is the generators': floating-point parameters are cast to it when they are
+        pushed.
+        """
         self.config = config
         self.dtype = dtype
         self._snapshots: dict[int, Snapshot] = {}
@@ -152,7 +157,8 @@ class WeightStore(Configurable):
         async with self._operation("start"):
             if self._folder is not None:
                 await run_aside(self.discard, name="weight-files")
-                # Ranks do not create the folder, so that a host that does not share it raises an error.
+                # Ranks do not create the folder, so that a host that does not share it raises an
+                # error.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
@@ -163,7 +169,8 @@ class WeightStore(Configurable):
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
         volumes = self._volumes
         self.forget()
-        # A process that is dead or stuck frees its memory when it ends; `discard` removes files that are left.
+        # A process that is dead or stuck frees its memory when it ends; `discard` removes files
+        # that are left.
         with suppress(WeightStoreError):
             async with self._operation("stop"):
                 await run_aside(self.discard, name="weight-files")
@@ -171,7 +178,9 @@ class WeightStore(Configurable):
                     await volumes.reset.call()
 
     def forget(self) -> None:
-        """Drop all versions and the store's actors, which may be dead; `start` may follow. Idempotent."""
+        """Drop all versions and the store's actors, which may be dead; `start` may follow.
+        Idempotent.
+        """
         self._copier.close()
         self._maps.close()
         self._snapshots = {}
@@ -185,10 +194,11 @@ class WeightStore(Configurable):
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
     ) -> Shard:
-        """Store this rank's part of the weights; every rank of the trainer calls it with its own part.
+        """Store this rank's part of the weights; every rank of the trainer calls it with its own
+        part.
 
-        `outgoing_parts` says which boxes are sent, and in which dtype. The tensors must not change before the call
-        returns.
+        `outgoing_parts` says which boxes are sent, and in which dtype. The tensors must not change
+        before the call returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
@@ -250,14 +260,16 @@ class WeightStore(Configurable):
     async def pull(
         self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]
     ) -> tuple[BoxSum, ...]:
-        """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is then there.
+        """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is
+        then there.
 
-        Names and shapes are checked before anything is written. If the transfer fails, some tensors are
-        already new: do not use them, pull again.
+        Names and shapes are checked before anything is written. If the transfer fails, some tensors
+        are already new: do not use them, pull again.
 
         Raises:
             VersionNotFoundError: the version was deleted, and its memory is used again.
-            WeightMismatchError: a name is missing on one side, a shape differs, or a trainer rank has not pushed.
+            WeightMismatchError: a name is missing on one side, a shape differs, or a trainer rank
+                has not pushed.
             WeightTimeoutError: see `_operation`.
         """
         version, shards = snapshot.version, snapshot.shards
@@ -327,7 +339,9 @@ class WeightStore(Configurable):
                 await self._volumes.drop.call(version)
 
     async def prune(self) -> list[int]:
-        """Delete all announced versions but the `keep_versions` newest; return the deleted versions."""
+        """Delete all announced versions but the `keep_versions` newest; return the deleted
+        versions.
+        """
         old = self.versions()[: -self.config.keep_versions]
         for version in old:
             await self.delete(version)
@@ -345,7 +359,8 @@ class WeightStore(Configurable):
         """Run the body under the store's deadline, and re-raise remote errors with their own type.
 
         Raises:
-            WeightTimeoutError: names operation, version, number of tensors, rank and what was awaited.
+            WeightTimeoutError: names operation, version, number of tensors, rank and what was
+                awaited.
             WeightStoreError: an actor raised it, or an actor was lost.
         """
         awaited = "the trainer's processes" if self._folder is None else f"files in {self._folder}"
@@ -360,7 +375,8 @@ class WeightStore(Configurable):
             if isinstance(error, RunError):
                 raise  # An inner deadline, with its own message.
             raise WeightTimeoutError(
-                f"{what} not finished within timeout_s={self.config.timeout_s:g}: waited for {awaited}"
+                f"{what} not finished within timeout_s={self.config.timeout_s:g}: waited for "
+                f"{awaited}"
             ) from error
         except ActorError as error:
             if isinstance(error.exception, WeightStoreError):
@@ -415,7 +431,9 @@ async def _gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 @cache
 def _has_rdma() -> bool:
-    """Return whether torchstore uses RDMA on this machine; TORCHSTORE_RDMA_ENABLED=0 switches it off."""
+    """Return whether torchstore uses RDMA on this machine; TORCHSTORE_RDMA_ENABLED=0 switches it
+    off.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning

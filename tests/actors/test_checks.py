@@ -48,37 +48,49 @@ def test_config_without_contradictions_has_no_faults(edits):
     [
         ({"trainer__checkpoint__timeout_s": 1801.0},
          "trainer.checkpoint.timeout_s=1801 is more than timeouts.checkpoint_s=1800, after which"),
-        ({"weights__timeout_s": 601.0}, "weights.timeout_s=601 is more than timeouts.sync_s=600, after"),
+        ({"weights__timeout_s": 601.0}, "weights.timeout_s=601 is more than timeouts.sync_s=600, "
+                                        "after"),
         ({**LORA, "trainer__converters": (ADAPTER,)},
          "trainer.converters.0.initial_adapter='adapters/mine' with a warm-up"),
-        ({"trainer__optimizer__early_step_in_backward": True}, "early_step_in_backward=True with a warm-up"),
+        ({"trainer__optimizer__early_step_in_backward": True}, "early_step_in_backward=True with a "
+                                                               "warm-up"),
         ({"generator__num_replicas": 3, "num_gpus": 3, "loop__max_off_policy_steps": 1},
-         "need 4 GPUs on this machine, which has 3: set launch.share_gpus to True and loop.max_off_policy_steps"),
+         "need 4 GPUs on this machine, which has 3: set launch.share_gpus to True and "
+         "loop.max_off_policy_steps"),
         ({"generator__num_replicas": 2, "num_gpus": 1}, "need 3 GPUs on this machine, which has 1"),
         ({"base": tiny_moe, "num_gpus": 2, "generator__enforce_eager": False},
-         "generator.enforce_eager=False with generator.dtype=float32: must be True for a mixture of experts"),
+         "generator.enforce_eager=False with generator.dtype=float32: must be True for a mixture "
+         "of experts"),
         ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2, "launch__gpus_per_host": 0,
           "trainer__checkpoint__async_mode": "async_with_pinned_mem"}, "async_with_pinned_mem"),
         ({"launch__share_gpus": True, "loop__max_off_policy_steps": 1},
          "launch.share_gpus=True with loop.max_off_policy_steps=1: must be 0"),
-        ({"generator__dtype": "bfloat16"}, "trainer.training.param_dtype=float32, generator.dtype=bfloat16"),
-        ({"generator__tensor_parallel_degree": 2}, "generator.tensor_parallel_degree=2: must be the same"),
+        ({"generator__dtype": "bfloat16"}, "trainer.training.param_dtype=float32, "
+                                           "generator.dtype=bfloat16"),
+        ({"generator__tensor_parallel_degree": 2}, "generator.tensor_parallel_degree=2: must be "
+                                                   "the same"),
         # Errors of the trainer's engine name the options of the run.
-        ({"trainer__compile__enable": True}, "trainer.compile.enable=True: must be False with batch_inv"),
+        ({"trainer__compile__enable": True}, "trainer.compile.enable=True: must be False with "
+                                             "batch_inv"),
         ({"trainer__parallelism__tensor_parallel_degree": 2, "trainer__num_procs": 2},
          "trainer.parallelism.loss_parallel=True: must be False with batch_invariant=True"),
-        ({"trainer__training__logits_chunk_tokens": 48}, "trainer.training.logits_chunk_tokens=48: must be"),
+        ({"trainer__training__logits_chunk_tokens": 48}, "trainer.training.logits_chunk_tokens=48: "
+                                                         "must be"),
         ({"trainer__converters": (LoRA.Config(),)}, "trainer.converters.0=LoRA: must not be there"),
-        ({"base": tiny_moe, "batch_invariant": True}, "batch_invariant=True: must be False for a mixture of"),
+        ({"base": tiny_moe, "batch_invariant": True}, "batch_invariant=True: must be False for a "
+                                                      "mixture of"),
         ({"loop__overlong__enable": True, "loop__overlong__buffer_tokens": 33},
          "loop.overlong.buffer_tokens=33: "),
-        ({"loop__sampling__max_tokens": 128}, "loop.sampling.max_tokens=128 leaves no room for a prompt"),
+        ({"loop__sampling__max_tokens": 128}, "loop.sampling.max_tokens=128 leaves no room for a "
+                                              "prompt"),
         ({"trainer__num_procs": 3, "trainer__parallelism__data_parallel_shard_degree": 1},
          "does not multiply to the world size of 3"),
         ({"generator__tensor_parallel_degree": 3},
-         "generator.tensor_parallel_degree=3 does not divide num_kv_heads=4 and vocab_size=320: must be one of"),
+         "generator.tensor_parallel_degree=3 does not divide num_kv_heads=4 and vocab_size=320: "
+         "must be one of"),
         ({"trainer__parallelism__expert_tensor_parallel_degree": 2},
-         "trainer.parallelism.expert_tensor_parallel_degree=2: must be 1: a dense model has no experts"),
+         "trainer.parallelism.expert_tensor_parallel_degree=2: must be 1: a dense model has no "
+         "experts"),
         ({"trainer__training__max_sequence_length": 127},
          "trainer.training.max_sequence_length=127 is less than generator.max_model_len=128"),
         ({"trainer__training__max_sequence_length": 2000},
@@ -126,8 +138,10 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
         (tiny, {}, (7, 5), None),
         (qwen3_8b, {}, (8, 0), None),
         (qwen3_8b, {"trainer.training.param_dtype": "float32"}, (7, 5),
-         "generator.dtype=bfloat16: must be float32 on a GPU of compute capability 7.5, because flash attention"),
-        (tiny, {}, (7, 0), "a GPU of this machine has compute capability 7.0: CUDA 13 has kernels from 7.5 on"),
+         "generator.dtype=bfloat16: must be float32 on a GPU of compute capability 7.5, because "
+         "flash attention"),
+        (tiny, {}, (7, 0), "a GPU of this machine has compute capability 7.0: CUDA 13 has kernels "
+                           "from 7.5 on"),
     ],
 )  # fmt: skip
 def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, says):
@@ -168,7 +182,8 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     assert 4 * need.held == pytest.approx(131e9, rel=0.01)
     assert memory_faults(config, memory_bytes=4 * need.total) == []
     assert caplog.records == []
-    # Within the estimate's error of 30% the run starts with a warning; what is held for sure must fit.
+    # Within the estimate's error of 30% the run starts with a warning; what is held for sure must
+    # fit.
     assert memory_faults(config, memory_bytes=4 * need.total - 1) == []
     (record,) = caplog.records
     assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")

@@ -1,6 +1,7 @@
 """The real actors of a run: two trainer ranks, two generators and two reward processes.
 
-They are killed in the middle of their work by the last tests: they are replaced and the numbers stay the same.
+They are killed in the middle of their work by the last tests: they are replaced and the numbers
+stay the same.
 """
 
 import asyncio

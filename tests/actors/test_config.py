@@ -27,51 +27,74 @@ from rl.config.registry import resolve
         (RecoveryConfig, {"max_restarts": -1}, "max_restarts=-1: must be at least 0"),
         (RecoveryConfig, {"window_s": 0.0}, r"window_s=0\.0: must be above 0"),
         (RecoveryConfig, {"pause_s": float("nan")}, "pause_s=nan: must be at least 0"),
-        (RecoveryConfig, {"pause_s": 9.0, "max_pause_s": 3.0}, r"max_pause_s=3\.0: must be at least pause_s=9"),
+        (RecoveryConfig, {"pause_s": 9.0, "max_pause_s": 3.0}, r"max_pause_s=3\.0: must be at "
+                                                               r"least pause_s=9"),
         (ParityConfig, {"num_tokens": 1}, "num_tokens=1"),
         (ParityConfig, {"max_logprob_diff": -1}, "max_logprob_diff=-1"),
-        (VLLMGenerator.Config, {"tensor_parallel_degree": 0}, "tensor_parallel_degree=0: must be at least 1"),
+        (VLLMGenerator.Config, {"tensor_parallel_degree": 0}, "tensor_parallel_degree=0: must be "
+                                                              "at least 1"),
         (VLLMGenerator.Config, {"max_num_seqs": -1}, "max_num_seqs=-1: must be at least 1"),
         (VLLMGenerator.Config, {"cpu_kv_cache_gib": 0.0}, "cpu_kv_cache_gib=0.0: must be above 0"),
-        (VLLMGenerator.Config, {"rank_timeout_s": float("nan")}, "rank_timeout_s=nan: must be above 0"),
+        (VLLMGenerator.Config, {"rank_timeout_s": float("nan")}, "rank_timeout_s=nan: must be "
+                                                                 "above 0"),
         (VLLMGenerator.Config, {"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         (VLLMGenerator.Config, {"max_num_seqs": 128, "max_num_batched_tokens": 127},
          "generator.max_num_batched_tokens=127: must be at least max_num_seqs=128"),
         (VLLMGenerator.Config, {"gpu_memory_utilization": 1.2},
          "gpu_memory_utilization=1.2: must be above 0 and at most 1"),
-        (LaunchConfig, {"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one host: must be 1"),
-        (LaunchConfig, {"reward_hosts": 1}, "reward_hosts=1 with hosts='this', which is one host: must be 0"),
-        (LaunchConfig, {"hosts": "process", "trainer_hosts": 0}, "trainer_hosts=0: must be at least 1"),
-        (LaunchConfig, {"hosts": "process", "gpus_per_host": 4}, "gpus_per_host=4 with hosts='process': GPUs of"),
+        (LaunchConfig, {"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one "
+                                             "host: must be 1"),
+        (LaunchConfig, {"reward_hosts": 1}, "reward_hosts=1 with hosts='this', which is one host: "
+                                            "must be 0"),
+        (LaunchConfig, {"hosts": "process", "trainer_hosts": 0}, "trainer_hosts=0: must be at "
+                                                                 "least 1"),
+        (LaunchConfig, {"hosts": "process", "gpus_per_host": 4}, "gpus_per_host=4 with "
+                                                                 "hosts='process': GPUs of"),
         (LaunchConfig, {"hosts": "slurm", "replicas_per_host": 2, "generator_hosts": 2},
          "replicas_per_host=2 with generator_hosts"),
-        (LaunchConfig, {"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs an image"),
+        (LaunchConfig, {"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs "
+                                                r"an image"),
         (LaunchConfig, {"hosts": "slurm", "share_gpus": True}, "share_gpus=True with hosts='slurm'"),
         (LaunchConfig, {"share_gpus": True, "generator_gpus": (0,)},
          r"generator_gpus=\(0,\): must be 'this' and None"),
-        (LaunchConfig, {"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 on, each once"),
-        (LaunchConfig, {"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 on"),
+        (LaunchConfig, {"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 "
+                                                 r"on, each once"),
+        (LaunchConfig, {"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 "
+                                                r"on"),
         (LaunchConfig, {"trainer_gpus": ()}, r"trainer_gpus=\(\): must name devices .*, or be None"),
-        (LaunchConfig, {"job_name": "My-job"}, "job_name='My-job': must be at most 30 lowercase letters and digits"),
+        (LaunchConfig, {"job_name": "My-job"}, "job_name='My-job': must be at most 30 lowercase "
+                                               "letters and digits"),
         (LaunchConfig, {"start_timeout_s": 0.0}, r"start_timeout_s=0\.0: must be above 0"),
-        (SlurmConfig, {"time_limit": "2 days"}, "time_limit='2 days': must be such as 90, 12:00:00 or 2-00:00"),
-        (SlurmConfig, {"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G or 64000M"),
-        (SlurmConfig, {"partition": "a b"}, "partition='a b': must be a name without spaces, or None"),
+        (SlurmConfig, {"time_limit": "2 days"}, "time_limit='2 days': must be such as 90, 12:00:00 "
+                                                "or 2-00:00"),
+        (SlurmConfig, {"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G "
+                                                    "or 64000M"),
+        (SlurmConfig, {"partition": "a b"}, "partition='a b': must be a name without spaces, or "
+                                            "None"),
         (SlurmConfig, {"account": ""}, "account='': must be a name without spaces, or None"),
         (SlurmConfig, {"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1"),
-        (SlurmConfig, {"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each must be one option"),
-        (SlurmConfig, {"sbatch_args": ("-a 0-1",)}, "sbatch_args has '-a 0-1': must leave one job that sbatch submits"),
-        (SlurmConfig, {"sbatch_args": ("--comment='a",)}, "sbatch_args has .*: No closing quotation"),
-        (SlurmConfig, {"sbatch_args": ("--quiet",)}, "sbatch_args has '--quiet': must leave one job"),
+        (SlurmConfig, {"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each "
+                                                          "must be one option"),
+        (SlurmConfig, {"sbatch_args": ("-a 0-1",)}, "sbatch_args has '-a 0-1': must leave one job "
+                                                    "that sbatch submits"),
+        (SlurmConfig, {"sbatch_args": ("--comment='a",)}, "sbatch_args has .*: No closing "
+                                                          "quotation"),
+        (SlurmConfig, {"sbatch_args": ("--quiet",)}, "sbatch_args has '--quiet': must leave one "
+                                                     "job"),
         (SlurmConfig, {"port": 70000}, "port=70000: must be at least 1024 and at most 65535"),
-        (KubernetesConfig, {"namespace": "My_Space"}, "namespace='My_Space': must be a name of lowercase letters"),
-        (KubernetesConfig, {"memory": "64 GB"}, "memory='64 GB': must be a quantity such as 16, 500m or 64Gi"),
+        (KubernetesConfig, {"namespace": "My_Space"}, "namespace='My_Space': must be a name of "
+                                                      "lowercase letters"),
+        (KubernetesConfig, {"memory": "64 GB"}, "memory='64 GB': must be a quantity such as 16, "
+                                                "500m or 64Gi"),
         (KubernetesConfig, {"shared_memory": "all"}, "shared_memory='all': must be a quantity"),
         (KubernetesConfig, {"port": 80}, "port=80: must be at least 1024 and at most 65535"),
         (KubernetesConfig, {"volume_path": "runs"}, "volume_path='runs': must be an absolute path"),
-        (KubernetesConfig, {"volume_path": "/dev/shm"}, "volume_path='/dev/shm': must be .* not /dev/shm"),
-        (KubernetesConfig, {"volume_claim": "My_Runs"}, "volume_claim='My_Runs': must be a name of lowercase"),
-        (KubernetesConfig, {"gpu_resource": "gpu"}, "gpu_resource='gpu': must be a name with its domain"),
+        (KubernetesConfig, {"volume_path": "/dev/shm"}, "volume_path='/dev/shm': must be .* not "
+                                                        "/dev/shm"),
+        (KubernetesConfig, {"volume_claim": "My_Runs"}, "volume_claim='My_Runs': must be a name of "
+                                                        "lowercase"),
+        (KubernetesConfig, {"gpu_resource": "gpu"}, "gpu_resource='gpu': must be a name with its "
+                                                    "domain"),
     ],
 )  # fmt: skip
 def test_invalid_value_is_refused_by_field_with_what_is_valid(kind, fields, says):

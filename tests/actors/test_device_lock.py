@@ -61,7 +61,9 @@ def snapshot(version: int) -> Snapshot:
 
 
 def make(num_generators: int = 1, corrupt_pull: int = 0) -> tuple[DeviceLock, list[str]]:
-    """Return a lock over a trainer that pushed version 7, and its log; the last generator may be corrupt."""
+    """Return a lock over a trainer that pushed version 7, and its log; the last generator may be
+    corrupt.
+    """
     log: list[str] = []
     generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
     generators[-1].corrupt_pull = corrupt_pull

@@ -28,8 +28,8 @@ def report_of(rank, stacks=""):
 
 def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
     stacks = (
-        'Thread 0x1 (most recent call first):\n  File "/lib/python3.11/selectors.py", line 468 in select\n'
-        'Thread 0x2 (most recent call first):\n  File "/home/me/step.py", line 3 in step\n'
+        'Thread 0x1 (most recent call first):\n  File "/lib/python3.11/selectors.py", line 468 in '
+        'select\nThread 0x2 (most recent call first):\n  File "/home/me/step.py", line 3 in step\n'
     )
     (tmp_path / "stacks-1.txt").write_text("of an earlier run")
     file = write_reports(
@@ -37,7 +37,8 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
     )
     assert file == tmp_path / "stacks-2.txt"
     assert (tmp_path / "stacks-2.txt").read_text() == (
-        f"trainer.optim_step gave no answer\n\n==== trainer[0]: optim_step for 9.0 s\n{stacks.rstrip()}\n"
+        "trainer.optim_step gave no answer\n\n==== trainer[0]: optim_step for 9.0 "
+        f"s\n{stacks.rstrip()}\n"
     )
     lines = format_reports([report_of(0, stacks), *map(report_of, range(1, 20))], file).splitlines()
     assert lines[:2] == [

@@ -55,7 +55,9 @@ def stopped(group, rank):
 
 
 def reported(running, error):
-    """Return the lines after the message once the report was added, and the text of the file with all stacks."""
+    """Return the lines after the message once the report was added, and the text of the file with
+    all stacks.
+    """
     running.run(add_hang_report(error, running.cluster.launcher.roles))
     (file,) = re.findall(r"all stacks: (.*)", error.more)
     return error.more.splitlines(), Path(file).read_text()
@@ -69,7 +71,8 @@ def test_stopped_trainer_rank_is_named_with_the_activity_of_the_other_rank(runni
             run(short.call("drop_gradient"))
         lines, file = reported(running, caught.value)
     assert str(caught.value).startswith(
-        "trainer.drop_gradient gave no answer within 2.1 s (timeouts.train_s)\n  trainer[0]: idle for "
+        "trainer.drop_gradient gave no answer within 2.1 s (timeouts.train_s)\n  trainer[0]: idle "
+        "for "
     )
     (place,) = (number for number, line in enumerate(lines) if line.startswith("  trainer[1]: "))
     assert lines[place + 1] == f"    {STOPPED}"
@@ -92,7 +95,8 @@ def test_collective_timeout_names_the_call_and_reports_all_processes(running):
 
     async def step():
         try:
-            # Rank 0 is called alone, since an error of one rank is not raised until the others have answered.
+            # Rank 0 is called alone, since an error of one rank is not raised until the others have
+            # answered.
             await TrainerClient(cluster.trainer.group.at_rank(0)).forward_backward([SAMPLE, SAMPLE])
         except CollectiveTimeoutError as error:
             return error
@@ -100,8 +104,8 @@ def test_collective_timeout_names_the_call_and_reports_all_processes(running):
     error = run(step())
     lines, file = reported(running, error)
     assert error.message().startswith(
-        "rank 0 of 2 of the trainer: in forward_backward of step 0 the other ranks did not take part within "
-        "the deadline of a collective (comm.train_timeout_s; "
+        "rank 0 of 2 of the trainer: in forward_backward of step 0 the other ranks did not take "
+        "part within the deadline of a collective (comm.train_timeout_s; "
     )
     assert "==== generator[0]" in file
     told = (

@@ -1,4 +1,6 @@
-"""Hosts simulated on this machine by Monarch's ProcessJob: environments, cleanup and lost processes."""
+"""Hosts simulated on this machine by Monarch's ProcessJob: environments, cleanup and lost
+processes.
+"""
 
 import json
 import os

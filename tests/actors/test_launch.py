@@ -138,7 +138,10 @@ def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, rol
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog):
-    says = r"^starting role 'late' \(1 processes a host\): no answer within 0.001 s \(timeouts.start_s\)$"
+    says = (
+        r"^starting role 'late' \(1 processes a host\): no answer within 0.001 s "
+        r"\(timeouts.start_s\)$"
+    )
     with pytest.raises(ActorTimeoutError, match=says):
         meshes.run(meshes.launcher.spawn_role(Placement(role="late", num_procs=1), timeout_s=0.001))
     role = meshes.spawn_role("deaf", num_procs=1)
@@ -176,7 +179,9 @@ def wait_for(controller, line):
 def test_first_signal_lets_a_listening_loop_save_and_no_end_leaves_anything_behind(
     how, signals, said, code
 ):
-    """A second signal, which another thread receives while the event loop is idle, ends everything at once."""
+    """A second signal, which another thread receives while the event loop is idle, ends everything
+    at once.
+    """
     controller = start_controller("launch_controller", how)
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())

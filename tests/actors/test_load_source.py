@@ -68,15 +68,20 @@ def test_matching_checkpoint_is_accepted(saved, tmp_path):
     ("name", "options", "says"),
     [
         ("lora", {}, "made with LoRA .* this run has no converter .*; tensor .* is missing"),
-        ("plain", {"converters": (ADAPTERS,)}, "made with no converter .* this run has LoRA .* is missing"),
+        ("plain", {"converters": (ADAPTERS,)}, "made with no converter .* this run has LoRA .* is "
+                                               "missing"),
         ("lora", {"converters": (replace(ADAPTERS, alpha=4.0),), "model_only": True},
-         r"made with LoRA .*alpha=32\.0.*, this run has LoRA .*alpha=4\.0.*\. Give the run the model, conv"),
-        ("muon", {}, "tensor optimizer.*exp_avg is missing.*optimizer, reference. to checkpoint.exclude_from_loading"),
+         r"made with LoRA .*alpha=32\.0.*, this run has LoRA .*alpha=4\.0.*\. Give the run the "
+         r"model, conv"),
+        ("muon", {}, "tensor optimizer.*exp_avg is missing.*optimizer, reference. to "
+                     "checkpoint.exclude_from_loading"),
         ("plain", {"config": tiny_moe()}, "router.weight is missing"),
         ("vocab", {"model_only": True},
          r"embed_tokens.weight has shape \[384, 128\], the run needs \[320, 128\]"),
-        ("vocab", {"exclude": ("model.embed_tokens",)}, r"optimizer\.embed_tokens\.weight\.exp_avg has shape"),
-        ("plain", {"exclude": ("model.nothing",)}, "'model.nothing' names nothing that would be loaded"),
+        ("vocab", {"exclude": ("model.embed_tokens",)}, r"optimizer\.embed_tokens\.weight\.exp_avg "
+                                                        r"has shape"),
+        ("plain", {"exclude": ("model.nothing",)}, "'model.nothing' names nothing that would be "
+                                                   "loaded"),
     ],
 )  # fmt: skip
 def test_checkpoint_of_another_model_is_refused_with_the_difference(saved, name, options, says):

@@ -22,7 +22,8 @@ def placed(launch, **numbers):
         ({"generator_gpus": (1, 0)}, 4, {"replicas": 2}, (2, 3), [(1,), (0,)]),
         (SHARED, 1, {"trainer": 1}, (0,), [(0,)]),
         (SHARED, 4, {"replicas": 2, "degree": 2}, (0, 1), [(0, 1), (2, 3)]),
-        # Simulated hosts divide the devices of this machine; those of a cluster are counted per host.
+        # Simulated hosts divide the devices of this machine; those of a cluster are counted per
+        # host.
         ({"hosts": "process", "trainer_hosts": 2}, 4, {"replicas": 2}, (0, 1), [(2,), (3,)]),
         (CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, 0, {"trainer": 16, "replicas": 2, "degree": 4},
          tuple(range(8)), [(0, 1), (0, 1)]),
@@ -57,28 +58,36 @@ def test_roles_have_their_own_hosts_and_small_replicas_may_share_one():
     [
         (
             {}, 3, {"replicas": 2},
-            r"trainer\.num_procs=2 and generator\.num_replicas=2 of generator\.tensor_parallel_degree=1 need "
+            r"trainer\.num_procs=2 and generator\.num_replicas=2 of "
+            r"generator\.tensor_parallel_degree=1 need "
             "4 GPUs on this machine, which has 3",
         ),
-        ({"share_gpus": True}, 1, {"trainer": 1, "replicas": 2}, "need 2 GPUs .* that they share, which has 1"),
-        ({"trainer_gpus": (0, 1)}, 0, {}, "trainer_gpus and .* must be None: this machine has no GPU"),
-        ({"trainer_gpus": (0,)}, 4, {}, r"trainer_gpus=\(0,\): must be 2 devices, one for each process"),
+        ({"share_gpus": True}, 1, {"trainer": 1, "replicas": 2}, "need 2 GPUs .* that they share, "
+                                                                 "which has 1"),
+        ({"trainer_gpus": (0, 1)}, 0, {}, "trainer_gpus and .* must be None: this machine has no "
+                                          "GPU"),
+        ({"trainer_gpus": (0,)}, 4, {}, r"trainer_gpus=\(0,\): must be 2 devices, one for each "
+                                        r"process"),
         ({"trainer_gpus": (0, 4)}, 4, {}, "this machine has 4 GPUs, numbered 0 to 3"),
         ({"generator_gpus": (1, 2)}, 4, {}, r"generator_gpus=\(1, 2\): must be 1 devices, one for"),
         (
             {"trainer_gpus": (0, 1), "generator_gpus": (1,)}, 4, {},
-            r"trainer_gpus=\(0, 1\) and launch\.generator_gpus=\(1,\) have devices in common: share_gpus=True",
+            r"trainer_gpus=\(0, 1\) and launch\.generator_gpus=\(1,\) have devices in common: "
+            r"share_gpus=True",
         ),
         (CLUSTER | {"trainer_hosts": 3}, 0, {}, r"launch\.trainer_hosts=3 does not divide trainer"),
         (CLUSTER | {"generator_hosts": 2}, 0, {}, r"does not divide generator\.tensor_parallel_degree=1"),
-        (CLUSTER | {"reward_hosts": 2}, 0, {}, r"launch\.reward_hosts=2 does not divide reward\.num_procs=1"),
+        (CLUSTER | {"reward_hosts": 2}, 0, {}, r"launch\.reward_hosts=2 does not divide "
+                                               r"reward\.num_procs=1"),
         (CLUSTER | {"replicas_per_host": 2}, 0, {}, r"=2 is more than generator\.num_replicas=1"),
-        (CLUSTER | {"gpus_per_host": 1}, 0, {}, r"need 2 GPUs on a host \(launch\.gpus_per_host\), which has 1"),
+        (CLUSTER | {"gpus_per_host": 1}, 0, {}, r"need 2 GPUs on a host \(launch\.gpus_per_host\), "
+                                                r"which has 1"),
         (
             CLUSTER | {"gpus_per_host": 4, "trainer_gpus": (4, 5)}, 0, {},
             r"trainer_gpus=\(4, 5\): must be 2 .* has 4 GPUs, numbered 0 to 3",
         ),
-        (CLUSTER | {"gpus_per_host": 0, "trainer_gpus": (0, 1)}, 0, {}, "must be None: a host .* has no GPU"),
+        (CLUSTER | {"gpus_per_host": 0, "trainer_gpus": (0, 1)}, 0, {}, "must be None: a host .* "
+                                                                        "has no GPU"),
     ],
 )  # fmt: skip
 def test_inconsistent_layout_is_refused_by_field(launch, num_gpus, numbers, says):

@@ -387,7 +387,9 @@ class Process(Mortal):
 def score_after_a_loss(
     *, starts_dead: bool = False, **settings: Any
 ) -> tuple[list[Any], int, float]:
-    """Score for three callers of a dead process; return their answers, the number of starts and the time."""
+    """Score for three callers of a dead process; return their answers, the number of starts and the
+    time.
+    """
     first, started = Process("reward"), []
 
     async def start() -> Any:
@@ -422,7 +424,8 @@ def test_callers_of_a_lost_reward_process_share_one_restart_and_ask_again():
     [
         (0, ActorLostError, "", ""),
         (1, RestartsUsedUpError, "reward is lost again, after 1 restarts (recovery.max_restarts=1, "
-         "recovery.window_s=3600); the last reason: ", "; rollouts of sum-digits/47-82 were being scored"),
+         "recovery.window_s=3600); the last reason: ", "; rollouts of sum-digits/47-82 were being "
+                                                       "scored"),
     ],
 )  # fmt: skip
 def test_loss_without_another_restart_reaches_every_caller(max_restarts, error, says, scored):

@@ -104,7 +104,9 @@ def test_busy_replica_is_avoided_unless_replicas_take_turns(strategy, expected):
 
 
 def busy_then(router: Router, calls: list[str | None]) -> str:
-    """Return the first letters of the replicas that these sessions' calls go to, while A is busy after the first."""
+    """Return the first letters of the replicas that these sessions' calls go to, while A is busy
+    after the first.
+    """
 
     async def main() -> str:
         chosen = ""

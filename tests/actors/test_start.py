@@ -1,4 +1,6 @@
-"""Deaths of processes while a role starts: the role starts again within limits, or one line says how it ended."""
+"""Deaths of processes while a role starts: the role starts again within limits, or one line says
+how it ended.
+"""
 
 import asyncio
 import logging
@@ -35,7 +37,9 @@ if moment := os.environ.get("RELAY_TEST_DEATH"):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=watch, args=(moment,), daemon=True).start()
 """
-"""A sitecustomize.py: the process kills itself when it starts, or once a module begins to be imported."""
+"""A sitecustomize.py: the process kills itself when it starts, or once a module begins to be
+imported.
+"""
 
 
 class StartingCluster(Cluster):
@@ -138,7 +142,8 @@ def test_deadline_of_a_start_names_its_option():
     ("report", "end"),
     [
         (
-            "failed to configure process: Ready(Terminal(Killed { signal: 9, core_dumped: false }))",
+            "failed to configure process: Ready(Terminal(Killed { signal: 9, core_dumped: false "
+            "}))",
             "killed by SIGKILL",
         ),
         ("the process this actor was running on failed: Killed(sig=7)", "killed by SIGBUS"),

@@ -1,4 +1,6 @@
-"""Checks of a task before a run starts: evaluation sets, prompts, environments, demonstrations, rubrics."""
+"""Checks of a task before a run starts: evaluation sets, prompts, environments, demonstrations,
+rubrics.
+"""
 
 import logging
 import math
@@ -74,7 +76,8 @@ def check(
     start_timeout_s: float = 60.0,
     **edits: Any,
 ) -> list[int]:
-    """Check a task of two turns with `room` tokens for prompts; return how often each environment was closed.
+    """Check a task of two turns with `room` tokens for prompts; return how often each environment
+    was closed.
 
     `edits` are fields of the loop.
     """

@@ -1,4 +1,5 @@
-"""The Tinker backend over two trainer ranks and a generator computes the numbers of the one in this process.
+"""The Tinker backend over two trainer ranks and a generator computes the numbers of the one in this
+process.
 
 What the contract (tests/tinker/test_contract.py) shows of one rank is not repeated here.
 """

@@ -50,7 +50,8 @@ def generator(**fields):
                 "launch": LaunchConfig(hosts="slurm"),
                 "weights": WeightStore.Config(transport="files"),
             },
-            r"weights\.transport='files' with launch\.hosts='slurm' and log_folder=None: set log_folder",
+            r"weights\.transport='files' with launch\.hosts='slurm' and log_folder=None: set "
+            r"log_folder",
         ),
         (
             {
@@ -58,7 +59,8 @@ def generator(**fields):
                     num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3)
                 )
             },
-            r"^trainer\.parallelism\.data_parallel_replicate_degree=1 .* does not multiply to the world size",
+            r"^trainer\.parallelism\.data_parallel_replicate_degree=1 .* does not multiply to the "
+            r"world size",
         ),
         (
             {

@@ -1,6 +1,6 @@
-"""Batch-invariant mode in a real generation engine with little room, beside a real training engine. Prompts
-are read in parts of 64 tokens, requests wait for each other, and repeated prompts come from the prefix cache.
-Products are in bfloat16, those of the output head in float32.
+"""Batch-invariant mode in a real generation engine with little room, beside a real training engine.
+Prompts are read in parts of 64 tokens, requests wait for each other, and repeated prompts come from
+the prefix cache. Products are in bfloat16, those of the output head in float32.
 """
 
 import copy
@@ -79,7 +79,8 @@ def same(some, others):
 def test_request_gets_the_same_bits_alone_in_a_batch_in_parts_and_from_the_cache(generate):
     crowd = prompts_of(range(2, 60), seed=3)
     together = generate([*PROMPTS, *crowd])[: len(PROMPTS)]
-    # The second time whole blocks of the longer prompts are cached; the first prompts are read in parts.
+    # The second time whole blocks of the longer prompts are cached; the first prompts are read in
+    # parts.
     alone = [generate([prompt])[0] for prompt in PROMPTS]
     again = [generate([prompt])[0] for prompt in reversed(PROMPTS)][::-1]
     assert same(together, alone)

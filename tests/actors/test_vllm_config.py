@@ -44,7 +44,8 @@ def test_head_dim_above_all_that_attention_supports_is_refused(monkeypatch):
     ],
 )
 def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):
-    # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32 KiB.
+    # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32
+    # KiB.
     config = VLLMGenerator.Config(cpu_kv_cache_gib=9 / 2**15, **settings)
     assert config.cpu_cache_tokens(MODEL) == num_tokens
 
@@ -127,7 +128,10 @@ def test_engine_needs_as_many_processes_as_its_degree(tmp_path):
 
 @pytest.mark.medium
 def test_reading_the_config_does_not_import_vllm():
-    code = "import actors.generator, sys; actors.generator.VLLMGenerator.Config(); print('vllm' in sys.modules)"
+    code = (
+        "import actors.generator, sys; actors.generator.VLLMGenerator.Config(); print('vllm' "
+        "in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert run.stdout == "False\n", run.stderr
 

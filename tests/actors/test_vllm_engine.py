@@ -1,4 +1,6 @@
-"""An engine with little room: prompts are read in parts and requests wait for each other; weights change in flight."""
+"""An engine with little room: prompts are read in parts and requests wait for each other; weights
+change in flight.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +46,9 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def engine(served, request):
-    """The shared engine with the weights of `OLD`, in the mode of `on_update`; a second one would take seconds."""
+    """The shared engine with the weights of `OLD`, in the mode of `on_update`; a second one would
+    take seconds.
+    """
     mode = getattr(request, "param", "drain")
     served.engine._core._on_update, served.engine._drains = mode, mode == "drain"
     served.load(OLD)
@@ -258,7 +262,8 @@ def test_later_requests_read_no_cache_of_old_weights(engine):
     sampling, longer = SamplingParams(max_tokens=10, seed=5), SamplingParams(max_tokens=60, seed=4)
 
     async def run():
-        # 36 requests, of which 12 run: the prompts' blocks are cached and in use, the other requests wait.
+        # 36 requests, of which 12 run: the prompts' blocks are cached and in use, the other
+        # requests wait.
         early = asyncio.create_task(engine.engine.generate(PROMPTS[2:] * 9, sampling=longer))
         await after(engine, 1)
         version = await engine.update(NEW)

@@ -26,7 +26,9 @@ def kernels():
 
 
 def assert_as_exact(ours, theirs, exact):
-    """Assert that the error is at most twice that of PyTorch's kernel, or within float32's rounding."""
+    """Assert that the error is at most twice that of PyTorch's kernel, or within float32's
+    rounding.
+    """
     bound = max(2 * (theirs - exact).abs().max().item(), 1e-5)
     assert (ours - exact).abs().max() <= bound
 
@@ -98,7 +100,9 @@ def test_every_layer_but_narrow_norms_is_replaced_and_keeps_its_parameters(kerne
 def normalize_and_rotate(
     qkv, num_q, num_k, num_v, dim, eps, q_weight, k_weight, table, is_neox, rows
 ):
-    """Do what the GPU's kernel `fused_qk_norm_rope` does, with the functions by which vLLM defines its parts."""
+    """Do what the GPU's kernel `fused_qk_norm_rope` does, with the functions by which vLLM defines
+    its parts.
+    """
     from vllm import ir
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -126,7 +130,9 @@ def normalize_and_rotate(
 def test_kernels_of_a_gpu_give_the_trainers_hidden_states(
     kernels, monkeypatch, dtype, family, head_dim, calls
 ):
-    """In two forwards of two layers: additions by norms, and one rotation a layer, which may normalize too."""
+    """In two forwards of two layers: additions by norms, and one rotation a layer, which may
+    normalize too.
+    """
     counts: Counter[str] = Counter()
 
     def counted(name, kernel):

@@ -1,4 +1,6 @@
-"""Turns that two tensor-parallel ranks exchange; `test_vllm_two_ranks.py` has engines that follow them."""
+"""Turns that two tensor-parallel ranks exchange; `test_vllm_two_ranks.py` has engines that follow
+them.
+"""
 
 from __future__ import annotations
 

@@ -169,7 +169,8 @@ def test_only_rank_0_answers(ranks):
 def test_update_that_fails_on_one_rank_fails_on_all(ranks):
     assert ranks[1]["one_rank_failed"] == "KeyError: 'version 3'"
     assert ranks[0]["one_rank_failed"] == (
-        "GeneratorError: the update of the weights to version 3 failed on another rank of the generator"
+        "GeneratorError: the update of the weights to version 3 failed on another rank of the "
+        "generator"
     )
     assert ranks[0]["no_weights"].startswith("GeneratorError: the generator has no weights")
     healed = ranks[0]["healed"]

@@ -96,7 +96,8 @@ def test_unknown_key_names_the_nearest(capsys):
 @pytest.mark.parametrize(
     ("argv", "config", "message"),
     [
-        (["--trainer.optimizer.lr", "abc"], "tiny", "--trainer.optimizer.lr: 'abc' is not of type float"),
+        (["--trainer.optimizer.lr", "abc"], "tiny", "--trainer.optimizer.lr: 'abc' is not of type "
+                                                    "float"),
         (["--trainer.optimizer.weight_decay", "x"], "tiny", "'x' is not of type float | None"),
         (["--trainer.optimizer.betas", "0.9"], "tiny", "'0.9' is not of type tuple[float, float]"),
         (["--trainer.optimizer.kind", "slow"], "tiny", "'slow' is not of type 'fused' | 'foreach'"),
@@ -105,20 +106,25 @@ def test_unknown_key_names_the_nearest(capsys):
         (["--trainer.sequence_length", "1", "2"], "tiny", "'1 2' is not of type int"),
         (["--overwrite", "yes"], "tiny", "--overwrite: 'Yes' is not of type bool"),
         (["stray"], "tiny", "'stray' belongs to no option"),
-        (["--trainer.optimizer.lr", "-1"], "tiny", "trainer.optimizer.lr must be at least 0, got -1.0"),
+        (["--trainer.optimizer.lr", "-1"], "tiny", "trainer.optimizer.lr must be at least 0, got "
+                                                   "-1.0"),
         # A parent checks the values of its children.
-        (["--trainer.sequence_length", "2048"], "tiny", "error: trainer.sequence_length is 2048, at most 1024"),
+        (["--trainer.sequence_length", "2048"], "tiny", "error: trainer.sequence_length is 2048, "
+                                                        "at most 1024"),
         (["--spec", "x"], "tiny", "--spec: holds code"),
         (["--spec.flavor", "x"], "tiny", "no such option"),
-        (["--warmup", "3"], "tiny", "has fields of its own: --warmup.num_steps; --warmup None turns it off"),
+        (["--warmup", "3"], "tiny", "has fields of its own: --warmup.num_steps; --warmup None "
+                                    "turns it off"),
         (["--warmup.num_steps", "3"], "without_warmup", "warmup is None in this config"),
         (["--warmup", "x"], "without_warmup", "warmup: is None in this config"),
         (["--stages", "1"], "tiny", "is empty in this config; a registry function can turn it on"),
         (["--stages.0.num_steps", "1"], "tiny", "stages is empty in this config"),
         (["--warmup", "None", "--warmup.num_steps", "3"], "tiny", "turns off what --warmup.num_steps sets"),
-        (["--module", "no_such_task"], "tiny", "--module no_such_task: no such module; in configs are: "),
+        (["--module", "no_such_task"], "tiny", "--module no_such_task: no such module; in configs "
+                                               "are: "),
         (["--module", "../x"], "tiny", "no such module"),
-        ([], "huge", "there are: tiny, large, with_momentum, unannotated, without_warmup, wrong_return"),
+        ([], "huge", "there are: tiny, large, with_momentum, unannotated, without_warmup, "
+                     "wrong_return"),
         ([], None, "there are: tiny, large"),
         ([], "wrong_return", "wrong_return() returned a dict"),
         (["--explain", "yaml"], "tiny", "--explain yaml: must be text or json, or nothing"),

@@ -55,7 +55,8 @@ def test_dict_holds_every_field_and_names_code():
         ("tiny", {}, "without_warmup", "warmup has fields, but is None in the registry function"),
         ("tiny", {"spec": "qwen3/8B"}, "tiny",
          "spec was 'qwen3/8B' and is 'qwen3/tiny' in the registry function"),
-        ("tiny", {"trainer.optimizer.lr": -1}, "tiny", "trainer.optimizer.lr must be at least 0, got -1.0"),
+        ("tiny", {"trainer.optimizer.lr": -1}, "tiny", "trainer.optimizer.lr must be at least 0, "
+                                                       "got -1.0"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_are_all_named(saved, edits, loading, problems):

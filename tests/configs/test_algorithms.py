@@ -119,7 +119,8 @@ def test_equal_rewards_give_no_gradient_and_rewarded_samples_become_more_likely(
     is_of_group = advantage.baseline in ("group_mean", "leave_one_out")
     equal = prepared(engine, advantage, REWARDS if is_of_group else ((0.1,) * 4,) * 3)[2]
     assert engine.forward_backward(equal).num_valid_tokens == sum(int(s.mask.sum()) for s in equal)
-    # DRO's square pulls towards the logprobs that were recorded, whose last bits are of another packing.
+    # DRO's square pulls towards the logprobs that were recorded, whose last bits are of another
+    # packing.
     assert engine.optim_step(OptimParams(lr=0.0)).grad_norm <= (1e-6 if name == "dro" else 0.0)
     before = preference(engine)
     for _ in range(4):

@@ -7,7 +7,9 @@ from tests.support.distributed import run_ranks
 
 
 def exchange():
-    """Rank 0 has experts 0 and 1, rank 1 experts 2 and 3; expert n multiplies its rows by its weight."""
+    """Rank 0 has experts 0 and 1, rank 1 experts 2 and 3; expert n multiplies its rows by its
+    weight.
+    """
     use_one_gloo_worker()
     dist.init_process_group("gloo")
     rank, group = dist.get_rank(), dist.group.WORLD

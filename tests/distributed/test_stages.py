@@ -1,4 +1,6 @@
-"""Division of a model into the stages of a pipeline. Numbers are compared in tests/training/test_layouts.py."""
+"""Division of a model into the stages of a pipeline. Numbers are compared in
+tests/training/test_layouts.py.
+"""
 
 import os
 import re
@@ -90,7 +92,8 @@ def test_layers_of_a_stage_or_names_of_modules_divide_the_model():
     [
         (
             {"degree": 4},
-            "pipeline_parallel_degree=4: 2 layers cannot be divided into 4 stages with .*first_stage_less_layers=1 and",
+            "pipeline_parallel_degree=4: 2 layers cannot be divided into 4 stages with "
+            ".*first_stage_less_layers=1 and",
         ),
         (
             {"degree": 3, "layers_per_stage": 2},

@@ -70,7 +70,9 @@ def length(rollout):
 
 
 def of_loops():
-    """Return the metrics of loops over fakes, on-policy and off-policy, with every optional metric on."""
+    """Return the metrics of loops over fakes, on-policy and off-policy, with every optional metric
+    on.
+    """
     sink = UnreducedSink()
     rubric = Rubric(criteria=(Criterion(name="length", function=length),))
     settings: list[dict[str, Any]] = [
@@ -96,7 +98,9 @@ def of_loops():
 
 
 def of_batches_and_evaluations():
-    """Return the metrics of an environment with counters and a reward, and of two sets of conversations."""
+    """Return the metrics of an environment with counters and a reward, and of two sets of
+    conversations.
+    """
     rollout = rollout_of(prompt_of(LONG), completion("abc"))
     (turn,) = rollout.turns
     turn = replace(turn, observation=Observation(metrics={"tools/calls": 1.0}))
@@ -112,7 +116,9 @@ def of_batches_and_evaluations():
 
 
 def of_engines():
-    """Return the metrics of real losses with both corrections and a reference; experts, packing and rounding."""
+    """Return the metrics of real losses with both corrections and a reference; experts, packing and
+    rounding.
+    """
     merged: dict[str, Metric] = {}
     for mode in ("truncate", "mask"):
         engine = make_engine(None, dtype="bfloat16")

@@ -56,7 +56,8 @@ def test_one_off_policy_step_hides_generation_and_sync_behind_training():
     assert times["generate"] == pytest.approx([0.7] + [0] * 9)
     assert times["train"] == pytest.approx([1.0] * 10)
     assert times["step"] == pytest.approx([1.7] + [1.0] * 9)
-    # Of each second, generators work 0.7 but in the first step, which fills the place of the next one too.
+    # Of each second, generators work 0.7 but in the first step, which fills the place of the next
+    # one too.
     assert [record["time/generator_idle_s"] for record in records[2:-1]] == pytest.approx([0.3] * 7)
     assert [record["time/trainer_idle_s"] for record in records] == pytest.approx([0.7] + [0] * 9)
 
@@ -225,7 +226,8 @@ def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, set
 @pytest.mark.parametrize(
     ("interval", "settings", "says"),
     [
-        *((1, settings, r"^step 1: 4 of 4 rewards failed .*; loop\.max_failed_rewards=0\.1 .*no judge")
+        *((1, settings, r"^step 1: 4 of 4 rewards failed .*; loop\.max_failed_rewards=0\.1 .*no "
+                        r"judge")
           for settings in ({}, AHEAD, DROPPING)),
         *((5, settings, "rewards failed since the last batch") for settings in (AHEAD, DROPPING)),
     ],

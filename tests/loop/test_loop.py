@@ -154,7 +154,10 @@ def test_a_completion_of_another_policy_version_stops_the_run():
         return ServeResult()  # the generator kept its old weights
 
     policy.serve = serve_nothing  # type: ignore[method-assign]
-    says = r"^step 2: .*34' was drawn by policy versions \[0\]: .*steps=0, step 2 may train only on versions \[1\]"
+    says = (
+        r"^step 2: .*34' was drawn by policy versions \[0\]: .*steps=0, step 2 may train only "
+        r"on versions \[1\]"
+    )
     with pytest.raises(StalePolicyError, match=says):
         run_loop(policy, num_steps=2)
 

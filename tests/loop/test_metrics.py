@@ -138,7 +138,8 @@ def test_turns_and_environment_metrics_are_reported():
     said = values(batch_metrics(Batch(groups=groups, dropped=[])))
     assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
     assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
-    # DeviceLock of a prompt of N and 4 tokens each: before the first token of the third stand 3 N + 8.
+    # DeviceLock of a prompt of N and 4 tokens each: before the first token of the third stand 3 N +
+    # 8.
     num_told = len(PROMPT.token_ids)
     attended = [
         [turn * (num_told + 4) + num_told + i for turn in range(n) for i in range(4)]

@@ -1,7 +1,7 @@
 """Each algorithm's surrogate on hand-computed numbers.
 
-Two sequences, of three tokens and of one, all sampled with probability 1/4 (q). The ratios of the policy (p) to q
-are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
+Two sequences, of three tokens and of one, all sampled with probability 1/4 (q). The ratios of the
+policy (p) to q are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
 """
 
 import math
@@ -43,7 +43,8 @@ def inputs(advantages):
 
 
 TABLE = {
-    # min(2*1, 1.2) + min(.5*1, .8) + min(4*-1, -1.2) + min(.5*-2, -1.6) = 1.2 + .5 - 4 - 1.6, over 4 tokens.
+    # min(2*1, 1.2) + min(.5*1, .8) + min(4*-1, -1.2) + min(.5*-2, -1.6) = 1.2 + .5 - 4 - 1.6, over
+    # 4 tokens.
     "ppo": (PPOLoss(), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], 4.0),
     # The same with 1.28 in the place of 1.2.
     "dapo": (DAPOLoss(), [1.0, 1.0, -1.0, -2.0], 3.82, [0.0, -0.5, 4.0, 0.0], 4.0),
@@ -51,14 +52,15 @@ TABLE = {
     "dr_grpo": (
         DrGRPOLoss(tokens_per_sequence=10), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], 20.0
     ),
-    # min(4 * -1, -1.2) is the first sequence's; min(.5 * -2, -1.6) the second's: 4 + 1.6 over two sequences.
-    # d/dp of 4 is 4, for every token of it.
+    # min(4 * -1, -1.2) is the first sequence's; min(.5 * -2, -1.6) the second's: 4 + 1.6 over two
+    # sequences. d/dp of 4 is 4, for every token of it.
     "rloo": (RLOOLoss(), [-1.0, -1.0, -1.0, -2.0], 5.6, [4.0, 4.0, 4.0, 0.0], 2.0),
     # S is 1.587: min(S * -1, -1.2) and min(.5 * 1, .8); each token has a third of S.
     "gspo": (
         GSPOLoss(clip_low=0.2, clip_high=0.2), [-1.0, -1.0, -1.0, 1.0], S - 0.5, [S / 3] * 3 + [-0.5], 2.0
     ),
-    # A third of each token: min(S A, 1.2 A) of 2, -1, -3, less min(.5 * 1, .8); -1 and -3 move the sequence.
+    # A third of each token: min(S A, 1.2 A) of 2, -1, -3, less min(.5 * 1, .8); -1 and -3 move the
+    # sequence.
     "gspo of tokens' advantages": (
         GSPOLoss(clip_low=0.2, clip_high=0.2),
         [2.0, -1.0, -3.0, 1.0], (-2.4 + S + 3 * S) / 3 - 0.5, [4 * S / 9] * 3 + [-0.5], 2.0,

@@ -1,7 +1,7 @@
 """Hand-computed weights, losses and gradients of the importance correction, alone and within GRPO.
 
-Most tests use one sequence of three tokens and one of two, then padding, all sampled with probability 0.25. The
-ratios of p_prox to q are 4, 1/2, 1/8 (product 1/4) and 2, 2 (product 4).
+Most tests use one sequence of three tokens and one of two, then padding, all sampled with
+probability 0.25. The ratios of p_prox to q are 4, 1/2, 1/8 (product 1/4) and 2, 2 (product 4).
 """
 
 import math
@@ -131,7 +131,8 @@ def test_ratio_on_a_bound_is_inside():
 
 
 def test_ratio_of_a_long_sequence_is_exact_despite_cancellation():
-    # 1000 tokens of +5.123 and then 1000 of -5.123 nats: in float32 the sum of them misses 0 in its digits.
+    # 1000 tokens of +5.123 and then 1000 of -5.123 nats: in float32 the sum of them misses 0 in its
+    # digits.
     ratios = [math.exp(5.123)] * 1000 + [math.exp(-5.123)] * 1000
     inputs = make_inputs(ratios=ratios, advantages=[1.0] * 2000, ids=(0,) * 2000)
     inputs = replace(
@@ -164,10 +165,11 @@ def test_effective_sample_share_by_hand():
     assert effective_sample_share(mean_weight=0.0, mean_squared_weight=0.0) == 0.0
 
 
-# Exact expectation of the corrected gradient: two tokens of a vocabulary of three give nine sequences. The policies
-# p, p_prox and q are tables of logits; q changes between the two tokens, as when weights change during generation.
-# Each sequence has its own advantage, multiplied by the sequence's probability under q; as the loss is linear in
-# the advantage, the gradient over all nine sequences is that of the expected loss.
+# Exact expectation of the corrected gradient: two tokens of a vocabulary of three give nine
+# sequences. The policies p, p_prox and q are tables of logits; q changes between the two tokens, as
+# when weights change during generation. Each sequence has its own advantage, multiplied by the
+# sequence's probability under q; as the loss is linear in the advantage, the gradient over all nine
+# sequences is that of the expected loss.
 FIRST = torch.arange(3).repeat_interleave(3)
 SECOND = torch.arange(3).repeat(3)
 
@@ -193,7 +195,9 @@ Q = logprobs(table(2), table(3))
 
 
 def gradient_under(probabilities):
-    """Return the gradient of minus the expected advantage, by scores, under given probabilities, [9]."""
+    """Return the gradient of minus the expected advantage, by scores, under given probabilities,
+    [9].
+    """
     logits = P.clone().requires_grad_()
     scores = logprobs(logits, logits).sum(1)
     return torch.autograd.grad(-(probabilities * NINE_ADVANTAGES * scores).sum(), logits)[0]

@@ -37,8 +37,9 @@ def trainers():
 def theirs(cls, batch, *, old, more=None, **settings):
     """Return TRL's loss, its gradients for logprobs and entropy at valid tokens, and its metrics.
 
-    The trainer is bare, with the settings that its loss reads, in evaluation mode, in which TRL does not divide by a
-    number of accumulation steps. Advantages are by sequence, gaps in the masks the "tool_mask".
+    The trainer is bare, with the settings that its loss reads, in evaluation mode, in which TRL
+    does not divide by a number of accumulation steps. Advantages are by sequence, gaps in the masks
+    the "tool_mask".
     """
     logprobs, entropy = (
         batch.logprobs.clone().requires_grad_(),

@@ -16,7 +16,9 @@ from tests.support.policies import random_model, small_spec
 
 
 def fp8_folder(path, *, block, experts=False):
-    """Return the folder, its spec and its weights as they are meant; the model has widths 32 and 48."""
+    """Return the folder, its spec and its weights as they are meant; the model has widths 32 and
+    48.
+    """
     spec = small_spec(tie=False, experts=experts, vocab_size=320)
     model = random_model(spec, seed=0)
     write_hf_folder(path, model.named_parameters(), spec.adapter(spec.model), dtype=torch.bfloat16)

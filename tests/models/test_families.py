@@ -90,7 +90,10 @@ def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
     ):
         with pytest.raises(
             ValueError,
-            match=r"'gpt2' is not supported.*gemma3_text, llama, mistral, qwen2, qwen3.*docs/models.md",
+            match=(
+                r"'gpt2' is not supported.*gemma3_text, llama, mistral, qwen2, "
+                r"qwen3.*docs/models.md"
+            ),
         ):
             reject()
 
@@ -231,40 +234,52 @@ def test_folders_of_transformers_and_ours_have_equal_logits(tmp_path, model_type
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
-    ("qwen3", {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),
+    ("qwen3", {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another "
+                                                          "architecture"),
     ("qwen3", {"architectures": 5}, "architectures=5.*must be"),
-    ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'.*must be one of default, linear, llama3, yarn"),
-    ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor=None: must be a positive"),
-    ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "rope_parameters has mrope_section: 'default' has no such"),
+    ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'.*must be one of default, "
+                                                             "linear, llama3, yarn"),
+    ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor=None: must be "
+                                                                             "a positive"),
+    ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "rope_parameters has mrope_section: "
+                                                           "'default' has no such"),
     ("qwen3", {"rope_parameters": 5}, "rope_parameters=5: must be an object"),
     ("qwen3", {"rope_parameters": {"rope_type": []}}, r"rope_type \[\], which is not supported"),
-    ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.* differ: must be the same, or one"),
+    ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.* differ: must "
+                                                                   "be the same, or one"),
     ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-    ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be an integer from 1"),
+    ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be an integer from "
+                                                   "1"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
     ("qwen3", {"hidden_size": None}, "hidden_size=None"),
     ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
-    ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+    ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or "
+                                                "false"),
     ("qwen3", {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported: must be 1"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer from 1"),
     ("mistral", {"layer_types": ["full_attention"]}, "layer_types=.*must be a list of 2 of"),
-    ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "full_attention and sliding_attention"),
-    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*must be 'gelu_pytorch_tanh'"),
+    ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "full_attention and "
+                                                                          "sliding_attention"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*must be "
+                                                   "'gelu_pytorch_tanh'"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0.*must be None"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*must be None"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*must be False"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*must "
+                                                           "be False"),
     ("gemma3_text", {"rope_parameters": 5}, "rope_parameters=5: must be an object"),
     ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*texts and images.*must be 'gemma3_text'"),
     ("qwen3_moe", {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
-    ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True is not supported: must be False"),
+    ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True is not supported: "
+                                                  "must be False"),
     ("qwen3_moe", {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
-    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an integer from 1"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an integer "
+                                                   "from 1"),
 ]  # fmt: skip
 
 

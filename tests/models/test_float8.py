@@ -28,7 +28,9 @@ def make(*converters, spec=None):
 
 
 def rounded(x, dtype, *, dim=None):
-    """Round to float8 with one scale for the tensor, or with one power of two for each row or column."""
+    """Round to float8 with one scale for the tensor, or with one power of two for each row or
+    column.
+    """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = torch.finfo(dtype).max / largest.double().clamp(min=1e-12)
     if dim is not None:
@@ -111,7 +113,8 @@ GATHERED = {"enable_fsdp_float8_all_gather": True}
         ({"emulate": False}, "emulate=False: this cpu has no float8 products"),
         (
             GATHERED,
-            r"must be with parallelism\.data_parallel_shard_degree or context_parallel_degree above",
+            r"must be with parallelism\.data_parallel_shard_degree or context_parallel_degree "
+            r"above",
         ),
         ({"filter_fqns": ("o_prj",)}, "filter_fqns has 'o_prj', .* they end in qkv_proj, o_proj"),
     ],

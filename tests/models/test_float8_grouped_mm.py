@@ -26,7 +26,9 @@ ENDS = (5, 5, 21, 24)
 
 
 def grouped(product, dtype=torch.float32):
-    """Return both factors and the gradient of the result, then the result and the gradients of both factors."""
+    """Return both factors and the gradient of the result, then the result and the gradients of both
+    factors.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 32), (4, 48, 32), (24, 48)
     x, weight, dy = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)

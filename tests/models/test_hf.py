@@ -180,7 +180,8 @@ def test_folder_holds_the_seeded_model_and_its_tokenizer(tmp_path, spec):
     names = [name for name, _ in expected.named_parameters()]
     for name, tensor in read_parameters(folder, spec.adapter(spec.model), names):
         assert torch.equal(tensor, expected.get_parameter(name))
-    # With the model's config beside it, transformers could pick a tokenizer class that rewrites text.
+    # With the model's config beside it, transformers could pick a tokenizer class that rewrites
+    # text.
     text = "e\u0301 [ANSWER] 12 <|im_end|>"
     tokenizer = load_tokenizer(folder.path)
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -216,7 +216,8 @@ def read(folder, **widths):
         ),
         (
             {"init_lora_weights": "pissa"},
-            "init_lora_weights='pissa' is not supported: must be one of True.*base weights that PEFT changed",
+            "init_lora_weights='pissa' is not supported: must be one of True.*base weights that "
+            "PEFT changed",
         ),
         ({"init_lora_weights": "mica"}, "init_lora_weights='mica' is not supported"),
         (
@@ -250,7 +251,10 @@ def test_rank_stabilised_scale_is_read_as_a_larger_alpha(folder):
     (folder / CONFIG_FILE).write_text(json.dumps(stabilised))
     tensors = read_peft_folder(folder, rank=2, alpha=3 * 2**0.5, widths={NAME: (3, 4)})
     assert torch.equal(tensors[NAME][0], A)
-    message = r"use_rslora=True with r=2 and lora_alpha=3 is the scale of alpha=4\.24264069 without it: must be alpha=4"
+    message = (
+        r"use_rslora=True with r=2 and lora_alpha=3 is the scale of alpha=4\.24264069 "
+        r"without it: must be alpha=4"
+    )
     with pytest.raises(ValueError, match=message):
         read(folder)
     (folder / CONFIG_FILE).write_text(json.dumps(stabilised | {"r": 4}))

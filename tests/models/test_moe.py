@@ -113,7 +113,8 @@ def gradients(out, x, weight):
 
 @pytest.mark.parametrize("sizes", [(24, 16), (20, 16), (24, 13), (7, 9)])
 def test_grouped_kernel_computes_the_same_product(sizes):
-    # GPUs use it in bfloat16, for rows of a multiple of 16 bytes; PyTorch's CPU form allows the comparison here.
+    # GPUs use it in bfloat16, for rows of a multiple of 16 bytes; PyTorch's CPU form allows the
+    # comparison here.
     x, weight, ends = inputs(torch.bfloat16, sizes=sizes)
     expected, out = grouped_linear(x, weight, ends), one_kernel(x, weight, ends)
     torch.testing.assert_close(out, expected)

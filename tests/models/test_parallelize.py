@@ -43,8 +43,8 @@ LENGTHS = [5, 1, 4]
 
 
 def compute(models):
-    """Compute logprobs, gradients of all parameters and logits of an odd number of tokens, without and with the
-    plans."""
+    """Compute logprobs, gradients of all parameters and logits of an odd number of tokens, without
+    and with the plans."""
     use_one_gloo_worker()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(TP,))

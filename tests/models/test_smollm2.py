@@ -29,7 +29,9 @@ REPLIES = (
 
 
 def chats() -> list[list[Message]]:
-    """Return 20 conversations of one to five messages, half of them with a system message, that end with a question."""
+    """Return 20 conversations of one to five messages, half of them with a system message, that end
+    with a question.
+    """
     found = []
     for number in range(20):
         said = [Message(role="system", content="You are terse.")] if number % 2 else []

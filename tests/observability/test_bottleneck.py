@@ -35,8 +35,8 @@ def test_overlap_is_advised_when_generation_and_training_alternate():
     record = step(generate=4.5, score=0.5, train=4.0, publish=1.0) | {"limit/idle": 0.52}
     assert bottleneck(record) == Bottleneck(
         sentence=(
-            "Generation (50% of a step) and training (50%) take turns, and devices are idle for 52% of it: "
-            "at the same time, a step would take as long as the longer of the two"
+            "Generation (50% of a step) and training (50%) take turns, and devices are idle for "
+            "52% of it: at the same time, a step would take as long as the longer of the two"
         ),
         setting=OVERLAP,
     )

@@ -54,8 +54,9 @@ def test_step_is_one_line_aligned_under_its_header():
     header, first, *_, again, last = stream.getvalue().splitlines(keepends=True)
     assert (again, last) == (header, first)
     assert header + first == (
-        "   step   reward  correct     loss  logprob diff  gen tok/s  train tok/s   step s  version\n"
-        "      3    0.500    0.250  -0.0123       1.3e-06      3,812       12,104     0.52        4\n"
+        "   step   reward  correct     loss  logprob diff  gen tok/s  train tok/s   step s  "
+        "version\n      3    0.500    0.250  -0.0123       1.3e-06      3,812       12,104     "
+        "0.52        4\n"
     )
 
 

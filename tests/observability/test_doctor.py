@@ -214,7 +214,9 @@ def test_process_of_another_container_with_the_name_of_this_machine_is_not_taken
 
 
 def test_process_that_does_not_write_into_the_folder_gets_no_signal(watched, tmp_path, capsys):
-    """A folder can name any process of the machine, also one with a handler of the signal and a file of that name."""
+    """A folder can name any process of the machine, also one with a handler of the signal and a
+    file of that name.
+    """
     with watched_child(tmp_path / "other", "tasks") as other:
         victim = identify(other.pid)
         assert victim is not None

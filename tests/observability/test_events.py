@@ -6,8 +6,9 @@ def test_event_is_a_line_with_the_wall_clock_and_its_fields(tmp_path):
     events.add("lost", role="generator_0", reason="rank 0 of 1 is dead")
     events.add("recovered", role="generator_0", after_s=12.5)
     assert (tmp_path / "events.jsonl").read_text() == (
-        '{"time": 1764000000.123, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 is dead"}\n'
-        '{"time": 1764000000.123, "event": "recovered", "role": "generator_0", "after_s": 12.5}\n'
+        '{"time": 1764000000.123, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 '
+        'is dead"}\n{"time": 1764000000.123, "event": "recovered", "role": "generator_0", '
+        '"after_s": 12.5}\n'
     )
 
 

@@ -1,4 +1,5 @@
-"""Full disks and read-only folders: a lost file that is required ends the run, any other is a warning.
+"""Full disks and read-only folders: a lost file that is required ends the run, any other is a
+warning.
 
 Limits on the length of files, in a forked copy of this process, stand for a full disk.
 """

@@ -1,4 +1,6 @@
-"""The machine and packages of a run, its measured limits, and the shares of them that a step reaches."""
+"""The machine and packages of a run, its measured limits, and the shares of them that a step
+reaches.
+"""
 
 import itertools
 import socket
@@ -55,7 +57,8 @@ def test_environment_is_read_back(tmp_path, caplog):
 
 
 def test_measured_rates_are_those_of_the_fastest_repetition_and_change_no_state(monkeypatch):
-    # On this clock repetitions take 1/16 and 1/32 seconds by turns, and an hour passes between two of them.
+    # On this clock repetitions take 1/16 and 1/32 seconds by turns, and an hour passes between two
+    # of them.
     times_s = itertools.accumulate(itertools.cycle([3600, 1 / 16, 3600, 1 / 32]))
     clock = SimpleNamespace(perf_counter=lambda: next(times_s))
     monkeypatch.setattr("rl.observability.machine.time", clock)
@@ -111,12 +114,14 @@ def shares(step, limits=LIMITS):
 
 
 def test_each_share_is_the_least_time_over_the_actual_time():
-    # 20 steps read the weights and 160 tokens a context of 15 each, which takes longer than the operations.
+    # 20 steps read the weights and 160 tokens a context of 15 each, which takes longer than the
+    # operations.
     read_s = 4 * (20 * 1000 + 160 * 15 * 10) / 1e5
     multiplied_s = (2 * 900 * (160 + 40) + 4 * 160 * 15 * 20) / 1e6
     assert read_s > multiplied_s
     trained = (200 * 6 * 900 + 12 * 200 * 8 * 20) / 1e6
-    # Each of two ranks copies a half to the store; a generator copies all of it. Copies read and write.
+    # Each of two ranks copies a half to the store; a generator copies all of it. Copies read and
+    # write.
     copied = 2 * 4 * 1000 / 1e5 * (1 / 2 + 1)
     assert shares(STEP) == {
         "limit/decode": pytest.approx(read_s / 5.0),

@@ -75,7 +75,8 @@ def test_inputs_of_a_run_are_never_cleared(tmp_path, given):
 def test_killed_process_releases_the_folder(tmp_path):
     code = (
         "import sys; from rl.observability.run_folder import RunFolder\n"
-        f"folder = RunFolder.create({str(tmp_path)!r}, 'run'); print('made', flush=True); sys.stdin.read()"
+        f"folder = RunFolder.create({str(tmp_path)!r}, 'run'); print('made', flush=True); "
+        "sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -164,7 +165,10 @@ def test_run_is_never_replaced_through_a_link_of_another_run(tmp_path):
     with RunFolder.create(tmp_path, "try-3") as folder:
         folder.metrics.write_text("{}\n")
     (tmp_path / "latest").symlink_to(folder.path)
-    says = f"latest is a link to the folder of another run, {folder.path}, which --overwrite would replace"
+    says = (
+        f"latest is a link to the folder of another run, {folder.path}, which --overwrite "
+        "would replace"
+    )
     with pytest.raises(ValueError, match=says):
         RunFolder.create(tmp_path, "latest", overwrite=True)
     assert folder.metrics.read_text() == "{}\n"

@@ -1,5 +1,5 @@
-"""Sinks of a run: config, threads, console and TensorBoard. test_clients.py has the clients of W&B and
-trackio."""
+"""Sinks of a run: config, threads, console and TensorBoard. test_clients.py has the clients of W&B
+and trackio."""
 
 import asyncio
 import io

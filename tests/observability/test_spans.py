@@ -26,8 +26,8 @@ from tests.support.forked import answer_in_fork, limit_files
 
 @pytest.fixture
 def this_process(tmp_path, monkeypatch):
-    """Return the state file of a new recorder that `span` uses; threads of other tests may still use the old
-    one."""
+    """Return the state file of a new recorder that `span` uses; threads of other tests may still
+    use the old one."""
     recorder = SpanRecorder()
     monkeypatch.setattr(spans_module, "RECORDER", recorder)
     yield recorder.start(tmp_path, role="trainer", rank=1)

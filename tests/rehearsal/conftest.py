@@ -1,4 +1,6 @@
-"""The null device for tests with the marker `rehearsal`; they run in the environment with the GPU builds."""
+"""The null device for tests with the marker `rehearsal`; they run in the environment with the GPU
+builds.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Decode on the null device and print, as JSON, what a layer launches and what a step calls.
 
-python -m tools.null_gpu run --devices 2 -- -m tests.rehearsal.generator_steps qwen3 --ranks 2 --graphs
+python -m tools.null_gpu run --devices 2 -- -m tests.rehearsal.generator_steps qwen3 --ranks 2
+--graphs
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ NUM_REQUESTS, NUM_STEPS = 4, 10
 
 
 def decode(family: str, *, graphs: bool) -> dict[str, Any]:
-    """Return the launches of a layer, captured and eager, and the calls of a decoding step, by name."""
+    """Return the launches of a layer, captured and eager, and the calls of a decoding step, by
+    name.
+    """
     captured, eager = Counter[str](), Counter[str]()
     forward = TransformerBlock.forward
 

@@ -1,4 +1,6 @@
-"""Runs without an option for their devices, on machines of one, two and eight GPUs, and configs for GPUs."""
+"""Runs without an option for their devices, on machines of one, two and eight GPUs, and configs for
+GPUs.
+"""
 
 import json
 import re
@@ -16,8 +18,8 @@ SHORT = (
     "--loop.groups_per_batch", "2", "--loop.group_size", "2", "--generator.max_num_seqs", "8",
 )  # fmt: skip
 OURS = re.compile(
-    r"run folder: |the actors have a network|trainer and generators take turns|starting the actors|warm-up: |"
-    r"   step   reward|      1 |finished: |  [a-zA-Z ]{14}  ?\S|$"
+    r"run folder: |the actors have a network|trainer and generators take turns|starting the "
+    r"actors|warm-up: |   step   reward|      1 |finished: |  [a-zA-Z ]{14}  ?\S|$"
 )
 
 
@@ -42,7 +44,8 @@ def test_default_command_takes_the_gpus_at_hand(rehearsal, machine, shares, gene
     values = json.loads((run.folder / "config.json").read_text())["values"]
     assert (values["batch_invariant"], values["launch"]["share_gpus"]) == (False, shares)
     assert run.output.count("take turns on the same GPUs") == shares
-    # A process sees its own device from its first call on, whatever it imports, and the controller holds none.
+    # A process sees its own device from its first call on, whatever it imports, and the controller
+    # holds none.
     used = {one.role: (one.visible, one.physical_contexts) for one in run.counters if one.contexts}
     assert used == {"trainer": ("0", (0,)), "generator": (generator, (int(generator),))}
     assert all(one.visible == generator for one in run.of_role("generator"))

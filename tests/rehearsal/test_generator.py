@@ -1,6 +1,7 @@
 """What the generator launches in a layer and waits for in a step, on the null device.
 
-The counts are those of golden.json. Kernels are counted when they are captured, or in a forward without graphs.
+The counts are those of golden.json. Kernels are counted when they are captured, or in a forward
+without graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def test_layers_launch_few_kernels_and_steps_wait_once_for_tokens(
     assert sum(kernels.values()) == most, kernels
     if graphs:
         assert calls["cudaGraphLaunch"] == 1
-    # Tokens and logprobs go to pinned memory and are waited for once; the other wait is for the last step's inputs.
+    # Tokens and logprobs go to pinned memory and are waited for once; the other wait is for the
+    # last step's inputs.
     waits = {
         name: count
         for name, count in calls.items()

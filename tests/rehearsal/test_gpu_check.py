@@ -1,4 +1,6 @@
-"""`make gpu-check` on the null device: it reaches its end, and each check fails where its fault is planted."""
+"""`make gpu-check` on the null device: it reaches its end, and each check fails where its fault is
+planted.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Whole runs with actors on GPUs that are not there, in six layouts.
 
-A run has to reach its end, and every process may open a context on its own GPU only: about 0.5 GB each.
+A run has to reach its end, and every process may open a context on its own GPU only: about 0.5 GB
+each.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def code_file(path, code):
 
 
 def test_launches_waits_graphs_and_contexts_are_counted(rehearsal, tmp_path):
-    """Two kernels and one wait; a graph of two kernels that is launched twice; one kernel that Triton compiled."""
+    """Two kernels and one wait; a graph of two kernels that is launched twice; one kernel that
+    Triton compiled.
+    """
     ended = rehearsal.python(code_file(tmp_path / "counts.py", COUNTS), settings={"DEVICES": 2})
     assert ended.result == {
         "eager": [2, 1, [0]],
@@ -118,7 +120,9 @@ print(json.dumps([errors, back.tolist()]))
 
 
 def test_rows_are_copied(rehearsal):
-    """The middle columns of a 3 x 4 matrix go to the device and back; rows that are longer than their pitch do not."""
+    """The middle columns of a 3 x 4 matrix go to the device and back; rows that are longer than
+    their pitch do not.
+    """
     ended = rehearsal.python("-c", ROWS, settings={"ZERO_READS": 0})
     assert ended.result == [[0, 0, 12], [[1, 2], [5, 6], [9, 10]]]
 

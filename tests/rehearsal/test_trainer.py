@@ -32,7 +32,9 @@ def test_attention_takes_kernels_for_segments_with_memory_linear_in_the_tokens(t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_step_takes_one_fused_optimizer_kernel_and_waits_twice(trained, dtype):
-    """For the sums of the loss and for the norm of the gradient, whatever the number of micro-batches."""
+    """For the sums of the loss and for the norm of the gradient, whatever the number of
+    micro-batches.
+    """
     found = trained[dtype]
     assert found["num_batches"] > 1
     assert found["fused_adamw"] == 1
@@ -64,7 +66,9 @@ def test_lack_of_memory_is_explained(trained):
 
 
 def test_compiled_blocks_serve_batches_of_all_lengths_with_shared_prompts(null_gpu, tmp_path):
-    """No graph is made after the third batch, attention is part of the graphs, and fewer kernels are launched."""
+    """No graph is made after the third batch, attention is part of the graphs, and fewer kernels
+    are launched.
+    """
     rehearsal = Rehearsal(gpu=null_gpu, folder=tmp_path)
     found = rehearsal.python("-m", "tests.rehearsal.trainer_steps", "compiled", limit_s=600).result[
         "compiled"

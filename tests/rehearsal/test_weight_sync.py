@@ -1,4 +1,6 @@
-"""Weight sync on the null device: contexts of the threads that copy, and page locks that are refused."""
+"""Weight sync on the null device: contexts of the threads that copy, and page locks that are
+refused.
+"""
 
 import pytest
 
@@ -29,7 +31,9 @@ def test_every_rank_has_a_context_on_its_own_gpu_only(rehearsal):
 
 
 def test_refused_page_locks_are_said_once_and_the_bytes_arrive(rehearsal):
-    """The benchmark compares the pulled tensors with those that were pushed; copies between host and GPU are real."""
+    """The benchmark compares the pulled tensors with those that were pushed; copies between host
+    and GPU are real.
+    """
     settings = {"DEVICES": 2, "FAIL_REGISTER": 1, "ZERO_READS": 0}
     ended = rehearsal.python(*SYNC, "--only", "one_to_one", "--no-check", settings=settings)
     assert ended.status == 0, ended.describe()

@@ -1,4 +1,5 @@
-"""Steps of a training engine on the null device; prints what they launched, waited for and held as one line of JSON.
+"""Steps of a training engine on the null device; prints what they launched, waited for and held as
+one line of JSON.
 
     python -m tests.rehearsal.trainer_steps bfloat16 float32 lack
 
@@ -34,7 +35,8 @@ from tools.null_gpu.counters import Counters, read_own, reset_own
 NUM_LAYERS = 2
 LENGTHS = (610, 420, 390, 280, 170, 60)
 MAX_TOKENS = 1500
-"""Two micro-batches: the longest segments are longer than what the grids of a CPU compute at once."""
+"""Two micro-batches: the longest segments are longer than what the grids of a CPU compute at once.
+"""
 
 
 def model_spec() -> ModelSpec:
@@ -143,7 +145,9 @@ def of_lack() -> str:
 
 
 def of_compiled() -> dict[str, Any]:
-    """Return the counts of compiled steps over batches of ever new lengths, and the graphs made for them."""
+    """Return the counts of compiled steps over batches of ever new lengths, and the graphs made for
+    them.
+    """
     engine, eager = make_engine("bfloat16", compiled=True), make_engine("bfloat16")
     frames, launches = [], []
     for step in range(6):

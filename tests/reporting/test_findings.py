@@ -150,7 +150,9 @@ def test_error_that_stopped_the_run_is_found(reason, kind):
 
 
 def replies(step, *, paid_from):
-    """Return four replies to each of four problems: right, wrong, and two wrong ones that say please."""
+    """Return four replies to each of four problems: right, wrong, and two wrong ones that say
+    please.
+    """
     for p in range(4):
         answer = str(40 + p)
         made = (

@@ -1,8 +1,9 @@
-"""Findings for real training runs, in this process and in seconds each, with a fault planted at a known step.
+"""Findings for real training runs, in this process and in seconds each, with a fault planted at a
+known step.
 
-The task: a letter is asked, its capital is right (`k` -> `K!!`). A model of 60,000 parameters is warmed up on
-demonstrations of which half are right, and which go on with some `!`, and sometimes a `?`; GRPO then learns from
-rewards alone, over the loop of every run, and leaves a run's folder.
+The task: a letter is asked, its capital is right (`k` -> `K!!`). A model of 60,000 parameters is
+warmed up on demonstrations of which half are right, and which go on with some `!`, and sometimes a
+`?`; GRPO then learns from rewards alone, over the loop of every run, and leaves a run's folder.
 """
 
 import asyncio
@@ -70,7 +71,9 @@ ENGINE = TrainingEngine.Config(
 
 
 class Capitals(GeneratedTask):
-    """Task that shows two letters and asks for the capital of the first; the rest of the reply is ignored."""
+    """Task that shows two letters and asks for the capital of the first; the rest of the reply is
+    ignored.
+    """
 
     def draw(self, generator):
         question = generator.choice(ASKED) + generator.choice(string.ascii_lowercase)
@@ -86,7 +89,9 @@ TASK = Capitals.Config(num_eval=20).build()
 
 
 class StaleBackend(LocalBackend):
-    """Backend whose generator keeps its weights after version `last_fresh` but reports newer versions."""
+    """Backend whose generator keeps its weights after version `last_fresh` but reports newer
+    versions.
+    """
 
     last_fresh: float = float("inf")
 

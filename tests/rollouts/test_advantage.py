@@ -82,7 +82,8 @@ SCALES = ["none", "group_std", "batch_std"]
     list(itertools.product(BASELINES, SCALES, ["sequence", "token"])),
 )
 def test_equal_rewards_give_exact_zeros_against_a_baseline(baseline, scale, credit):
-    # 0.1 has no exact mean in floating point: a naive difference would leave a residue, and eps enlarge it.
+    # 0.1 has no exact mean in floating point: a naive difference would leave a residue, and eps
+    # enlarge it.
     settings: dict[str, Any] = {"baseline": baseline, "scale": scale, "credit": credit}
     equal = final(*[0.1] * 7)
     for group in Advantage(**settings)([equal, equal]):

@@ -50,7 +50,9 @@ def renderer_of(tokenizer, **fields):
 
 
 def tagged_tokenizer(folder, *, content="m.content", special=("<answer>", "</answer>"), **settings):
-    """Return a byte tokenizer with further special tokens; `content` is how its template writes a message."""
+    """Return a byte tokenizer with further special tokens; `content` is how its template writes a
+    message.
+    """
     build_byte_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(CHATML.replace("CONTENT", content))
     file = folder / "tokenizer_config.json"
@@ -124,7 +126,10 @@ def test_no_template_lets_a_message_write_the_tokens_of_its_turns(tmp_path, name
 
 
 def test_turns_of_tokens_that_are_not_marked_as_special_are_protected_too(tmp_path):
-    turn = "{% for m in messages %}<User>user\n\n{{ m.content }}<|im_end|>{% endfor %}<Assistant><think>"
+    turn = (
+        "{% for m in messages %}<User>user\n\n{{ m.content }}<|im_end|>{% endfor "
+        "%}<Assistant><think>"
+    )
     build_byte_tokenizer(tmp_path)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     made.add_tokens(

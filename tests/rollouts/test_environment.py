@@ -89,7 +89,8 @@ def test_blocking_step_fails_its_rollout_while_the_controller_goes_on(blocks):
     blocked, num_turns = asyncio.run(main())
     assert blocked.end == "failed"
     assert blocked.failure == (
-        "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/one', reply 'yes'"
+        "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/one', "
+        "reply 'yes'"
     )
     assert num_turns > 5
 

@@ -297,9 +297,9 @@ def test_episodes_run_concurrently():
         generator = ScriptedGenerator(reply=echo, seconds=seconds)
         episodes = make_episodes(Factory(seconds=0.5), generator=generator)
         groups = await episodes.run(PROBLEMS, sampling=SAMPLING)
-        # Busy while any completion is under way: 1 s, then 5 s with the others' turns among them, then 1 s;
-        # but for the half second in which all environments think at once, before the second turn, and the
-        # slowest one's before its last.
+        # Busy while any completion is under way: 1 s, then 5 s with the others' turns among them,
+        # then 1 s; but for the half second in which all environments think at once, before the
+        # second turn, and the slowest one's before its last.
         assert episodes.generating.total_s() == pytest.approx(1 + 5 + 1)
         return groups
 

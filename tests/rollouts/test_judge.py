@@ -57,9 +57,9 @@ def test_judge_sees_the_rollout_and_its_number_is_mapped_to_0_to_1(server):
 def test_judge_reads_the_reply_without_thoughts_and_the_conversation_with_them(server):
     judge = judge_of(server, template="{reply}|{conversation}")
     prompt = judge.prompt(replied("one", "<think>\nOr 20? </think>\n21 "))
-    assert (
-        prompt
-        == "21|user: 47 82\n\nassistant: one\n\nuser: and 1?\n\nassistant: <think>\nOr 20? </think>\n21 "
+    assert prompt == (
+        "21|user: 47 82\n\nassistant: one\n\nuser: and 1?\n\nassistant: <think>\nOr 20? "
+        "</think>\n21 "
     )
     assert judge.prompt(replied(" 21 ")).startswith(" 21 |")
 

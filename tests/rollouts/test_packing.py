@@ -142,7 +142,8 @@ def test_ranks_get_balanced_tokens():
 
 PROMPT = [1, 3, 5]
 GROUP = [[*PROMPT, 2, 4], [7, 8, 10], [*PROMPT, 6], [*PROMPT, 8, 2, 4]]
-"""The first, the third and the last have a prompt in common; targets that are even are trained on."""
+"""The first, the third and the last have a prompt in common; targets that are even are trained on.
+"""
 
 
 def test_prompt_is_shared_except_for_its_last_token():

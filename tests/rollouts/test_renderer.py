@@ -1,5 +1,5 @@
-"""Renderers of every kind keep the tokens of replies and close every turn; ChatML equals the published templates;
-templates that do not round-trip are refused."""
+"""Renderers of every kind keep the tokens of replies and close every turn; ChatML equals the
+published templates; templates that do not round-trip are refused."""
 
 import json
 
@@ -187,7 +187,10 @@ def test_template_that_rewrites_replies_needs_keep_replies_for_several_turns(
 def test_end_of_turn_that_is_no_stop_token_is_refused(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, "gptoss")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    message = rf"it puts '<\|end\|>' after a reply, .* add {end} to eos_token_id of generation_config.json"
+    message = (
+        rf"it puts '<\|end\|>' after a reply, .* add {end} to eos_token_id of "
+        r"generation_config.json"
+    )
     with pytest.raises(ValueError, match=message):
         renderer_of(tokenizer).check_multi_turn()
 
@@ -236,15 +239,16 @@ SWALLOWS = {
         ),
         (
             "{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
-            "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-            "{{ m.content }}<|im_end|>\n{% endif %}",
+            "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% "
+            "endif %}{{ m.content }}<|im_end|>\n{% endif %}",
             {},
             "writes what follows a reply differently after messages of system",
         ),
         (
             "{{ m.role }}: {{ m.content }}\n",
             {"opens": "assistant:"},
-            r"puts '\\nuser: What is said ' after a reply, which does not begin with a special token",
+            r"puts '\\nuser: What is said ' after a reply, which does not begin with a special "
+            r"token",
         ),
         (
             "{% if m.role == 'assistant' %}{{ raise_exception('no replies') }}{% endif %}" + CHATML,

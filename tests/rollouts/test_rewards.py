@@ -208,7 +208,10 @@ def test_start_that_takes_too_long_names_its_option():
 def test_process_that_is_killed_while_it_loads_the_rubric_is_named_with_its_signal(
     tmp_path, monkeypatch
 ):
-    source = f"import os\nif os.getpid() != {os.getpid()}: os.kill(os.getpid(), 9)\ndef half(rollout): return 0.5\n"
+    source = (
+        f"import os\nif os.getpid() != {os.getpid()}: os.kill(os.getpid(), 9)\ndef "
+        "half(rollout): return 0.5\n"
+    )
     (tmp_path / "dies_in_the_child.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("dies_in_the_child")

@@ -1,4 +1,6 @@
-"""Settings of rollouts, loop, tasks and tools that are out of bounds are refused with name, value and bound."""
+"""Settings of rollouts, loop, tasks and tools that are out of bounds are refused with name, value
+and bound.
+"""
 
 import math
 from typing import Any
@@ -39,45 +41,59 @@ TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculat
         (Advantage, {"eps": math.nan}, "eps=nan: must be at least 0 and below inf"),
         (Advantage, {"discount": 0.9}, "discount=0.9 has no effect with credit='sequence'"),
         (Sampling, {"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
-        (Sampling, {"top_p": 0.9}, "top_p=0.9: must be 1.0: the trainer's logprobs are of the whole distribution"),
+        (Sampling, {"top_p": 0.9}, "top_p=0.9: must be 1.0: the trainer's logprobs are of the "
+                                   "whole distribution"),
         (EpisodeLimits, {"step_timeout_s": math.nan}, "step_timeout_s=nan: must be above 0"),
         (Evaluation, {"num_samples": -1}, "num_samples=-1: must be at least 0"),
         (OverlongPunishment, {"buffer_tokens": 0}, "buffer_tokens=0: must be at least 1"),
         (KLReward, {"coef": -0.1}, "coef=-0.1: must be at least 0"),
-        (RendererConfig, {"kind": "raw", "thinking": False}, "thinking=False: has no effect with kind='raw'"),
-        (RendererConfig, {"kind": "qwen3", "keep_replies": True}, "keep_replies=True: has no effect"),
+        (RendererConfig, {"kind": "raw", "thinking": False}, "thinking=False: has no effect with "
+                                                             "kind='raw'"),
+        (RendererConfig, {"kind": "qwen3", "keep_replies": True}, "keep_replies=True: has no "
+                                                                  "effect"),
         (Loop.Config, {"group_size": 0}, "group_size=0: must be at least 1"),
-        (Loop.Config, {"group_size": 1}, 'group_size=1: must be at least 2, as advantage.baseline="group_mean"'),
+        (Loop.Config, {"group_size": 1}, 'group_size=1: must be at least 2, as '
+                                         'advantage.baseline="group_mean"'),
         (Loop.Config, {"group_size": 1, "advantage": Advantage(baseline="none", scale="group_std")}, '"group_std"'),
         (Loop.Config, SINGLE | {"drop_zero_advantage_groups": True}, "drop_zero_advantage_groups=True compares"),
-        (Loop.Config, SINGLE | {"groups_per_batch": 1}, "the only sample of a batch is its own baseline"),
+        (Loop.Config, SINGLE | {"groups_per_batch": 1}, "the only sample of a batch is its own "
+                                                        "baseline"),
         (KLReward, {"coef": 1e39}, "coef=1e+39: must be at least 0 and at most 1e+15"),
-        (Loop.Config, {"groups_per_batch": 3, "num_minibatches": 2}, "num_minibatches=2 does not divide"),
-        (Loop.Config, {"publish_every": 2}, "max_off_policy_steps=0 is a bound that no batch can meet"),
+        (Loop.Config, {"groups_per_batch": 3, "num_minibatches": 2}, "num_minibatches=2 does not "
+                                                                     "divide"),
+        (Loop.Config, {"publish_every": 2}, "max_off_policy_steps=0 is a bound that no batch can "
+                                            "meet"),
         (SupervisedWarmup.Config, {"lr": 0.0}, "lr=0.0: must be above 0"),
         (SupervisedWarmup.Config, {"betas": (0.9, 1.0)}, "must be at least 0 and below 1"),
         (AlphabetSort.Config, {"num_eval": 0}, "num_eval=0: must be at least 1"),
-        (AlphabetSort.Config, {"num_words": (3, 0)}, "num_words=(3, 0): must be a number of at least 1"),
-        (AlphabetSort.Config, {"letters": "aab", "num_words": (2,)}, "letters='aab': must be different letters"),
+        (AlphabetSort.Config, {"num_words": (3, 0)}, "num_words=(3, 0): must be a number of at "
+                                                     "least 1"),
+        (AlphabetSort.Config, {"letters": "aab", "num_words": (2,)}, "letters='aab': must be "
+                                                                     "different letters"),
         (AlphabetSort.Config, {"letters": "abcd"}, "enough for 5 different words"),
         (Countdown.Config, {"num_numbers": 1}, "num_numbers=1: must be at least 2"),
         (Countdown.Config, {"operations": "+%"}, "operations='+%': must be one or more of"),
         (ReverseText.Config, {"num_letters": (5, 4)}, "must be two numbers, 2 or more, in order"),
         (SumDigits.Config, {"num_integers": 5}, "num_integers=5: must be at least 2 and at most 4"),
-        (MathProblems.Config, {"format_reward": 1.5}, "format_reward=1.5: must be at least 0 and at most 1"),
+        (MathProblems.Config, {"format_reward": 1.5}, "format_reward=1.5: must be at least 0 and "
+                                                      "at most 1"),
         (DatasetTask.Config, {"held_out": 1.0}, "held_out=1.0: must be at least 0 and below 1"),
         (DatasetTask.Config, {"template": "Think."}, "template='Think.': must contain {question}"),
         (DifficultyFilter, {}, "column=None, file=None: exactly one must say"),
-        (DifficultyFilter, {"column": "c", "min": 0.5, "max": 0.4}, "min=0.5: must be at least 0 and at most 0.4"),
+        (DifficultyFilter, {"column": "c", "min": 0.5, "max": 0.4}, "min=0.5: must be at least 0 "
+                                                                    "and at most 0.4"),
         (ReasoningGym.Config, {"solved_at": 0, **GYM}, "solved_at=0: must be above 0 and at most 1"),
-        (ReasoningGym.Config, {"settings": {"seed": 2}, **GYM}, "seed and size are chosen by this task"),
+        (ReasoningGym.Config, {"settings": {"seed": 2}, **GYM}, "seed and size are chosen by this "
+                                                                "task"),
         (VerifiersTask.Config, {"num_eval": 0, **TASKSET}, "num_eval=0: must be at least 1"),
         (PythonSandbox.Config, {"time_limit_s": 0}, "time_limit_s=0: must be at least 0.1"),
-        (PythonSandbox.Config, {"import_paths": ("/no/such",)}, "import_paths: '/no/such' is not a folder"),
+        (PythonSandbox.Config, {"import_paths": ("/no/such",)}, "import_paths: '/no/such' is not a "
+                                                                "folder"),
         (ToolEnvironment, {**TOOLS, "tools": ()}, "tools is empty"),
         (ToolEnvironment, {**TOOLS, "tools": (Calculator(), Calculator())}, "tool name 'calculator'"),
         (ToolEnvironment, {**TOOLS, "max_calls": 0}, "max_calls=0: must be at least 1"),
-        (ToolEnvironment, {**TOOLS, "max_result_chars": 10}, "max_result_chars=10: must be at least 100"),
+        (ToolEnvironment, {**TOOLS, "max_result_chars": 10}, "max_result_chars=10: must be at "
+                                                             "least 100"),
     ],
 )  # fmt: skip
 def test_setting_out_of_bounds_is_refused(config, settings, message):

@@ -1,4 +1,6 @@
-"""Short chaos test: the trainer, twice, and a generator die in one run, a host and the controller in another."""
+"""Short chaos test: the trainer, twice, and a generator die in one run, a host and the controller
+in another.
+"""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Runs that fail or are stopped end with a clear message and leave nothing behind: no process, port, shared
-memory, lock or temporary file. `tests.support.leaks` looks for them.
+"""Runs that fail or are stopped end with a clear message and leave nothing behind: no process,
+port, shared memory, lock or temporary file. `tests.support.leaks` looks for them.
 """
 
 import re
@@ -25,7 +25,9 @@ FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 
 @pytest.fixture
 def watch():
-    """Watcher of what a run leaves on the machine, in a folder whose path is short enough for sockets."""
+    """Watcher of what a run leaves on the machine, in a folder whose path is short enough for
+    sockets.
+    """
     with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
         watch = Watch(Path(folder))
         yield watch

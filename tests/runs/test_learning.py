@@ -1,5 +1,5 @@
-"""Learning results of whole tiny runs. All runs share a dump folder, so that the starting point of a seed is
-made once.
+"""Learning results of whole tiny runs. All runs share a dump folder, so that the starting point of
+a seed is made once.
 """
 
 import functools
@@ -73,7 +73,9 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("run_of_seed_0")
 def test_noise_reward_teaches_nothing(dump_folder):
-    """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all 80."""
+    """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all
+    80.
+    """
     run = run_to_the_end(
         dump_folder, "noise", "--config", "tiny_noise", "--seed", "0", "--loop.num_steps", "40",
         limit_s=LATER_RUN_LIMIT_S,

@@ -14,7 +14,9 @@ RUN_LIMIT_S = 8 * 60
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mixture_trains_and_generates_with_a_bias_that_balances_its_load(tmp_path: Path) -> None:
-    """The bias moves in each of the 10 warm-up steps and the 4 steps of the run, and reaches the generator."""
+    """The bias moves in each of the 10 warm-up steps and the 4 steps of the run, and reaches the
+    generator.
+    """
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
         "--warmup.num_steps", "10", "--loop.num_steps", "4", "--loop.eval_every", "0",

@@ -32,7 +32,9 @@ def status_of(*options: str) -> object:
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """Return a function that starts a run, expects exit status 2 and no run folder, and returns stderr."""
+    """Return a function that starts a run, expects exit status 2 and no run folder, and returns
+    stderr.
+    """
     dump_folder = tmp_path / "outputs"
 
     def start(*options: str) -> str:
@@ -85,7 +87,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
-            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 0 or 80, the optimizer steps of",
+            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 0 or 80, the "
+            "optimizer steps of",
         ),
     ],
 )
@@ -108,14 +111,18 @@ LOADED = "--trainer.checkpoint.initial_load_in_hf True --trainer.checkpoint.init
 @pytest.mark.parametrize(
     ("change", "options", "says"),
     [
-        ({"model_type": "phi3"}, GIVEN, "model_type='phi3' is not supported: must be one of gemma3_text, llama, "),
-        ({"model_type": "phi3"}, f"{GIVEN} --any_model_size", "docs/models.md says how to add a family"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, GIVEN, "rope_type 'dynamic', which is not supported: must be"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, LOADED, "has rope.theta=500000.0, not 10000.0: choose a folder of"),
+        ({"model_type": "phi3"}, GIVEN, "model_type='phi3' is not supported: must be one of "
+                                        "gemma3_text, llama, "),
+        ({"model_type": "phi3"}, f"{GIVEN} --any_model_size", "docs/models.md says how to add a "
+                                                              "family"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, GIVEN, "rope_type 'dynamic', which is not "
+                                                               "supported: must be"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, LOADED, "has rope.theta=500000.0, not 10000.0: "
+                                                           "choose a folder of"),
         (
             {"rope_parameters": {"rope_theta": 5e5}, "rms_norm_eps": 1e-5}, GIVEN,
-            "than qwen3 tiny: config.json has norm_eps=1e-05, not 1e-06; rope.theta=500000.0, not 10000.0: set "
-            "any_model_size=True",
+            "than qwen3 tiny: config.json has norm_eps=1e-05, not 1e-06; rope.theta=500000.0, not "
+            "10000.0: set any_model_size=True",
         ),
     ],
 )  # fmt: skip

@@ -50,7 +50,9 @@ def owned_sockets(pid):
 
 
 def listening_names(pid):
-    """Return the abstract unix sockets on which a process listens, in any of its threads' namespaces."""
+    """Return the abstract unix sockets on which a process listens, in any of its threads'
+    namespaces.
+    """
     inodes = owned_sockets(pid)
     names = set()
     for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -61,7 +63,9 @@ def listening_names(pid):
 
 
 def listening_addresses():
-    """Return address and port of each TCP socket on which this process listens, as the kernel writes them."""
+    """Return address and port of each TCP socket on which this process listens, as the kernel
+    writes them.
+    """
     inodes = owned_sockets("self")
     rows = [
         row.split()
@@ -103,7 +107,9 @@ def controller(*arguments, command=(), program=("-m", CONTROLLER)):
 
 
 def attack(pid):
-    """Return what an attacker says who knows the sockets of the controller; another user if this one can become it."""
+    """Return what an attacker says who knows the sockets of the controller; another user if this
+    one can become it.
+    """
     user = NOBODY if os.geteuid() == 0 else os.geteuid()
     names = listening_names(pid)
     assert names
@@ -273,7 +279,10 @@ def test_vllm_ranks_listen_on_the_master_address_only():
 
 def test_monarchs_log_is_readable_for_its_user_only():
     suffix = uuid.uuid4().hex
-    code = "import rl.weights, monarch._rust_bindings as m; print(open('/proc/self/maps').read().count(m.__file__))"
+    code = (
+        "import rl.weights, monarch._rust_bindings as m; "
+        "print(open('/proc/self/maps').read().count(m.__file__))"
+    )
     try:
         subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,6 @@
-"""Checkpoints from elsewhere: nothing in them runs, and what they hold besides tensors is refused in one line."""
+"""Checkpoints from elsewhere: nothing in them runs, and what they hold besides tensors is refused
+in one line.
+"""
 
 import json
 import os
@@ -97,7 +99,10 @@ def text(value):
 
 def test_pickle_in_place_of_the_metadata_does_not_run(received, tmp_path):
     replace_file(received, METADATA, pickle.dumps(Attack(tmp_path / "mark")))
-    message = rf"checkpoint file {received}/\.metadata names 'posix\.mkdir', which a checkpoint has no use for"
+    message = (
+        rf"checkpoint file {received}/\.metadata names 'posix\.mkdir', which a checkpoint "
+        r"has no use for"
+    )
     for model_only in (False, True):
         assert_refused(received, message, model_only=model_only)
     assert not (tmp_path / "mark").exists()

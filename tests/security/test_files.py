@@ -1,4 +1,6 @@
-"""Folders and files from elsewhere: one line of error and status 2, and nothing outside the folder is read."""
+"""Folders and files from elsewhere: one line of error and status 2, and nothing outside the folder
+is read.
+"""
 
 import json
 import re

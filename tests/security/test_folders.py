@@ -1,4 +1,6 @@
-"""Folders that are no model's, or whose files lie elsewhere: refused in one line that says what they are."""
+"""Folders that are no model's, or whose files lie elsewhere: refused in one line that says what
+they are.
+"""
 
 import io
 import json
@@ -63,7 +65,8 @@ def refusal(path):
         ([], "is empty: must be a Hugging Face folder"),
         (["config.json"], "has a config.json and no weights"),
         (["README.md"], "config.json is missing: the folder has 1 files, such as README.md"),
-        (["adapter_config.json", "adapter_model.safetensors"], "is a PEFT adapter without the model it belongs to"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is a PEFT adapter without the "
+                                                               "model it belongs to"),
         (["adapter_config.json", "adapter_model.safetensors", "config.json"], "is a PEFT adapter"),
         (["config.json", "pytorch_model.bin"], "weights in pickles, .*save_pretrained"),
         (["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "weights in pickles"),
@@ -72,19 +75,24 @@ def refusal(path):
         (["config.json", "flax_model.msgpack"], "weights of Flax"),
         (["config.json", "onnx/model.onnx"], "exported to ONNX"),
         (["model.onnx"], "exported to ONNX"),
-        (["config.json", "zero_to_fp32.py", "global_step5/x.pt"], "a sharded checkpoint of another trainer"),
+        (["config.json", "zero_to_fp32.py", "global_step5/x.pt"], "a sharded checkpoint of another "
+                                                                  "trainer"),
         (["config.json", "openvino_model.bin", "openvino_model.xml"], "a compiled model"),
         (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
         (["modules.json", "1_Pooling/config.json", "config.json"], "a model of sentence-transformers"),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in the format of its maker"),
         (["consolidated.safetensors", "params.json", "tekken.json"], "in the format of its maker"),
-        (["step-10/state.json", "hf/config.json"], "is a checkpoint of a run, or a folder of them: .*hf/ beside"),
+        (["step-10/state.json", "hf/config.json"], "is a checkpoint of a run, or a folder of them: "
+                                                   ".*hf/ beside"),
         (["state.json", "manifest.json", "__0_0.distcp", ".metadata"], "is a checkpoint of a run"),
-        (["config.json", "model-00001-of-00002.safetensors"], "index.json: there is model-00001-of-00002"),
+        (["config.json", "model-00001-of-00002.safetensors"], "index.json: there is "
+                                                              "model-00001-of-00002"),
         (["config.json", "weights.safetensors"], "index.json: there is weights.safetensors"),
-        (["blobs/1", "refs/main", "snapshots/abc/config.json"], "is the hub's cache of a model: .*abc"),
+        (["blobs/1", "refs/main", "snapshots/abc/config.json"], "is the hub's cache of a model: "
+                                                                ".*abc"),
         (["checkpoint-5/config.json", "runs/x"], "contains one: give .*checkpoint-5"),
-        (["metrics.jsonl", "config.json", "checkpoints/hf/config.json"], "contains one: give .*checkpoints/hf"),
+        (["metrics.jsonl", "config.json", "checkpoints/hf/config.json"], "contains one: give "
+                                                                         ".*checkpoints/hf"),
     ],
 )  # fmt: skip
 def test_wrong_folder_is_refused_by_what_it_is(tmp_path, names, message):
@@ -433,7 +441,9 @@ def test_tokenizer_in_another_format_is_named(folder):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model():
-    """Return the bytes of a tokenizer.model as Llama 2 has it: bytes as fallback, texts as they are."""
+    """Return the bytes of a tokenizer.model as Llama 2 has it: bytes as fallback, texts as they
+    are.
+    """
     from sentencepiece import SentencePieceTrainer
 
     texts = [f"Hello world, what is {i} + {7 * i}?  The answer is here" for i in range(300)]

@@ -1,4 +1,6 @@
-"""GGUF files whose counts, lengths and sizes are not those of the file: refused in one line, at once."""
+"""GGUF files whose counts, lengths and sizes are not those of the file: refused in one line, at
+once.
+"""
 
 import os
 import struct
@@ -18,7 +20,9 @@ def text(value):
 
 
 def header(*settings, tensors=(), num_settings=None, num_tensors=None):
-    """Return the bytes of a file with these settings and descriptions of tensors, which may claim another number."""
+    """Return the bytes of a file with these settings and descriptions of tensors, which may claim
+    another number.
+    """
     counts = (
         len(tensors) if num_tensors is None else num_tensors,
         len(settings) if num_settings is None else num_settings,
@@ -45,25 +49,32 @@ LLAMA = setting("general.architecture", STRING, text("llama"))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (header(LLAMA, array("x", UINT8, 2**40)), "'x' has 1099511627776 values: all arrays must have at most"),
-        (header(LLAMA, array("x", UINT8, 2**20)), "values of 'x': 1048576 do not fit into the file's 9"),
+        (header(LLAMA, array("x", UINT8, 2**40)), "'x' has 1099511627776 values: all arrays must "
+                                                  "have at most"),
+        (header(LLAMA, array("x", UINT8, 2**20)), "values of 'x': 1048576 do not fit into the "
+                                                  "file's 9"),
         (header(LLAMA, array("x", UINT32, 2**63)), "'x' has 9223372036854775808 values"),
         (header(LLAMA, array("x", STRING, 2**22)), "texts of 'x': 4194304 do not fit"),
-        (header(LLAMA, array("x", ARRAY, 1, struct.pack("<IQ", UINT8, 2**40))), "'x' is of type 9, which is not"),
+        (header(LLAMA, array("x", ARRAY, 1, struct.pack("<IQ", UINT8, 2**40))), "'x' is of type 9, "
+                                                                                "which is not"),
         (header(LLAMA, array("x", 77, 1)), "'x' is of type 77, which is not supported"),
         (header(LLAMA, setting("x", 13, b"")), "'x' is of type 13, which is not supported"),
         (header(LLAMA, setting("x", STRING, struct.pack("<Q", 2**64 - 1))), "'x': 18446744073709551615 do not fit"),
         (header(LLAMA, num_settings=2**63), "settings: 9223372036854775808 do not fit"),
         (header(LLAMA, num_tensors=2**63), "tensors: 9223372036854775808 do not fit"),
-        (header(LLAMA, struct.pack("<Q", 2**62)), "a setting's name: 4611686018427387904 do not fit"),
+        (header(LLAMA, struct.pack("<Q", 2**62)), "a setting's name: 4611686018427387904 do not "
+                                                  "fit"),
         (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 3))), "alignment=3: must be a power"),
         (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 0))), "alignment=0: must be a power"),
         (header(LLAMA, tensors=[tensor(num_dims=2**31)]), "tensor 'w' has 2147483648 dimensions"),
-        (header(LLAMA, tensors=[tensor(dims=(2**40, 2**40))]), "tensor 'w' ends at byte .* the file is truncated"),
+        (header(LLAMA, tensors=[tensor(dims=(2**40, 2**40))]), "tensor 'w' ends at byte .* the "
+                                                               "file is truncated"),
         (header(LLAMA, tensors=[tensor(dims=(2**32,) * 4)]), "tensor 'w' ends at byte"),
         (header(LLAMA, tensors=[tensor(offset=2**63)]), "tensor 'w' ends at byte"),
-        (header(LLAMA, tensors=[tensor(kind=999)]), "tensor 'w' is of type 999, which is not supported"),
-        (header(LLAMA, tensors=[tensor(dims=(33,), kind=8)]), "tensor 'w' of shape .33.: rows must be multiples"),
+        (header(LLAMA, tensors=[tensor(kind=999)]), "tensor 'w' is of type 999, which is not "
+                                                    "supported"),
+        (header(LLAMA, tensors=[tensor(dims=(33,), kind=8)]), "tensor 'w' of shape .33.: rows must "
+                                                              "be multiples"),
         (b"GGUF\0\0\0\3" + struct.pack(">QQ", 0, 2**40), "settings: 1099511627776 do not fit"),
         (b"GGUF", "the header: 4 do not fit|version"), (b"", "it is empty"), (b"PK\3\4", "does not begin with GGUF"),
     ],

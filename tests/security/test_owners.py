@@ -69,7 +69,9 @@ async def backend(tmp_path: Path) -> AsyncIterator[LocalTinkerBackend]:
 
 
 class Engine:
-    """Generators with a number of slots, each of which draws a token of a request per step; the rest waits in line."""
+    """Generators with a number of slots, each of which draws a token of a request per step; the
+    rest waits in line.
+    """
 
     def __init__(self, *, slots: int, capacity: int | None = None, pull_s: float = 0.3) -> None:
         self.turns = Turns(

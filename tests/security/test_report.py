@@ -1,4 +1,6 @@
-"""A report of a folder from elsewhere: no code of it runs, nothing hangs, and the report is still written."""
+"""A report of a folder from elsewhere: no code of it runs, nothing hangs, and the report is still
+written.
+"""
 
 import json
 import os

@@ -83,7 +83,9 @@ def folder():
 
 
 def attack_as(user, folder):
-    """Return the outcome of `START_THREADS`, run by this user, an ordinary one, or one without namespaces."""
+    """Return the outcome of `START_THREADS`, run by this user, an ordinary one, or one without
+    namespaces.
+    """
 
     def attack():
         if user != "this user" and os.geteuid() == 0:

@@ -1,4 +1,6 @@
-"""What a client can do to the Tinker server: with no key, with a key against others, and to what the server keeps."""
+"""What a client can do to the Tinker server: with no key, with a key against others, and to what
+the server keeps.
+"""
 
 import asyncio
 import contextlib

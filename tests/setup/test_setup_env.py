@@ -61,7 +61,10 @@ def test_damaged_environment_is_incomplete(environment, damage):
 def test_pip_settings_are_passed_to_uv(environment, monkeypatch):
     monkeypatch.delenv("UV_INDEX", raising=False)
     monkeypatch.delenv("UV_FIND_LINKS", raising=False)
-    lines = "global.extra-index-url='file:///a file:///b'\\n:env:.find-links='/wheels /more'\\nuser.quiet='1'"
+    lines = (
+        "global.extra-index-url='file:///a file:///b'\\n:env:.find-links='/wheels "
+        "/more'\\nuser.quiet='1'"
+    )
     make_executable(environment.python, f'#!/bin/sh\nprintf "{lines}"\n')
     settings = environment.uv_settings()
     assert settings["UV_INDEX"] == "file:///a file:///b"
@@ -137,7 +140,9 @@ def test_gpu_builds_may_be_installed_where_no_gpu_answers(monkeypatch, capsys):
     ("device", "python"), [("cpu", ".venv/bin/python"), ("gpu", ".venv-gpu/bin/python")]
 )
 def test_each_device_has_an_environment_of_its_own(device, python):
-    """Tests keep their CPU builds on a machine whose runs use GPUs: `make -n` shows which Python runs what."""
+    """Tests keep their CPU builds on a machine whose runs use GPUs: `make -n` shows which Python
+    runs what.
+    """
     env = {**os.environ, "RELAY_DEVICE": device}
     shown = subprocess.run(
         ["make", "-n", "sum-digits", "test"],

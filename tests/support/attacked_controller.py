@@ -1,8 +1,10 @@
-"""A controller with one actor, and an attacker of it: `python -m tests.support.attacked_controller ROLE ...`.
+"""A controller with one actor, and an attacker of it: `python -m tests.support.attacked_controller
+ROLE ...`.
 
-`controller ISOLATE PORT` prints a JSON line about itself once its actor runs, and ends when stdin closes. Both connect
-to PORT, where the test listens on loopback. `attacker USER NAME ...` becomes USER, attaches to Monarch's sockets of
-these names and tries to run code; it prints "refused" if there is no such socket for it, or the user of the code.
+`controller ISOLATE PORT` prints a JSON line about itself once its actor runs, and ends when stdin
+closes. Both connect to PORT, where the test listens on loopback. `attacker USER NAME ...` becomes
+USER, attaches to Monarch's sockets of these names and tries to run code; it prints "refused" if
+there is no such socket for it, or the user of the code.
 """
 
 from __future__ import annotations

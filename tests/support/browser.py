@@ -49,7 +49,8 @@ class Opened:
         ]
 
     def until(self, expression: str) -> None:
-        """Wait until the expression is true; `Page.wait_for_function` is forbidden by the page's policy.
+        """Wait until the expression is true; `Page.wait_for_function` is forbidden by the page's
+        policy.
 
         Raises:
             TimeoutError: it never was.
@@ -72,8 +73,8 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Containers lack the user namespaces that Chromium's sandbox needs, and room in /dev/shm; only our own
-        # files are opened.
+        # Containers lack the user namespaces that Chromium's sandbox needs, and room in /dev/shm;
+        # only our own files are opened.
         launched = playwright.chromium.launch(
             executable_path=str(find_browser()), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )

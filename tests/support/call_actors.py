@@ -31,8 +31,8 @@ class Answerer(Actor):
 
     @concurrent_endpoint
     async def exit_on_rank_1_after_rank_0_raises(self, marker: str) -> None:
-        """Exit on rank 1, while rank 0 raises the error of a collective that lost a peer before rank 1 is
-        gone."""
+        """Exit on rank 1, while rank 0 raises the error of a collective that lost a peer before
+        rank 1 is gone."""
         if current_rank().rank == 0:
             Path(marker).touch()
             raise RuntimeError("connection closed by peer")

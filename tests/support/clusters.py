@@ -41,7 +41,8 @@ TOKENS = [prompt.token_ids for prompt in PROMPTS]
 SAMPLING = SamplingParams(max_tokens=200, num_samples=2, seed=1)
 TEXT = np.concatenate(TOKENS[:2])
 LIMIT_S = 200.0
-"""Deadline in seconds of a start on a busy machine; docs/running.md has the times of an idle one."""
+"""Deadline in seconds of a start on a busy machine; docs/running.md has the times of an idle one.
+"""
 CONFIG = ClusterConfig(
     trainer=PolicyTrainer.Config(
         num_procs=2,

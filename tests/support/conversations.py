@@ -115,7 +115,9 @@ def _drawn(text: str, version: int, max_tokens: int) -> Completion:
 
 @dataclass(kw_only=True)
 class Counting:
-    """Environment of `turns` further turns, in which it says `says`, that counts its steps and closes."""
+    """Environment of `turns` further turns, in which it says `says`, that counts its steps and
+    closes.
+    """
 
     runs_inline: ClassVar[bool] = True
     """Runs on the event loop, so that its seconds are virtual."""

@@ -37,9 +37,10 @@ def run_ranks(
     """Run the function on all ranks and return the results by rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that raised, or the exit code of the one that died; the
-            others are killed.
-        TimeoutError: naming the ranks that had not answered, which have written their stacks to stderr.
+        RuntimeError: with the traceback of the first rank that raised, or the exit code of the one
+            that died; the others are killed.
+        TimeoutError: naming the ranks that had not answered, which have written their stacks to
+            stderr.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

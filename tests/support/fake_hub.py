@@ -1,4 +1,6 @@
-"""Fake of the Hugging Face hub on the loopback: the requests that `huggingface_hub` makes to download a model."""
+"""Fake of the Hugging Face hub on the loopback: the requests that `huggingface_hub` makes to
+download a model.
+"""
 
 from __future__ import annotations
 

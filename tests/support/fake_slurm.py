@@ -2,9 +2,9 @@
 
     folder = write_commands(tmp_path / "bin")      # to be put first on the PATH
 
-`sbatch` runs its script at once, `srun` starts the command once for each node, `squeue`, `scontrol` and `scancel`
-know the one job, whose state is FAKE_SLURM_STATE of the environment, or RUNNING. Beside the commands
-are what was submitted (`script`, `options`) and, in the end, `cancelled`.
+`sbatch` runs its script at once, `srun` starts the command once for each node, `squeue`, `scontrol`
+and `scancel` know the one job, whose state is FAKE_SLURM_STATE of the environment, or RUNNING.
+Beside the commands are what was submitted (`script`, `options`) and, in the end, `cancelled`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tinker service around a fake backend in which each model is a single number, so that numbers show which
-requests ran.
+"""Tinker service around a fake backend in which each model is a single number, so that numbers show
+which requests ran.
 
-The gradient of data is the sum of their tokens, and a step subtracts learning rate times gradient. A sample is the
-rounded weight.
+The gradient of data is the sum of their tokens, and a step subtracts learning rate times gradient.
+A sample is the rounded weight.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ class Client:
         """Send bytes, or another value as JSON, to the HTTP application."""
         content = body if isinstance(body, bytes) else json.dumps(body)
         headers = {"x-api-key": KEYS[self.owner], "content-type": media_type}
-        # Errors that the application raises after its answer do not reach the client, as with a real server.
+        # Errors that the application raises after its answer do not reach the client, as with a
+        # real server.
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1/api/v1/"
@@ -369,7 +370,9 @@ class Client:
 
 
 def decoded(result: Result, request_id: str) -> Any:
-    """Return an answer in the official client's types, or one that is none of tensors as a namespace."""
+    """Return an answer in the official client's types, or one that is none of tensors as a
+    namespace.
+    """
     if result.media_type == PROTOBUF:
         kind = pb.SampleResponse if ":sample:" in request_id else pb.ForwardBackwardOutput
         return kind.FromString(result.body)
@@ -424,7 +427,8 @@ Test = Callable[..., Awaitable[None]]
 
 
 def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Callable[..., None]]:
-    """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no task is left.
+    """Run a test with a `Client`, in virtual time unless the test uses threads, and check that no
+    task is left.
 
     Keywords are fields of `Limits` and `HttpLimits`.
     """

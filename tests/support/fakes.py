@@ -82,8 +82,8 @@ def prompt_of(problem: Problem, *, renderer: Renderer = RENDERER, max_tokens: in
 class FakePolicy:
     """Generator, trainer and publisher of one scripted policy, with a list of all calls.
 
-    Step n has a gradient norm of n. A completion's first token has the version served when it starts, other tokens
-    the version served when it ends.
+    Step n has a gradient norm of n. A completion's first token has the version served when it
+    starts, other tokens the version served when it ends.
     """
 
     reply: Callable[[str, int], str]

@@ -29,8 +29,8 @@ def short() -> Controller.Config:
 
 
 def chaos() -> Controller.Config:
-    """Train four batch-invariant steps on random rewards, which give a gradient from the start, with a
-    checkpoint after each step."""
+    """Train four batch-invariant steps on random rewards, which give a gradient from the start,
+    with a checkpoint after each step."""
     config = short()
     config.task = SumDigits.Config(num_integers=2, num_eval=8, reward="noise")
     config.loop.num_steps, config.loop.eval_every = 4, 2
@@ -70,8 +70,8 @@ class SlowDisk(Checkpointer):
 
 
 def nan_loss() -> Controller.Config:
-    """Fail while the checkpoint of the step before is being written, for longer than the actors' exit
-    limit."""
+    """Fail while the checkpoint of the step before is being written, for longer than the actors'
+    exit limit."""
     config = short()
     config.trainer.loss = NaNLoss()
     config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")

@@ -12,7 +12,9 @@ from typing import Any
 
 
 def run_in_fork(function: Callable[[], str]) -> tuple[int, str]:
-    """Run `function` in a forked copy; return the exit status (negative for a signal) and the answer."""
+    """Run `function` in a forked copy; return the exit status (negative for a signal) and the
+    answer.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -61,7 +63,9 @@ def die_at_flush(number: int) -> None:
 
 
 def limit_files(num_bytes: int | None = None) -> None:
-    """Limit the length of the files that this process writes, which acts like a full disk; None ends the limit."""
+    """Limit the length of the files that this process writes, which acts like a full disk; None
+    ends the limit.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most if num_bytes is None else num_bytes, most))

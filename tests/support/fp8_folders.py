@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def quantize_folder(folder: Path, *, block: tuple[int, int]) -> dict[str, Tensor]:
-    """Quantize the linear layers of a Hugging Face folder in place; return every weight in float32 as it now is."""
+    """Quantize the linear layers of a Hugging Face folder in place; return every weight in float32
+    as it now is.
+    """
     tensors, meant = load_file(folder / "model.safetensors"), {}
     for name, weight in list(tensors.items()):
         meant[name] = weight.float()

@@ -78,7 +78,9 @@ def write_gguf(
     splits: str = "llama-bpe",
     more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a file; `without` are tensors to leave out, `splits` is a rule for texts, `more` further settings."""
+    """Write a file; `without` are tensors to leave out, `splits` is a rule for texts, `more`
+    further settings.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in SETTINGS.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32

@@ -41,7 +41,8 @@ def refuse_users() -> None:
 def become_nobody(folder: Path) -> None:
     """Become an ordinary user for good; root only. `folder` becomes that user's.
 
-    An interpreter in a home folder, which other users cannot open, is mounted in `folder`, for this process only.
+    An interpreter in a home folder, which other users cannot open, is mounted in `folder`, for this
+    process only.
     """
     python = Path(os.path.realpath(sys.executable))
     if not all(parent.stat().st_mode & 0o001 for parent in python.parents):

@@ -1,13 +1,14 @@
 """Controller that ends in a given way: `python -m tests.support.launch_controller HOW [HOSTS]`.
 
-It starts roles, prints one JSON line with the pids and shared-memory files of the run, and does HOW. On this machine:
-`hear` a first signal and save for ever, `hear and save` (the same, and be done with it), `stuck` (waiting, with an
-actor that blocks), or `break`: an actor process is killed, so that its child has no parent, a third role does not
-come up, and the run raises an error. With `start` it only prints "starting" and starts a role that never comes up.
+It starts roles, prints one JSON line with the pids and shared-memory files of the run, and does
+HOW. On this machine: `hear` a first signal and save for ever, `hear and save` (the same, and be
+done with it), `stuck` (waiting, with an actor that blocks), or `break`: an actor process is killed,
+so that its child has no parent, a third role does not come up, and the run raises an error. With
+`start` it only prints "starting" and starts a role that never comes up.
 
-On HOSTS, `process` or `slurm`, a role has two hosts and another a third, and the line also says what the actors know
-of their place. HOW is `wait` for a signal, or `die`: a trainer process on the second host exits, and the error goes
-to stdout.
+On HOSTS, `process` or `slurm`, a role has two hosts and another a third, and the line also says
+what the actors know of their place. HOW is `wait` for a signal, or `die`: a trainer process on the
+second host exits, and the error goes to stdout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Search for processes and files that a test session, or a process and its children, leave on this machine.
+"""Search for processes and files that a test session, or a process and its children, leave on this
+machine.
 
-A process belongs to a session when it descends from it, or when it carries the session's mark in its environment:
-a process that loses its parent is handed to init, and only the mark still tells.
+A process belongs to a session when it descends from it, or when it carries the session's mark in
+its environment: a process that loses its parent is handed to init, and only the mark still tells.
 
     watch = Watch(folder)
     ...start a process with watch.environment()...
@@ -43,7 +44,8 @@ HELPERS = (
 )  # fmt: skip
 """Processes that exit with the interpreter."""
 CACHES = ("torchinductor_", getpass.getuser())
-"""Names of temporary folders that other programs use later; Monarch's log contains the user's name."""
+"""Names of temporary folders that other programs use later; Monarch's log contains the user's name.
+"""
 
 FoundT = TypeVar("FoundT", dict[ProcessId, str], list[str])
 
@@ -139,7 +141,9 @@ class Watch:
     """Watch over one process, whose temporary files are made in a folder of their own."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep temporary files in `folder`, whose path must be short because sockets are made in it."""
+        """Keep temporary files in `folder`, whose path must be short because sockets are made in
+        it.
+        """
         self.mark = uuid.uuid4().hex
         self.folder = folder
         self._before = self._files()
@@ -154,7 +158,9 @@ class Watch:
         }  # fmt: skip
 
     def left(self, *, grace_s: float, run_folder: Path) -> list[str]:
-        """Return all that is left after the process has exited and its last children have had the grace time."""
+        """Return all that is left after the process has exited and its last children have had the
+        grace time.
+        """
         return wait_for_none(lambda: self._now(run_folder), grace_s=grace_s)
 
     def _now(self, run_folder: Path) -> list[str]:

@@ -125,6 +125,8 @@ def run(policy: FakePolicy, **settings: Any) -> tuple[list[dict], float]:
 
 
 def some_right(prompt: str, sample: int) -> str:
-    """Return the right answer for the first samples of a prompt; their number depends on the prompt."""
+    """Return the right answer for the first samples of a prompt; their number depends on the
+    prompt.
+    """
     digits = sum(map(int, str(1000 + number_of(prompt)) + "10"))
     return f"[ANSWER] {digits}" if sample <= number_of(prompt) % 3 else "no"

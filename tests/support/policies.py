@@ -91,8 +91,8 @@ def model_folder(path: Path, spec: ModelSpec, model: Decoder) -> str:
 
 
 def writer(model: Decoder) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
-    """Return an argument for `GeneratorEngine.update_weights` that copies this model's weights into any
-    layout."""
+    """Return an argument for `GeneratorEngine.update_weights` that copies this model's weights into
+    any layout."""
 
     async def write(state_dict: dict[str, Tensor]) -> None:
         source = model.state_dict()

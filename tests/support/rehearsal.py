@@ -1,4 +1,6 @@
-"""Programs and whole runs on the null device (tools/null_gpu), as tests with the marker `rehearsal` start them."""
+"""Programs and whole runs on the null device (tools/null_gpu), as tests with the marker `rehearsal`
+start them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ONE_ALL_REDUCE = {
     "VLLM_SKIP_P2P_CHECK": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
-"""Settings by which vLLM sums with a kernel of its own; the other takes memory that the null device does not have."""
+"""Settings by which vLLM sums with a kernel of its own; the other takes memory that the null device
+does not have.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +90,9 @@ class Rehearsal:
         env: Mapping[str, str] | None = None,
         limit_s: float = 240,
     ) -> Rehearsed:
-        """Run Python until it ends within `limit_s`, e.g. `python("-c", code, settings={"DEVICES": 2})`."""
+        """Run Python until it ends within `limit_s`, e.g. `python("-c", code, settings={"DEVICES":
+        2})`.
+        """
         return Rehearsed(**self._run(arguments, settings=settings, env=env, limit_s=limit_s))
 
     def train(

@@ -1,7 +1,7 @@
 """Synthetic runs, whose numbers are made up.
 
-`make_run` writes a folder of any length and content, with the files that runs write, line for line. `run_data` and
-`rollout` return what the reader of a report would.
+`make_run` writes a folder of any length and content, with the files that runs write, line for line.
+`run_data` and `rollout` return what the reader of a report would.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class MadeRun:
     spans_a_step: int = 8
     """Approximate number of spans of each process."""
     is_new: bool = True
-    """Write the fields of newer versions: the trainer's logprobs, spans, limits, the environment."""
+    """Write the fields of newer versions: the trainer's logprobs, spans, limits, the environment.
+    """
     events: tuple[Mapping[str, Any], ...] = ()
     lr: float = 4e-5
     hacked_from: int | None = None
@@ -239,8 +240,8 @@ def run_data(
     loop: Mapping[str, Any] | None = None,
     **by_step: Callable[[int], float | None],
 ) -> RunData:
-    """Return steps 1 to `num_steps`; a keyword such as `reward__mean` is a function from the step to that
-    metric or None."""
+    """Return steps 1 to `num_steps`; a keyword such as `reward__mean` is a function from the step
+    to that metric or None."""
     steps = []
     for step in range(1, num_steps + 1):
         record: dict[str, float] = {

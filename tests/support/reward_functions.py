@@ -13,7 +13,9 @@ from rl.types import Rollout
 
 
 def alone() -> Rubric:
-    """Return the sample's number with weight 1, and the scoring process and a random number with weight 0."""
+    """Return the sample's number with weight 1, and the scoring process and a random number with
+    weight 0.
+    """
     criteria = (
         Criterion(name="sample", function=_sample),
         Criterion(name="process", function=_process, weight=0.0),
@@ -29,7 +31,9 @@ def together() -> Rubric:
 
 
 def _sample(rollout: Rollout) -> float:
-    """Return the sample's number; the first call for the reply "hang FOLDER" writes to FOLDER/fifo and hangs."""
+    """Return the sample's number; the first call for the reply "hang FOLDER" writes to FOLDER/fifo
+    and hangs.
+    """
     what, _, folder = rollout.text.partition(" ")
     if what == "hang":
         try:

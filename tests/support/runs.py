@@ -42,7 +42,9 @@ class FinishedRun:
 
 
 def restore_ctrl_c() -> None:
-    """Restore SIGINT and SIGHUP in a new process: background jobs of a shell and of nohup inherit them as ignored."""
+    """Restore SIGINT and SIGHUP in a new process: background jobs of a shell and of nohup inherit
+    them as ignored.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

@@ -82,7 +82,9 @@ def use_pool(rollout):
 
 
 def leave_children(rollout):
-    """Start a process in a session of its own and an orphan, write their pids to the file in the question."""
+    """Start a process in a session of its own and an orphan, write their pids to the file in the
+    question.
+    """
     apart = subprocess.Popen(["sleep", "60"], start_new_session=True)
     orphan = subprocess.run(
         ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"],

@@ -59,7 +59,9 @@ def make_engine(folder: Path, spec: ModelSpec, **settings: Any) -> GeneratorEngi
 
 
 def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU begin each step before they take the result of the one before, as on a GPU."""
+    """Let engines on a CPU begin each step before they take the result of the one before, as on a
+    GPU.
+    """
     from actors.vllm.compat import make_client
 
     def make(vllm_config: Any, *, world: World) -> Any:
@@ -78,7 +80,8 @@ def begin_steps_ahead(patch: pytest.MonkeyPatch) -> None:
 def served_engine(
     folder: Path, spec: ModelSpec, *, ahead: bool = False, **settings: Any
 ) -> Iterator[Served]:
-    """Yield an engine with little room, so that prompts are read in parts and requests wait for each other.
+    """Yield an engine with little room, so that prompts are read in parts and requests wait for
+    each other.
 
     `ahead`: begin steps ahead, as on a GPU.
     """

@@ -14,8 +14,8 @@ from tests.support.faulty_configs import short
 
 
 class Client:
-    """Client that fails in another event loop, or after its loop has ended, like those of aiohttp and
-    httpx."""
+    """Client that fails in another event loop, or after its loop has ended, like those of aiohttp
+    and httpx."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

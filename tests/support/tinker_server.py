@@ -58,7 +58,9 @@ class ServerProcess:
 
 @contextmanager
 def server_process(storage: Path, *options: str) -> Iterator[ServerProcess]:
-    """Start a server with the config `tiny` and options; kill it at the end of the block if it still runs."""
+    """Start a server with the config `tiny` and options; kill it at the end of the block if it
+    still runs.
+    """
     # The client reads this variable when it is created.
     os.environ["TINKER_TELEMETRY"] = "0"
     log = storage.with_name(f"{storage.name}.log")

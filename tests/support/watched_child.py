@@ -1,4 +1,5 @@
-"""Process to be watched: it prints "ready", does what its second argument says, and exits when stdin closes.
+"""Process to be watched: it prints "ready", does what its second argument says, and exits when
+stdin closes.
 
 python -m tests.support.watched_child LOGS tasks
 """

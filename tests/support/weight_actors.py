@@ -28,7 +28,9 @@ Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"
 
 
 class UnevenNet(nn.Module):
-    """Model with buffers in which no size divides by 2 more than once, and `gate` leaves ranks empty."""
+    """Model with buffers in which no size divides by 2 more than once, and `gate` leaves ranks
+    empty.
+    """
 
     def __init__(self, *, seed: int, num_rows: int = 11) -> None:
         super().__init__()
@@ -74,7 +76,8 @@ def build(kind: Model, layout: Layout, *, seed: int, dtype: torch.dtype) -> dict
 def _build_qwen3(
     layout: Layout, *, seed: int, dtype: torch.dtype, experts: bool
 ) -> dict[str, Tensor]:
-    """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp, pp_fsdp), the generator's (tp) or none.
+    """Return a two-layer Qwen3 under the trainer's plan (fsdp_tp, pp_fsdp), the generator's (tp) or
+    none.
 
     In a mixture's trainer, experts are split over two ranks, and the shards of each over two more.
     """

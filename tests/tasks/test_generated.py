@@ -1,4 +1,6 @@
-"""Claims about every generated task, on a task of this file; then sum-digits, reverse-text and alphabet-sort."""
+"""Claims about every generated task, on a task of this file; then sum-digits, reverse-text and
+alphabet-sort.
+"""
 
 import pickle
 import random
@@ -170,7 +172,8 @@ def test_noise_is_a_fair_coin_independent_of_the_reply():
     # The same in every process and on every machine.
     assert "".join(str(int(toss)) for toss in drawn[0][:32]) == "10100000000101111001011011011111"
     assert {t for of_one in drawn for t in of_one} == {0.0, 1.0}
-    # Of 256 fair tosses 128 are heads and 128 agree with other ones; 48 are six standard deviations.
+    # Of 256 fair tosses 128 are heads and 128 agree with other ones; 48 are six standard
+    # deviations.
     assert all(abs(sum(t) - 128) < 48 for t in drawn)
     for a, b in combinations(drawn, 2):
         assert abs(sum(x == y for x, y in zip(a, b, strict=True)) - 128) < 48

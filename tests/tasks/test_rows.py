@@ -82,7 +82,10 @@ def test_change_of_type_after_any_number_of_rows_does_not_end_the_read(problems)
     assert (found["q11999"].answer, found["last"].answer, len(found)) == ("11999", "a text", 12_001)
 
 
-CSV = 'question,answer,level\nq1,00501,1\n"q2, ""or\nso""",None,\n\nq3,NA,NA\nq4,2024-05-01,3.0\nq5, 72 ,x\n'
+CSV = (
+    'question,answer,level\nq1,00501,1\n"q2, '
+    '""or\nso""",None,\n\nq3,NA,NA\nq4,2024-05-01,3.0\nq5, 72 ,x\n'
+)
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
@@ -229,26 +232,32 @@ def test_value_of_a_wrong_type_is_named_with_file_row_and_column(problems, row, 
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (f'{line()}\n\n{{"question": oops}}', "rows.jsonl", "cannot be read: line 3: Expecting value"),
+        (f'{line()}\n\n{{"question": oops}}', "rows.jsonl", "cannot be read: line 3: Expecting "
+                                                            "value"),
         ('{"question": oops}', "rows.jsonl", "cannot be read: line 1: Expecting value"),
         (f"{line()}\n[1]", "rows.jsonl", "line 2: '[1]' is not an object with named columns"),
-        (f'{line()}\n{{"answer": 1, "answer": 2}}', "rows.jsonl", "line 2: an object has the name 'answer' twice"),
+        (f'{line()}\n{{"answer": 1, "answer": 2}}', "rows.jsonl", "line 2: an object has the name "
+                                                                  "'answer' twice"),
         (line().encode() + b'\n{"question": "\xff"}', "rows.jsonl", "line 2 is not UTF-8 text"),
         (line().encode("utf-16"), "rows.jsonl", "line 1 is not UTF-8 text"),
         ("[" * 100_000, "rows.jsonl", "cannot be read: "),
         (f"[{line()}\n,\n{line()}", "rows.json", "cannot be read: "),
-        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', "rows.json", "arrays of objects are: 'train', 'test'"),
+        ('{"train": [{"a": 1}], "test": [{"a": 1}]}', "rows.json", "arrays of objects are: "
+                                                                   "'train', 'test'"),
         ("[]", "rows.json", "has no rows"),
         ("", "rows.jsonl", "has no rows"),
-        ("question,answer\nq,1\nq,1,2\n", "rows.csv", "line 3: the row has 3 cells, but the first line names 2"),
+        ("question,answer\nq,1\nq,1,2\n", "rows.csv", "line 3: the row has 3 cells, but the first "
+                                                      "line names 2"),
         ("question,answer\nq\n", "rows.csv", "row 1 (line 2): column 'answer' is '', not text"),
-        ('question,answer\n"say \\"hi\\" now",1\n', "rows.csv", "line 2: ',' expected after '\"' (a quote"),
+        ('question,answer\n"say \\"hi\\" now",1\n', "rows.csv", "line 2: ',' expected after '\"' "
+                                                                "(a quote"),
         (f"[{line()}]\n[{line()}]", "rows.json", "Extra data: line 2 column 1"),
         (f"[{line()},]", "rows.json", "Expecting ',' or ']'"),
         (f'{{"data": [{line()}],\n"n": 1}} []', "rows.json", "Extra data: line 2 column 9"),
         ("question,answer,answer\nq,1,2\n", "rows.csv", "line 1: there are 2 columns 'answer'"),
         ('question,answer\nq,1\n"q,2\nq,3\n', "rows.csv", "line 3: unexpected end of data"),
-        ("question;answr\nq;1\n", "rows.csv", "has no column 'question' (columns.question); its columns are 'qu"),
+        ("question;answr\nq;1\n", "rows.csv", "has no column 'question' (columns.question); its "
+                                              "columns are 'qu"),
         ("question,answer\n", "rows.csv", "has no rows"),
         (b"question,answer\nq,\xe4\n", "rows.csv", "line 2 is not UTF-8 text"),
     ],

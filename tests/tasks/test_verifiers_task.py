@@ -219,7 +219,8 @@ def test_tools_are_announced_called_and_answered(adder):
 
 def test_invalid_calls_are_answered_with_the_error(adder):
     texts = [
-        '<tool_call>{"name": "adder_add"}</tool_call><tool_call>{"name": "no", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "adder_add"}</tool_call><tool_call>{"name": "no", "arguments": '
+        "{}}</tool_call>",
         '<tool_call>{"name": "adder_add", "arguments": {"a": "x", "b": 1}}</tool_call>',
         "7",
     ]

@@ -81,7 +81,8 @@ def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (with_tensor(pb.DTYPE_BFLOAT16, dense=b""), "data[0].loss_fn_inputs['weights'].dtype: DTYPE_BFLOAT16"),
+        (with_tensor(pb.DTYPE_BFLOAT16, dense=b""), "data[0].loss_fn_inputs['weights'].dtype: "
+                                                    "DTYPE_BFLOAT16"),
         (with_tensor(dense=b"123"), "3 bytes are no whole number of float32"),
         (with_tensor(dense=b"1234", shape=[2]), "[2] has 2 values, but there"),
         (with_tensor(dense=b"1234", shape=[1, 1, 1]), "shape: [1, 1, 1], must be [N] or [N, K]"),
@@ -93,7 +94,8 @@ def test_chunks_are_joined_sparse_tensors_are_dense_and_without_a_shape_they_are
         (csr([1], [0, -(2**63), 1], [0], shape=[2, 3]), NO_CSR),
         (csr([1], [0, 1], [3], shape=[1, 3]), NO_CSR),
         (csr([], [0] * 41, [], shape=[40, 30]), "more than the allowed 1000"),
-        (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be a number"),
+        (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be "
+                                                          "a number"),
         (
             request(*(datum([1], weights=floats([1.0] * 400)) for _ in range(3))),
             "data[2].loss_fn_inputs['weights']: with it the request's tensors have 1200 values",

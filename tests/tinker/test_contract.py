@@ -1,5 +1,5 @@
-"""Contract of the server with the unmodified official client, over both backends. The tests of the actor
-backend start slowly, so they share one server.
+"""Contract of the server with the unmodified official client, over both backends. The tests of the
+actor backend start slowly, so they share one server.
 """
 
 import numpy as np

@@ -1,4 +1,6 @@
-"""The runner of the cookbook's recipes: commands, processes, and checks, each with runs that violate it."""
+"""The runner of the cookbook's recipes: commands, processes, and checks, each with runs that
+violate it.
+"""
 
 from __future__ import annotations
 

@@ -149,11 +149,15 @@ TARGETS = np.array([4, 5])
         (with_inputs(), "data[1].loss_fn_inputs: has no 'target_tokens', which cross_entropy needs"),
         (
             with_inputs(target_tokens=TARGETS, logprobs=np.zeros(2)),
-            "data[1].loss_fn_inputs: has 'logprobs', which cross_entropy does not read: it reads target",
+            "data[1].loss_fn_inputs: has 'logprobs', which cross_entropy does not read: it reads "
+            "target",
         ),
-        (with_inputs(target_tokens=np.array([4])), "data[1].target_tokens: has shape [1]: must be [2] or ["),
-        (with_inputs(target_tokens=np.array([4, 100])), "data[1].target_tokens: has token id 100: must be 0"),
-        (with_inputs(target_tokens=np.array([4.0, 5.0])), "data[1].target_tokens: has dtype float64: must be"),
+        (with_inputs(target_tokens=np.array([4])), "data[1].target_tokens: has shape [1]: must be "
+                                                   "[2] or ["),
+        (with_inputs(target_tokens=np.array([4, 100])), "data[1].target_tokens: has token id 100: "
+                                                        "must be 0"),
+        (with_inputs(target_tokens=np.array([4.0, 5.0])), "data[1].target_tokens: has dtype "
+                                                          "float64: must be"),
         (
             with_inputs(target_tokens=TARGETS, weights=np.zeros((2, 1), np.float32)),
             "data[1].weights: has shape [2, 1]: must be [2], as target_tokens",

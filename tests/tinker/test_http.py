@@ -1,4 +1,6 @@
-"""The HTTP application: keys and their owners, the guard, and statuses, bodies and refusals of the routes."""
+"""The HTTP application: keys and their owners, the guard, and statuses, bodies and refusals of the
+routes.
+"""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Sampling sessions, when their weights close, turns of the snapshots, and which requests are valid."""
+"""Sampling sessions, when their weights close, turns of the snapshots, and which requests are
+valid.
+"""
 
 from __future__ import annotations
 
@@ -322,7 +324,9 @@ async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overta
 
 @pytest.mark.anyio
 async def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
-    """A session that ends cancels several at once; the end of one would admit another cancelled one."""
+    """A session that ends cancels several at once; the end of one would admit another cancelled
+    one.
+    """
     room = Generators()
     assert await room.after("a1") == ["serves 1", "a1"]
     await room.after("b1", "a2", "c1")

@@ -1,5 +1,7 @@
-"""Confinement of the sandbox: the filter's program, run by an interpreter of the few BPF instructions that it uses, so
-that the list for the machine that the tests do not run on is tested too; and kernels without seccomp or Landlock."""
+"""Confinement of the sandbox: the filter's program, run by an interpreter of the few BPF
+instructions that it uses, so that the list for the machine that the tests do not run on is tested
+too; and kernels without seccomp or Landlock.
+"""
 
 import asyncio
 import json

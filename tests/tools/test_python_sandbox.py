@@ -77,7 +77,8 @@ async def begun(folders, *, num=1):
         ("x = 5", "(no output)"),
         ("'é\\ud800'", "'é\\ud800'"),
         ("import sys; print(1); print('to stderr', file=sys.stderr); print(2); 3", "1\nto stderr\n2\n3"),
-        ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; 1", "1"),
+        ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; "
+         "1", "1"),
         ("import zoneinfo; zoneinfo.ZoneInfo('Europe/Paris').key", "'Europe/Paris'"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
         ("import asyncio; asyncio.run(asyncio.sleep(0, 'slept'))", "'slept'"),
@@ -191,7 +192,10 @@ def test_everything_outside_is_denied(sandbox, tmp_path):
     kept.write_text("kept")
     deletions = ["os.remove(kept)", "os.rename(kept, 'b')", "shutil.rmtree(os.path.dirname(kept))"]
     attempts = [*ATTEMPTS, *deletions]
-    code = f"import os, shutil\nparent, kept = os.getppid(), {str(kept)!r}\nATTEMPTS = {attempts!r}\n{TRY}"
+    code = (
+        f"import os, shutil\nparent, kept = os.getppid(), {str(kept)!r}\nATTEMPTS = "
+        f"{attempts!r}\n{TRY}"
+    )
     lines = run(sandbox, code).output.splitlines()
     assert len(lines) == len(attempts)
     assert [line for line in lines if not line.startswith("True ")] == []
@@ -227,7 +231,8 @@ def test_raw_system_calls_are_denied(sandbox):
     [
         "while True: pass",
         "import time; time.sleep(60)",
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: "
+        "time.sleep(1)",
         "import os\nos.close(1); os.close(2)\nwhile True: pass",
         "try:\n    while True: pass\nfinally:\n    while True: pass",
     ],
@@ -250,7 +255,8 @@ def test_cpu_time_ends_code_by_the_kernel(block, least_s):
     """At the first limit, or, where its signal is blocked, a second later."""
     result = run(limited(cpu_limit_s=1), f"{block}while True: pass")
     assert (result.reason, result.text) == ("time limit", "Error: stopped at its time limit")
-    # One core at most, so CPU time is no more than wall-clock time, but for the ticks it is counted by.
+    # One core at most, so CPU time is no more than wall-clock time, but for the ticks it is counted
+    # by.
     assert result.wall_s >= least_s * 0.9
 
 

@@ -76,8 +76,9 @@ def test_rendered_call_is_word_for_word_that_of_qwen3s_template():
 
 def test_calls_are_read_in_order_with_text_around_them():
     text = (
-        'First <tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>\n'
-        'then <tool_call>{"arguments": {"query": "a"}, "name": "search"}</tool_call> done.'
+        'First <tool_call>\n{"name": "calculator", "arguments": {"expression": '
+        '"1+1"}}\n</tool_call>\nthen <tool_call>{"arguments": {"query": "a"}, "name": '
+        '"search"}</tool_call> done.'
     )
     assert parse_calls(text) == (call("calculator", expression="1+1"), call("search", query="a"))
     code = call("python", code="print('</tool_call><tool_call>')")

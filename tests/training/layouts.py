@@ -1,7 +1,8 @@
 """Measurements of one rank of parallel layouts, for the tests of layouts.
 
-A layout is named by its degrees, the schedule of its pipeline and the exchange of context parallelism: `fsdp2_tp2`,
-`fsdp4_ep2`, `pp2_zbv`, `pp2_csv`, `cp2_alltoall`. All layouts of one number of ranks share their processes.
+A layout is named by its degrees, the schedule of its pipeline and the exchange of context
+parallelism: `fsdp2_tp2`, `fsdp4_ep2`, `pp2_zbv`, `pp2_csv`, `cp2_alltoall`. All layouts of one
+number of ranks share their processes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ DEGREES = {
 }  # fmt: skip
 SCHEDULES = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 SCHEDULE_CSV = Path(__file__).with_name("pipeline.csv")
-"""Two stages from the last rank to the first, three micro-batches, backwards whole and in two parts."""
+"""Two stages from the last rank to the first, three micro-batches, backwards whole and in two
+parts.
+"""
 REDUCED = ("fsdp2", "ddp2")
 """Layouts whose gradients are measured in both dtypes of the reduction."""
 FOUR_STAGES = ("embed_tokens", "layers.0", "layers.1", "norm")
@@ -223,14 +226,15 @@ LOSS = GRPOLoss(
     normalization="sequence_mean",
     correction=ImportanceCorrection(level="sequence", mode="mask", low=1e-4, high=1e4),
 )
-"""Loss that needs the reference policy, the entropy's gradient, whole sequences and their number."""
+"""Loss that needs the reference policy, the entropy's gradient, whole sequences and their number.
+"""
 
 
 def measure_losses(
     layout: str, assets: Assets
 ) -> tuple[dict[str, float], Tensors, list[np.ndarray]]:
-    """Return the sum and metrics of `LOSS` after one step, its gradients, and logprobs: those under the reference
-    policy, and those of three targets of each token.
+    """Return the sum and metrics of `LOSS` after one step, its gradients, and logprobs: those under
+    the reference policy, and those of three targets of each token.
     """
     config = config_of("dense", layout, assets)
     config.loss, config.reference.enable = LOSS, True
@@ -280,7 +284,9 @@ def step_in_backward(layout: str, assets: Assets) -> tuple[Tensors, list[float]]
 
 
 def reduced(layout: str, assets: Assets, dtype: str) -> Tensors:
-    """Return this rank's gradients of one micro-batch, summed in `dtype`: more are added up in float32."""
+    """Return this rank's gradients of one micro-batch, summed in `dtype`: more are added up in
+    float32.
+    """
     engine = make("dense", layout, assets, reduce_dtype=dtype, max_tokens_per_microbatch=400)
     engine.forward_backward(make_samples())
     gradients = {name: p.grad for name, p in engine.policy.parameters.items()}
@@ -386,7 +392,8 @@ def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -
         "gradients": gradients,
         "num_tokens": sum(counted),
         "num_graphs": counters["stats"]["unique_graphs"],
-        # The attention of a CPU is not compiled: every batch, with other lengths, would be compiled anew.
+        # The attention of a CPU is not compiled: every batch, with other lengths, would be compiled
+        # anew.
         "num_graph_breaks": sum(
             count
             for why, count in counters["graph_break"].items()
@@ -396,8 +403,8 @@ def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -
 
 
 def float8_samples() -> list[Any]:
-    """Return samples that each fill a micro-batch, so that tensors that share a scale are the same in every
-    layout."""
+    """Return samples that each fill a micro-batch, so that tensors that share a scale are the same
+    in every layout."""
     return [make_sample(length=12 + i % 8, seed=200 + i) for i in range(6)]
 
 

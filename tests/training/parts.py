@@ -54,7 +54,9 @@ def small_spec(*, tie: bool = True) -> ModelSpec:
 
 
 def windowed_spec(*, tie: bool = True, bias: bool = False) -> ModelSpec:
-    """Return `small_spec` as a Gemma 3 whose first layer sees five tokens, or one with a bias in each layer."""
+    """Return `small_spec` as a Gemma 3 whose first layer sees five tokens, or one with a bias in
+    each layer.
+    """
     ffn = FeedForward.Config(hidden_dim=20, bias=bias)
     switches = {"window": 5, "global_layers": (1,), "attention_bias": bias}
     return spec_like(gemma3_text, dim=36, head_dim=6, feed_forward=ffn, tie=tie, **switches)
@@ -83,7 +85,8 @@ def even_moe_spec() -> ModelSpec:
 
 
 def moe_spec(*, tie: bool = False) -> ModelSpec:
-    """Return two layers of width 36, six experts of width 20: sizes that not all shards divide evenly.
+    """Return two layers of width 36, six experts of width 20: sizes that not all shards divide
+    evenly.
 
     Without `tie` the output head has a weight of its own, as in all large mixtures.
     """
@@ -101,7 +104,8 @@ def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = Non
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name.endswith(("norm.weight", "bias")):
-                # Layers' biases of 0.3 would put a token at the bound of the clipped ratio, where rounding decides.
+                # Layers' biases of 0.3 would put a token at the bound of the clipped ratio, where
+                # rounding decides.
                 size = (
                     0.05
                     if name.endswith("load_balance_bias")
@@ -122,7 +126,9 @@ def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = Non
 def random_factors(
     spec: ModelSpec, *, scale: float, modules: Sequence[str] = (*ALL_LINEAR, "lm_head")
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A, B) by the Hugging Face name of the weight; B is not zero, so neither is the gradient of A."""
+    """Return (A, B) by the Hugging Face name of the weight; B is not zero, so neither is the
+    gradient of A.
+    """
     with torch.device("meta"):
         model = spec.model.build()
     adapter = spec.adapter(spec.model)
@@ -172,7 +178,9 @@ def make_sample(
 
 
 def make_samples(count: int = 13) -> list[TrainingSample]:
-    """Return samples of 2 to 19 tokens with shared prompts of up to 6 tokens and temperatures 1 and 0.7."""
+    """Return samples of 2 to 19 tokens with shared prompts of up to 6 tokens and temperatures 1 and
+    0.7.
+    """
     return [
         make_sample(
             length=2 + (7 * i) % 18,
@@ -185,7 +193,8 @@ def make_samples(count: int = 13) -> list[TrainingSample]:
 
 
 def with_targets(sample: TrainingSample, *, k: int | None = None, seed: int = 0) -> TrainingSample:
-    """Return the sample with random targets and weights, [T] or [T, K]; the mask leaves some out, and entry
+    """Return the sample with random targets and weights, [T] or [T, K]; the mask leaves some out,
+    and entry
     0."""
     random = np.random.default_rng([seed, len(sample.token_ids), 0 if k is None else k])
     shape = (len(sample.token_ids),) if k is None else (len(sample.token_ids), k)
@@ -217,7 +226,9 @@ def engine_config(**settings: Any) -> TrainingEngine.Config:
 def make_engine(
     assets: str | None, *, spec: ModelSpec | None = None, **kwargs: Any
 ) -> TrainingEngine:
-    """Build an engine; `failure_folder` and `world` go to `build`, all other keywords to `engine_config`."""
+    """Build an engine; `failure_folder` and `world` go to `build`, all other keywords to
+    `engine_config`.
+    """
     runtime = {name: kwargs.pop(name) for name in ("failure_folder", "world") if name in kwargs}
     return built(engine_config(**kwargs), assets, spec=spec, **runtime)
 

@@ -49,14 +49,18 @@ def saved(tmp_path):
         ({"keep_latest_k": 1}, "keep_latest_k=1: must be 0 .all. or at least 2, so that a damaged"),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"load_step": -2}, "load_step=-2: must be at least -1"),
-        ({"folder": "elsewhere"}, "folder='elsewhere': must be 'checkpoints', inside .* or an absolute path"),
-        ({"initial_load_in_hf_quantized": True}, "must be False: quantized weights cannot be trained"),
-        ({"initial_load_model_only": False}, "initial_load_model_only=False: needs initial_load_path"),
+        ({"folder": "elsewhere"}, "folder='elsewhere': must be 'checkpoints', inside .* or an "
+                                  "absolute path"),
+        ({"initial_load_in_hf_quantized": True}, "must be False: quantized weights cannot be "
+                                                 "trained"),
+        ({"initial_load_model_only": False}, "initial_load_model_only=False: needs "
+                                             "initial_load_path"),
         (
             {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
             "a Hugging Face folder holds only the model",
         ),
-        ({"exclude_from_loading": ("lr_scheduler",)}, "has no state; the schedule follows train_state"),
+        ({"exclude_from_loading": ("lr_scheduler",)}, "has no state; the schedule follows "
+                                                      "train_state"),
         ({"enable": False, "initial_load_path": "x"}, "path='x': must be None with enable=False"),
     ],
 )  # fmt: skip
@@ -109,7 +113,9 @@ def test_hugging_face_folder_may_hold_checkpoints_too(tmp_path):
 
 @pytest.fixture
 def folders(saved, tmp_path):
-    """Write a model, the checkpoints of a run that ended, an export and an empty folder beside `saved`."""
+    """Write a model, the checkpoints of a run that ended, an export and an empty folder beside
+    `saved`.
+    """
     save(tmp_path / "model", 3, model_only=True)
     save(tmp_path / "ended", 6)
     for name in ("ended/hf", "hf", "empty"):

@@ -1,4 +1,6 @@
-"""Background saves, retention, the remains of a kill or a full disk, and errors of one rank raised on all."""
+"""Background saves, retention, the remains of a kill or a full disk, and errors of one rank raised
+on all.
+"""
 
 import functools
 import os
@@ -173,7 +175,8 @@ def test_save_killed_at_any_flush_leaves_a_complete_checkpoint_or_none(assets, t
         assert (
             len(entries(tmp_path)) <= 3
         )  # Each save removes the remains of the save killed before.
-    # Flushed are the tensors, metadata, each file, the folder before it is renamed, and the parent folder.
+    # Flushed are the tensors, metadata, each file, the folder before it is renamed, and the parent
+    # folder.
     assert flush >= 7
     assert_loads(assets, tmp_path / "step-1", before)
     assert_loads(assets, tmp_path / "step-2", after)
@@ -207,7 +210,9 @@ def test_full_disk_leaves_nothing_of_an_export(assets, tmp_path):
 
 
 def replace_random_states(folder: Path, *, rank: int) -> None:
-    """Write tensors that are no random states, and list them as somebody does who wants them to be read."""
+    """Write tensors that are no random states, and list them as somebody does who wants them to be
+    read.
+    """
     (file,) = folder.glob(f"random.*.{rank}.safetensors")
     save_file({"python": torch.zeros(3)}, file)
     names = [
@@ -219,7 +224,9 @@ def replace_random_states(folder: Path, *, rank: int) -> None:
 
 
 def fail_to_save(assets: str, folder: str) -> list[str]:
-    """Return each rank's errors of loading odd random states and a damaged file of rank 1, and of its full disk."""
+    """Return each rank's errors of loading odd random states and a damaged file of rank 1, and of
+    its full disk.
+    """
     engine = make_engine(
         assets, parallelism=parallelism("fsdp2"), checkpoint=Checkpointer.Config(async_mode="async")
     )

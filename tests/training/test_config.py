@@ -1,4 +1,6 @@
-"""Settings of the trainer: refused values, and numbers that precision, determinism and limits change."""
+"""Settings of the trainer: refused values, and numbers that precision, determinism and limits
+change.
+"""
 
 import dataclasses
 import gc
@@ -134,7 +136,10 @@ def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree,
     settings = ParallelismConfig(async_tensor_parallel=True, tensor_parallel_degree=degree)
     config = engine_config(parallelism=settings, compile=CompileConfig(**compile))
     checks = trainer_checks(config, small_spec(), world_size=degree, device_type=device_type)
-    says = rf"async_tensor_parallel=True on device '{device_type}' with tensor_parallel_degree={degree}, .* False"
+    says = (
+        rf"async_tensor_parallel=True on device '{device_type}' with "
+        rf"tensor_parallel_degree={degree}, .* False"
+    )
     with pytest.raises(ValueError, match=says):
         [check() for check in checks]
 
@@ -144,13 +149,17 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
     odd = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=63))
     third = ActivationCheckpointConfig(mode="selective", selective_option="3")
     for settings, model, world_size, says in (
-        ({"parallelism": parallelism("tp2")}, odd, 2, r"^parallelism\.tensor_parallel_degree=2 does not"),
+        ({"parallelism": parallelism("tp2")}, odd, 2, r"^parallelism\.tensor_parallel_degree=2 "
+                                                      r"does not"),
         (
             {"parallelism": parallelism("pp2"), "reduce_dtype": "bfloat16"}, spec, 2,
-            "training.reduce_dtype='bfloat16': must be 'float32' with parallelism.pipeline_parallel_degree=2",
+            "training.reduce_dtype='bfloat16': must be 'float32' with "
+            "parallelism.pipeline_parallel_degree=2",
         ),
-        ({"parallelism": parallelism("cp3_alltoall")}, spec, 3, "degree=3 .* must divide the 4 query heads"),
-        ({"parallelism": parallelism("cp4_tp2_alltoall")}, spec, 8, "the 2 query heads of a tensor-parallel rank"),
+        ({"parallelism": parallelism("cp3_alltoall")}, spec, 3, "degree=3 .* must divide the 4 "
+                                                                "query heads"),
+        ({"parallelism": parallelism("cp4_tp2_alltoall")}, spec, 8, "the 2 query heads of a "
+                                                                    "tensor-parallel rank"),
         ({"activation_checkpoint": third}, spec, 1, r"selective_option='3': .* up to '2', the la"),
         (
             {"parallelism": parallelism("pp2_zbv"), "activation_checkpoint": third}, spec, 2,
@@ -158,7 +167,8 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
         ),
         (
             {"parallelism": parallelism("pp2_csv"), "compile": CompileConfig(enable=True)}, spec, 2,
-            r"compile.enable=True: must be False with parallelism.pipeline_parallel_schedule_csv='/.*backwards",
+            r"compile.enable=True: must be False with "
+            r"parallelism.pipeline_parallel_schedule_csv='/.*backwards",
         ),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):

@@ -38,7 +38,9 @@ SAMPLES = make_samples()
 
 
 def naive(engine, samples):
-    """Return numbers of each token, and gradients, of GRPO with bounds of 0.2, one sample after another."""
+    """Return numbers of each token, and gradients, of GRPO with bounds of 0.2, one sample after
+    another.
+    """
     model = plain_model(engine)
     found: dict[str, list] = {
         name: [] for name in ("loss", "ratio", "clipped", "entropy", "difference")

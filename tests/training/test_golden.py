@@ -2,11 +2,12 @@
 
     make golden        # or: python -m tests.training.test_golden
 
-writes the losses of this machine into golden.json and shows the old ones beside them. Bits depend on the build of
-PyTorch and on which kernels it and its libraries take on a processor, so the record is kept by these; all are of
-one thread. A machine that has a record must have its bits; any other must agree with one of the records to 1e-5.
-Two virtual machines with one processor may differ by 1e-7, as their caches or flags do: then their record's name
-ends in a number, and a machine must have the bits of one of them.
+writes the losses of this machine into golden.json and shows the old ones beside them. Bits depend
+on the build of PyTorch and on which kernels it and its libraries take on a processor, so the record
+is kept by these; all are of one thread. A machine that has a record must have its bits; any other
+must agree with one of the records to 1e-5. Two virtual machines with one processor may differ by
+1e-7, as their caches or flags do: then their record's name ends in a number, and a machine must
+have the bits of one of them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def machine() -> str:
     found = {key.strip(): value.strip() for key, _, value in lines}
     names = [found[key] for key in ("model name", "cpu family", "model") if key in found]
     processor = " ".join(names) or platform.machine()
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor}, 1 thread"
+    return (
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor}, 1 "
+        "thread"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,7 +143,9 @@ def test_a_change_of_a_ten_thousandth_is_found_without_a_record_of_this_machine(
 
 
 def renew() -> None:
-    """Write this machine's numbers, print them beside the old ones, and drop the records that they contradict."""
+    """Write this machine's numbers, print them beside the old ones, and drop the records that they
+    contradict.
+    """
     known, new = json.loads(FILE.read_text()), run_steps()
     old = known.get(machine(), [["-", "-"]] * NUM_STEPS)
     print(machine())

@@ -53,7 +53,8 @@ GROUPS = ((0, 2, 8, 12), (1, 5, 8, 10), (3, 4, 9, 11), (5, 6, 7, 13))
 
 LAYOUTS = {
     "dense": ("fsdp2", "tp2", "ddp2", "cp2"),
-    # Tied: the untied mixture's logits are so large that bfloat16 changes its gradients by a third, also on one device.
+    # Tied: the untied mixture's logits are so large that bfloat16 changes its gradients by a third,
+    # also on one device.
     "tied_moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "cp2_ep2"),
     "float8_lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
 }
@@ -63,7 +64,9 @@ CASES = [
     for group, layout in enumerate(layouts)
     for row in (GROUPS[group] if kind == "dense" else GROUPS[group][1:3])
 ]
-"""All groups with the dense model, two rows of each with the others, and three cases of experts in float8."""
+"""All groups with the dense model, two rows of each with the others, and three cases of experts in
+float8.
+"""
 CASES += [
     ("float8_moe", "fsdp2_ep2", Options(checkpoint="op")),
     ("float8_moe", "tp2_etp2", Options(checkpoint="full", reshard="always")),
@@ -93,14 +96,16 @@ def expected(all_assets):
 
 
 def assert_as_on_one_device(measured, expected, case):
-    """Allow for bfloat16's rounding, which sometimes chooses another expert or the next float8 number."""
+    """Allow for bfloat16's rounding, which sometimes chooses another expert or the next float8
+    number.
+    """
     kind, layout, options = case
     wanted = expected[kind, options.param_dtype]
     of_loss = of_gradient = 1e-4 if options.compiled else 1e-5
     if options.param_dtype == "bfloat16":
         of_loss = 1e-2 if "moe" in kind else 3e-3
-        # Twice the measured difference: tensor-parallel ranks round their parts of every sum, and in other layouts
-        # micro-batches differ.
+        # Twice the measured difference: tensor-parallel ranks round their parts of every sum, and
+        # in other layouts micro-batches differ.
         of_gradient = 0.13 if "float8" in kind else 0.1 if "tp" in sizes(layout) else 0.035
     elif "moe" in kind:
         assert measured["result"].expert_load == wanted["result"].expert_load, case
@@ -131,7 +136,8 @@ def test_options_change_no_number_on_two_ranks(all_assets, expected):
         expected["dense", "float32"]["num_tokens"] < num_tokens
     )  # One device shares the samples' prompts.
     assert counted[0] == counted[1]
-    # Each micro-batch has at most 3 tokens of padding. A checkpointed block computes its own input only once.
+    # Each micro-batch has at most 3 tokens of padding. A checkpointed block computes its own input
+    # only once.
     assert num_tokens <= sum(counted) < num_tokens + 4 * 4
 
 
@@ -176,7 +182,9 @@ def float8_engine(layout: str, *, gathers: bool) -> TrainingEngine:
 
 
 def gathered_float8(folder: str, gathers: bool) -> dict[str, Any]:
-    """Take three steps, with a checkpoint written after the second and loaded after a step that is undone."""
+    """Take three steps, with a checkpoint written after the second and loaded after a step that is
+    undone.
+    """
     engine, samples = float8_engine("fsdp2", gathers=gathers), float8_samples()
     found: dict[str, Any] = {"whole": engine.forward_backward(samples)}
     found["gradients"] = whole_gradients(engine)
@@ -208,7 +216,8 @@ def gathered_float8(folder: str, gathers: bool) -> dict[str, Any]:
 
 @pytest.mark.medium
 def test_gathering_in_float8_changes_no_bit_in_steps_and_after_a_loaded_checkpoint(tmp_path):
-    # The first gradient alone: float8 rounds what differs a little to other numbers, and steps then drift apart.
+    # The first gradient alone: float8 rounds what differs a little to other numbers, and steps then
+    # drift apart.
     one = float8_engine("one", gathers=False)
     expected, gradients = one.forward_backward(float8_samples()), whole_gradients(one)
     one.close()

@@ -1,4 +1,6 @@
-"""Every parallel layout gives the numbers of one device: a dense model, a mixture of experts, and LoRA."""
+"""Every parallel layout gives the numbers of one device: a dense model, a mixture of experts, and
+LoRA.
+"""
 
 import dataclasses
 import functools

@@ -195,8 +195,8 @@ class TensorBytes(TorchDispatchMode):
 
 
 def measure(case):
-    """Return this rank's peak in bytes of a whole step, after a small one that creates the optimizer
-    state."""
+    """Return this rank's peak in bytes of a whole step, after a small one that creates the
+    optimizer state."""
     spec, config = case.spec(), case.config()
     with TensorBytes() as tracked:
         world = World(rank=dist.get_rank() if dist.is_initialized() else 0, size=case.world_size)
@@ -219,7 +219,9 @@ def measure(case):
 
 
 def measure_all():
-    """Return this process's share of the peaks by name; both processes compute the cases of two ranks."""
+    """Return this process's share of the peaks by name; both processes compute the cases of two
+    ranks.
+    """
     alone = [name for name, case in CASES.items() if case.world_size == 1]
     peaks = {name: measure(CASES[name]) for name in alone[int(os.environ["RANK"]) :: NUM_PROCESSES]}
     use_one_gloo_worker()
@@ -273,7 +275,8 @@ def test_parameters_gradients_and_state_are_counted_exactly():
 
 
 def test_weights_frozen_by_lora_have_neither_gradient_nor_state():
-    # q has 512 inputs and 512 outputs, k and v 256 outputs; o 512; gate and up 512 and 1536, down the reverse.
+    # q has 512 inputs and 512 outputs, k and v 256 outputs; o 512; gate and up 512 and 1536, down
+    # the reverse.
     factors = 16 * ((512 + 512) + 2 * (512 + 256) + (512 + 512) + 2 * (512 + 1536) + (1536 + 512))
     plain = estimated(PARAMETERS)
     adapted = estimated(replace(PARAMETERS, converters=LORA))

@@ -180,7 +180,9 @@ def test_step_divides_clips_and_takes_the_settings_of_this_step(assets, params):
 
 
 def early_engine(assets, *, early, **settings):
-    """Return an engine whose parameters are perhaps stepped in the backward, and its numbers of live gradients."""
+    """Return an engine whose parameters are perhaps stepped in the backward, and its numbers of
+    live gradients.
+    """
     config = engine_config(loss=GRPOLoss(normalization="none"), max_norm=math.inf, **settings)
     config.optimizer.early_step_in_backward = early
     engine, alive = built(config, assets), []
@@ -266,7 +268,8 @@ def factors(steps, **config):
 @pytest.mark.parametrize(
     ("decay", "expected"),
     [
-        # Warm-up over 2 of 12 steps, decay over the last half: progress (step - 6) / 6 at 6, 9, 11, 12.
+        # Warm-up over 2 of 12 steps, decay over the last half: progress (step - 6) / 6 at 6, 9, 11,
+        # 12.
         ("linear", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 / 6, 0.1]),
         ("cosine", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 * (1 - math.sqrt(3) / 2) / 2, 0.1]),
         (

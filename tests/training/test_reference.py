@@ -48,7 +48,8 @@ def test_loss_metric_and_gradient_use_logprobs_of_the_initial_weights(assets):
     kl = float(np.concatenate(squares).mean())
     assert result.loss_metrics["kl"] == pytest.approx(kl, rel=1e-3)
 
-    # Samples that bring the same numbers make the same loss, without a reference policy in the engine.
+    # Samples that bring the same numbers make the same loss, without a reference policy in the
+    # engine.
     bringing = [
         dataclasses.replace(s, reference_logprobs=q) for s, q in zip(SAMPLES, start, strict=True)
     ]
@@ -86,7 +87,9 @@ MASKED = GRPOLoss(correction=ImportanceCorrection(mode="mask", low=0.8, high=1.2
 
 @pytest.fixture(scope="module")
 def stale(assets):
-    """Return samples drawn by a policy close to the engine's, with versions that change within a sequence."""
+    """Return samples drawn by a policy close to the engine's, with versions that change within a
+    sequence.
+    """
     samples = make_samples()
     random = np.random.default_rng(5)
     made = []
@@ -130,8 +133,8 @@ def test_ratio_compares_with_the_policy_before_the_first_minibatch(assets, stale
 
 
 def test_proximal_logprobs_default_to_the_current_policy(assets, stale):
-    """The bits are those with given logprobs of the same weights, so one optimizer step per batch is
-    exact."""
+    """The bits are those with given logprobs of the same weights, so one optimizer step per batch
+    is exact."""
     own, given = make_engine(assets), make_engine(assets)
     prepared = with_proximal(stale, given.compute_logprobs(stale))
     for loss in (TRUNCATED, MASKED):  # no step in between, so gradients add up

@@ -1,4 +1,6 @@
-"""Steps of bfloat16 weights: right on average at small learning rates, alike in every layout, repeatable."""
+"""Steps of bfloat16 weights: right on average at small learning rates, alike in every layout,
+repeatable.
+"""
 
 import math
 from dataclasses import replace

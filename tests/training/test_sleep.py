@@ -1,7 +1,7 @@
 """Trainer sleep: its tensors hold no memory meanwhile, and every bit is back afterwards.
 
-On a CPU what moves is moved from one piece of the host's memory to another, by the code that moves it from
-a GPU; page-locked memory and what a GPU's allocator gives back are not tested here.
+On a CPU what moves is moved from one piece of the host's memory to another, by the code that moves
+it from a GPU; page-locked memory and what a GPU's allocator gives back are not tested here.
 """
 
 import numpy as np
@@ -47,7 +47,9 @@ def held(engine):
 
 
 def train(engine, *, sleeps):
-    """Take three steps and return their numbers and all bits after them; sleep before each step, or never."""
+    """Take three steps and return their numbers and all bits after them; sleep before each step, or
+    never.
+    """
     sleep = TrainerSleep(engine)
     numbers = []
     for _ in range(3):

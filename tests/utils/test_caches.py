@@ -97,7 +97,8 @@ def test_without_a_private_folder_at_home_a_fresh_one_is_taken(
         "each run compiles its code again, as the user's caches cannot keep it ("
     )
     assert warning.endswith(
-        f"{fault.format(home=home, kept=kept)}): set XDG_CACHE_HOME to a folder that only you can write"
+        f"{fault.format(home=home, kept=kept)}): set XDG_CACHE_HOME to a folder that only you can "
+        "write"
     )
     made = {name: Path(value) for name, value in environment.items()}
     assert set(made) == {*IN_TMP, *IN_HOME}
@@ -115,7 +116,10 @@ def test_folder_of_the_user_where_others_write_is_named(home, tmp_path):
     for path in (given, given / "inductor"):
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(path)}
         (warning,) = use_private_caches(environment)
-        says = f"TORCHINDUCTOR_CACHE_DIR={path}: others can write there (everybody can write into {given})"
+        says = (
+            f"TORCHINDUCTOR_CACHE_DIR={path}: others can write there (everybody can write into "
+            f"{given})"
+        )
         assert warning == f"{says}, and their code would run as you"
         assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(path)
     given.chmod(0o1777)  # as /tmp: what belongs to this user cannot be replaced there

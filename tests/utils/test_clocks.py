@@ -1,6 +1,7 @@
 """The wall clock, which may jump by hours, only makes time stamps for people.
 
-Every use in the product is listed here with its purpose; measuring and waiting use a monotonic clock.
+Every use in the product is listed here with its purpose; measuring and waiting use a monotonic
+clock.
 """
 
 import ast

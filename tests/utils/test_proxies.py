@@ -102,7 +102,8 @@ def test_proxy_is_shown_as_it_is_given_without_its_password(proxied, address, sh
 def test_official_client_reads_no_proxy_for_a_server_on_this_machine(proxied, proxy):
     proxied.setenv("ALL_PROXY", proxy)
     proxied.setattr(_base_client, "AsyncHttpxClientWrapper", _base_client.AsyncHttpxClientWrapper)
-    # As a client in this process does: its first calls go through httpx, later ones through pyqwest.
+    # As a client in this process does: its first calls go through httpx, later ones through
+    # pyqwest.
     exempt_loopback()
     compat.keep_clients_direct()
 

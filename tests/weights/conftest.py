@@ -63,7 +63,9 @@ class Cluster:
         return store.announce([shard for _, shard in shards.items()])
 
     def pull(self, store, layout, snapshot, dtype, kind="uneven"):
-        """Pull into a model of another seed, check weight parity, and return each rank's whole tensors."""
+        """Pull into a model of another seed, check weight parity, and return each rank's whole
+        tensors.
+        """
         self.meshes.run(self.generator.build.call(kind, layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
         received = self.meshes.run(ranks.pull.call(store, snapshot))

@@ -267,7 +267,9 @@ def test_parity_catches_corrupted_stale_and_miscast_weights(cluster):
 
 @pytest.mark.filterwarnings("ignore:is_rdma_available:DeprecationWarning")
 def test_pushed_version_reaches_hosts_that_share_no_memory(cluster, monkeypatch):
-    """The two ways are messages, and torchstore's own transport, which uses RDMA where there is hardware."""
+    """The two ways are messages, and torchstore's own transport, which uses RDMA where there is
+    hardware.
+    """
     run, store = cluster.meshes.run, cluster.bf16
     snapshot = cluster.push(store, "fsdp_tp")
     far = copy.copy(store)

@@ -1,13 +1,14 @@
 """Attack a Tinker server on loopback with bounded load and abuse, and judge it: `make attack`.
 
-A server with a tiny model starts with three keys. Clients of two of them send malformed protobuf and JSON, calls about
-another key's objects (every call that takes an id or a path), training, and samples up to the largest that is allowed,
-beside connections that never finish their headers. The third key behaves well: one sample of one token after another.
-A table of the calls, and last a JSON object.
+A server with a tiny model starts with three keys. Clients of two of them send malformed protobuf
+and JSON, calls about another key's objects (every call that takes an id or a path), training, and
+samples up to the largest that is allowed, beside connections that never finish their headers. The
+third key behaves well: one sample of one token after another. A table of the calls, and last a JSON
+object.
 
-It passes (exit status 0) if nothing was answered with 5xx, nothing of another key was reached or listed, the third key
-never waited longer than 5 s plus one long sample alone, the memory came back to within 100 MB, the server's output has
-no traceback, and it ended cleanly.
+It passes (exit status 0) if nothing was answered with 5xx, nothing of another key was reached or
+listed, the third key never waited longer than 5 s plus one long sample alone, the memory came back
+to within 100 MB, the server's output has no traceback, and it ended cleanly.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ OPTIONS = (
 WORKERS, HALF_OPEN, LONG_SAMPLES = 48, 1500, 3
 LONG = {"tokens": 256, "samples": 16}
 LONGEST = {"tokens": 1022, "samples": 1024}
-"""The largest sample that the server allows; each bad key sends `NUM_LONGEST` of them, one after another."""
+"""The largest sample that the server allows; each bad key sends `NUM_LONGEST` of them, one after
+another.
+"""
 NUM_LONGEST = 2
 FAULTS = ("Traceback (most recent call last)", "Exception ignored in", "Fatal Python error")
 """Texts that the server's output must not have: it answers every call itself."""
@@ -102,7 +105,9 @@ class Client:
         return status, content
 
     async def done(self, path: str, body: Any, *, key: str, kind: str) -> bytes:
-        """Make a call that has to succeed, repeated as the official client does; return its result, if it has one."""
+        """Make a call that has to succeed, repeated as the official client does; return its result,
+        if it has one.
+        """
         is_json = isinstance(body, dict)
         made = Call(
             path=path,
@@ -331,7 +336,9 @@ async def attack(
 
 
 async def settled_mb(pid: int, *, most: float) -> float:
-    """Wait until sessions and results have expired and the memory is down; return it in any case at the deadline."""
+    """Wait until sessions and results have expired and the memory is down; return it in any case at
+    the deadline.
+    """
     deadline = time.monotonic() + SETTLE_S
     while (now_mb := memory_mb(pid)) > most and time.monotonic() < deadline:
         await asyncio.sleep(1.0)

@@ -214,7 +214,9 @@ class Attacker:
         return Call(path=self._random.choice(LISTS), method="GET", key=self._key)
 
     def foreign_calls(self) -> dict[str, Call]:
-        """Return every call of the API that takes an id or a path, with those of the other key, by a name."""
+        """Return every call of the API that takes an id or a path, with those of the other key, by
+        a name.
+        """
         return self._of_sessions() | self._of_models() | self._of_weights() | self._of_runs()
 
     def _of_sessions(self) -> dict[str, Call]:

@@ -2,12 +2,14 @@
 
     python -m tools.gpu_check [--only NAME ...] [--no-numbers] [--keep_figures]
 
-Each check runs in a process of its own with a time limit, and none is skipped because an earlier one failed. The
-table at the end gives each one's result (ok, slow, failed, or what the machine lacks), its time and its figures, with
-those that were kept for this kind of GPU beside them; outputs/gpu-check/gpu-check.json holds the same, the logs are
-beside it. Exit status: 0 nothing failed, 1 a check failed.
+Each check runs in a process of its own with a time limit, and none is skipped because an earlier
+one failed. The table at the end gives each one's result (ok, slow, failed, or what the machine
+lacks), its time and its figures, with those that were kept for this kind of GPU beside them;
+outputs/gpu-check/gpu-check.json holds the same, the logs are beside it. Exit status: 0 nothing
+failed, 1 a check failed.
 
-`--no-numbers` judges neither results of kernels nor speeds: for devices that compute nothing (tools/null_gpu).
+`--no-numbers` judges neither results of kernels nor speeds: for devices that compute nothing
+(tools/null_gpu).
 """
 
 from __future__ import annotations

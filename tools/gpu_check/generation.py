@@ -1,4 +1,6 @@
-"""The generator's engine: CUDA graphs against eager steps and the trainer, sleep, and speed beside vLLM's own model."""
+"""The generator's engine: CUDA graphs against eager steps and the trainer, sleep, and speed beside
+vLLM's own model.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ LEAST_OF_LIMIT, LEAST_OF_VLLM = 0.3, 0.8
 IN_THIS_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"],
     "VLLM_LOGGING_LEVEL": ENVIRONMENT["VLLM_LOGGING_LEVEL"],
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer compiles it with nvcc, which a run does not need.
+    # FlashInfer compiles it with nvcc, which a run does not need.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 LEAST_FREED = 0.9
 """Share of a sleeping engine's memory that must be free."""
@@ -125,7 +128,9 @@ class EngineSide:
         return prompts, self._runner.run(self._engine.generate(prompts, sampling=sampling))
 
     def draw(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return one completion of each prompt with its prompt, [T] each, and the logprobs it was drawn with."""
+        """Return one completion of each prompt with its prompt, [T] each, and the logprobs it was
+        drawn with.
+        """
         prompts, completions = self._generate(tokens=32, seed=0)
         firsts = [of_prompt[0] for of_prompt in completions]
         whole = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts, firsts, strict=True)]

@@ -1,7 +1,7 @@
 """Kernels on the GPU against their definitions, in float32 on the CPU or in plain PyTorch.
 
-Shape legend: t packed tokens, H query heads, K key-value heads, D head size, E model width, N experts,
-F feed-forward width, B rows, V vocabulary.
+Shape legend: t packed tokens, H query heads, K key-value heads, D head size, E model width, N
+experts, F feed-forward width, B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _grouped_products(report: Report) -> None:
 
 
 def _fused_layers(report: Report) -> None:
-    """Compare the kernels of decoding with the trainer's modules, with norms of queries and keys and without."""
+    """Compare the kernels of decoding with the trainer's modules, with norms of queries and keys
+    and without.
+    """
     from actors.vllm.kernels import both_ways
 
     for family, flavor in (("qwen3", "0.6B"), ("llama", "SmolLM2-135M")):

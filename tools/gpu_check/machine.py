@@ -56,7 +56,8 @@ def machine(report: Report) -> None:
         )
         report.require(
             (has.major, has.minor) >= CUDA_CAPABILITY,
-            f"GPU {i} has compute capability {has.major}.{has.minor}; CUDA 13 has kernels from 7.5 on",
+            f"GPU {i} has compute capability {has.major}.{has.minor}; CUDA 13 has kernels from 7.5 "
+            "on",
         )
         if (has.major, has.minor) < FLASH_CAPABILITY:
             report.notes.append(f"GPU {i} is too old for flash attention: only float32 is accepted")
@@ -81,8 +82,8 @@ def _build_tools(report: Report) -> None:
     report.figure("/dev/shm GiB", memory.free / 2**30)
     if memory.free < SHARED_MEMORY_GIB << 30:
         report.notes.append(
-            f"/dev/shm has {memory.free / 2**30:.2g} GiB free: NCCL may need more between GPUs without peer access; "
-            "a container's option is --shm-size 8g"
+            f"/dev/shm has {memory.free / 2**30:.2g} GiB free: NCCL may need more between GPUs "
+            "without peer access; a container's option is --shm-size 8g"
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < memory.free:
@@ -119,7 +120,9 @@ def start(report: Report) -> None:
 
 
 def _all_reduce(rank: int, num_ranks: int, rendezvous: str, rates: object) -> None:
-    """Put the error and the bus bandwidth in GB/s, as NCCL's own tests count it, of this rank into `rates`."""
+    """Put the error and the bus bandwidth in GB/s, as NCCL's own tests count it, of this rank into
+    `rates`.
+    """
     import torch
     import torch.distributed as dist
 

@@ -54,7 +54,9 @@ def _has_gpus(report: Report, num: int) -> bool:
 
 
 def _train(report: Report, name: str, *options: str, faults: Any = ()) -> None:
-    """Train sum-digits; fail unless all steps ended and the logprobs of trainer and generator agree."""
+    """Train sum-digits; fail unless all steps ended and the logprobs of trainer and generator
+    agree.
+    """
     folder, log = FOLDER / name, FOLDER / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Weights from a trainer's GPUs to a generator's, through the run's own store (benchmarks.weight_sync)."""
+"""Weights from a trainer's GPUs to a generator's, through the run's own store
+(benchmarks.weight_sync).
+"""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def trainer(report: Report) -> None:
     report.figure("peak of the estimate", peak / estimated)
     report.require(
         peak <= MARGIN * estimated,
-        f"a step took {peak / 2**30:.2f} GiB, and its estimate is {estimated / 2**30:.2f} GiB: configs that "
-        "are called fitting may not fit",
+        f"a step took {peak / 2**30:.2f} GiB, and its estimate is {estimated / 2**30:.2f} GiB: "
+        "configs that are called fitting may not fit",
     )
     limits = machine_limits(dtype="bfloat16", num_bytes=1 << 30, device=torch.device("cuda"))
     attended = sum(n * (n + 1) / 2 for n in LENGTHS)
@@ -141,7 +141,9 @@ def _samples(lengths: Sequence[int]) -> list[TrainingSample]:
 def _steps(
     engine: TrainingEngine, samples: list[TrainingSample], *, num: int
 ) -> tuple[float, float, int]:
-    """Return the shortest duration of `num` steps after one that warms up, the first loss and the peak memory."""
+    """Return the shortest duration of `num` steps after one that warms up, the first loss and the
+    peak memory.
+    """
     times_s, losses, peak = [], [], 0
     for _ in range(num + 1):
         torch.cuda.synchronize()

@@ -1,4 +1,6 @@
-"""The smallest Triton kernel. It has a file of its own, since Triton has no build for machines without GPUs."""
+"""The smallest Triton kernel. It has a file of its own, since Triton has no build for machines
+without GPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Plant one-line faults in a copy of the tree, one at a time, and see which of the tests notices each.
+"""Plant one-line faults in a copy of the tree, one at a time, and see which of the tests notices
+each.
 
     python -m tools.mutants [-k TEXT] [--jobs 2] [--timeout 180] [--list]
 
-`table.tsv` lists the faults: file, original fragment, faulty fragment, and the test files that should catch it. The
-tree is copied without what git ignores, and only these files are run, until the first failure. The table that is
-printed has a row for each fault: CAUGHT with the test that failed, or ESCAPED. Status 1 if fewer than 95% are
-caught, 2 if a row no longer fits the tree.
+`table.tsv` lists the faults: file, original fragment, faulty fragment, and the test files that
+should catch it. The tree is copied without what git ignores, and only these files are run, until
+the first failure. The table that is printed has a row for each fault: CAUGHT with the test that
+failed, or ESCAPED. Status 1 if fewer than 95% are caught, 2 if a row no longer fits the tree.
 
-The process imports PyTorch and other packages once; each fault is tested in a fork of it, which imports the
-project from the copy.
+The process imports PyTorch and other packages once; each fault is tested in a fork of it, which
+imports the project from the copy.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ def _end_group(group: int) -> None:
 
 
 def _end_at_signal(number: int, _: object) -> None:
-    """End all tests that run, whose groups do not hear Ctrl-C, then this process with its copies of the tree."""
+    """End all tests that run, whose groups do not hear Ctrl-C, then this process with its copies of
+    the tree.
+    """
     _is_ending.set()
     for group in tuple(_running):
         _end_group(group)

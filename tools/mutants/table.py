@@ -41,7 +41,9 @@ def find_stale(root: Path) -> list[str]:
 
 
 def read_table(file: Path) -> tuple[Mutant, ...]:
-    """Return the faults of a table: file, original, faulty, tests and tier, separated by tabs; \\n is a line's end."""
+    """Return the faults of a table: file, original, faulty, tests and tier, separated by tabs; \\n
+    is a line's end.
+    """
     _, *lines = file.read_text().splitlines()
     mutants = []
     for line in lines:

@@ -5,9 +5,9 @@
 
 What follows `--` are arguments of Python.
 
-The libraries are built from the headers of an environment with the GPU builds (--venv, .venv-gpu by default) into
-build/null-gpu. `run` builds what is missing and replaces this process; all other settings of the null device are
-variables, which docs/gpu.md lists.
+The libraries are built from the headers of an environment with the GPU builds (--venv, .venv-gpu by
+default) into build/null-gpu. `run` builds what is missing and replaces this process; all other
+settings of the null device are variables, which docs/gpu.md lists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Build the null device for an environment that holds the GPU builds.
 
-Three libraries are compiled: one that is preloaded and stands in for the CUDA runtime, cuBLAS and NCCL, the driver
-(libcuda.so.1), and NVML. What csrc/ does not define is filled with stubs that succeed.
+Three libraries are compiled: one that is preloaded and stands in for the CUDA runtime, cuBLAS and
+NCCL, the driver (libcuda.so.1), and NVML. What csrc/ does not define is filled with stubs that
+succeed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ IMPORTED = re.compile(r"^((__)?cuda[A-Z]|cublas|nccl[A-Z])")
 
 
 def build(gpu: NullGpu) -> None:
-    """Compile the libraries unless they are there and made from the same sources; raise ValueError if it cannot."""
+    """Compile the libraries unless they are there and made from the same sources; raise ValueError
+    if it cannot.
+    """
     include = gpu.site_packages / "nvidia/cu13/include"
     if not (include / "cuda_runtime_api.h").exists():
         raise ValueError(
-            f"{gpu.venv} has no headers of CUDA 13 ({include}): it is not an environment with the GPU builds. "
-            "Create one with `RELAY_DEVICE=gpu python3 tools/setup_env.py`"
+            f"{gpu.venv} has no headers of CUDA 13 ({include}): it is not an environment with the "
+            "GPU builds. Create one with `RELAY_DEVICE=gpu python3 tools/setup_env.py`"
         )
     for program in ("gcc", "nm"):
         if not shutil.which(program):

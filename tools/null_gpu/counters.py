@@ -1,4 +1,6 @@
-"""Counters of processes that ran, or run, on the null device: launches, calls, waits, contexts, memory."""
+"""Counters of processes that ran, or run, on the null device: launches, calls, waits, contexts,
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The null device of an environment: where its libraries are, and the variables of a process that runs on it."""
+"""The null device of an environment: where its libraries are, and the variables of a process that
+runs on it.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class NullGpu:
     ) -> dict[str, str]:
         """Return this process's variables with those of a process on the null device.
 
-        `settings` are variables of the null device without their prefix, such as {"DEVICES": 2}; docs/gpu.md lists
-        them. Processes leave their counters in the folder `counters`.
+        `settings` are variables of the null device without their prefix, such as {"DEVICES": 2};
+        docs/gpu.md lists them. Processes leave their counters in the folder `counters`.
         """
         own = {f"NULL_GPU_{name}": str(value) for name, value in (settings or {}).items()}
         if counters is not None:

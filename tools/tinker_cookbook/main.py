@@ -1,8 +1,9 @@
 """The cookbook's recipes, unmodified, against this project's server: `make tinker-cookbook`.
 
-Installs the cookbook into an environment of its own, makes a tiny base model or opens SmolLM2, starts a server, runs
-the recipes one after another, and prints which promises each kept. Exit status: 0 all promises kept, 1 one broken,
-2 the environment, the model or the server is unavailable, 130 interrupted.
+Installs the cookbook into an environment of its own, makes a tiny base model or opens SmolLM2,
+starts a server, runs the recipes one after another, and prints which promises each kept. Exit
+status: 0 all promises kept, 1 one broken, 2 the environment, the model or the server is
+unavailable, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ PACKAGES = (
     "termcolor>=3,<4",
     "tqdm>=4.67",
 )
-"""Imports of the recipes. The cookbook comes without its dependencies: tml-renderers, which these recipes do not
-use, has no build for Python 3.11 in the versions that it accepts."""
+"""Imports of the recipes. The cookbook comes without its dependencies: tml-renderers, which these
+recipes do not use, has no build for Python 3.11 in the versions that it accepts."""
 EXAMPLE_DATA = Path("tinker_cookbook/example_data/conversations.jsonl")
 OFFLINE = {
     "TINKER_TELEMETRY": "0",
@@ -129,7 +130,9 @@ class Runner:
         return findings
 
     def _process(self, recipe: Recipe, log: Path, deadline: float, kill_after: int | None) -> int:
-        """Run one process and return its exit status, negative after a signal; end its whole process group."""
+        """Run one process and return its exit status, negative after a signal; end its whole
+        process group.
+        """
         with log.open("ab") as output:
             process = subprocess.Popen(
                 self.command(recipe),

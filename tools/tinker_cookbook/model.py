@@ -1,8 +1,9 @@
 """The tiny base model of the recipes: it is right sometimes and could be right more often.
 
-A model drawn from a seed learns additions from demonstrations. Then half of the demonstrated answers are a shrug, so
-that it knows many sums and says them every other time: reinforcement finds something to improve in tens of small
-steps. Some demonstrations guess a number, so that guesses can be parsed.
+A model drawn from a seed learns additions from demonstrations. Then half of the demonstrated
+answers are a shrug, so that it knows many sums and says them every other time: reinforcement finds
+something to improve in tens of small steps. Some demonstrations guess a number, so that guesses can
+be parsed.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Teacher:
         while right < WANTED_SHARE:
             if self.num_steps >= MAX_STEPS:
                 raise ValueError(
-                    f"after {MAX_STEPS} steps on additions {right:.0%} of them are right, and {WANTED_SHARE:.0%} "
-                    "should be: the recipes would have no reward to start from"
+                    f"after {MAX_STEPS} steps on additions {right:.0%} of them are right, and "
+                    f"{WANTED_SHARE:.0%} should be: the recipes would have no reward to start from"
                 )
             loss = self.step()
             if self.num_steps % EVALUATE_EVERY == 0:
@@ -134,8 +135,8 @@ HIGHEST_NUMBER, MAX_GUESSES = 1024, 10
 """Bounds of `guess_number`; its numbers are below the first."""
 GUESS_RULES = (
     "Your job is to guess a integer between 0 and 1024. You can output your guess with the format "
-    "Guess: <guess> (without the angle brackets), and say nothing else. Then we will tell you whether you "
-    "guess is too high, too low, or correct."
+    "Guess: <guess> (without the angle brackets), and say nothing else. Then we will tell you "
+    "whether you guess is too high, too low, or correct."
 )
 """Prompt of the recipe, letter by letter."""
 SHRUG = "?"

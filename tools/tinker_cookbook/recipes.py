@@ -16,7 +16,8 @@ Value = str | int | float
 
 REWARD, NLL = "env/all/reward/total", "train_mean_nll"
 KL_NAMES = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
-"""Means over sampled tokens of d and of d^2 / 2, with d the sampler's logprob minus the trainer's."""
+"""Means over sampled tokens of d and of d^2 / 2, with d the sampler's logprob minus the trainer's.
+"""
 MAX_KL, MAX_KL_BFLOAT16 = 1e-3, 1e-1
 FINAL = "final"
 """Name of a run's last checkpoint."""
@@ -91,8 +92,8 @@ def completes(num_steps: int) -> Check:
             holds=evidence.statuses[-1] == 0
             and steps == list(range(num_steps))
             and len(finals) == 1,
-            seen=f"status {evidence.statuses[-1]}, {len(set(steps))} different steps in {len(steps)} rows, "
-            f"{len(finals)} final checkpoints",
+            seen=f"status {evidence.statuses[-1]}, {len(set(steps))} different steps in "
+            f"{len(steps)} rows, {len(finals)} final checkpoints",
         )
 
     return check
@@ -139,7 +140,10 @@ def resumes(evidence: Evidence) -> Finding:
     return Finding(
         promise="killed, it resumes from its last checkpoint",
         holds=evidence.statuses[:-1] == (-signal.SIGKILL,) and len(taken) == 1,
-        seen=f"statuses {', '.join(map(str, evidence.statuses))}, resumed from {', '.join(taken) or 'nothing'}",
+        seen=(
+            f"statuses {', '.join(map(str, evidence.statuses))}, resumed from "
+            f"{', '.join(taken) or 'nothing'}"
+        ),
     )
 
 
@@ -173,8 +177,8 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
         "stream_minibatch_config.groups_per_batch": 32,
         "stream_minibatch_config.num_minibatches": 4,
     }
-    # Samples may be one step old here, so the logged KL includes the policy's own step and the noise of a step's
-    # tokens: small steps of many samples keep it low.
+    # Samples may be one step old here, so the logged KL includes the policy's own step and the
+    # noise of a step's tokens: small steps of many samples keep it low.
     off_policy: dict[str, Value] = {
         "learning_rate": 6e-5,
         "groups_per_batch": 64,

@@ -1,4 +1,6 @@
-"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads; shapes as in `kernels.py`."""
+"""The batch-invariant kernels as PyTorch functions, with gradients, on several threads; shapes as
+in `kernels.py`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def attend(
     """Compute causal attention within segments, [T, H, D].
 
     Args:
-        queries_S, keys_S: [S+1] int64 offsets of the segments' queries and keys. The last query of a segment
-            sees all of its keys, the one before all but the last, and so on.
+        queries_S, keys_S: [S+1] int64 offsets of the segments' queries and keys. The last query of
+            a segment sees all of its keys, the one before all but the last, and so on.
         window: number of the latest of these keys that a query sees; None for all.
     """
     # Scaled outside the kernel, as over a cache: the same product with the same rounding.
@@ -85,7 +87,8 @@ def attend_to_cache(
     block_size: int,
     window: int | None = None,
 ) -> Tensor:
-    """Compute `attend` with keys and values from the blocks of a cache, [T, H, D], without gradient.
+    """Compute `attend` with keys and values from the blocks of a cache, [T, H, D], without
+    gradient.
 
     Args:
         cache: written by `store_in_cache`.
@@ -106,11 +109,12 @@ def attend_to_cache(
 def store_in_cache(
     k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tensor, block_size: int
 ) -> None:
-    """Write each token's key and value to its slot (block x block size + position) unless it is negative.
+    """Write each token's key and value to its slot (block x block size + position) unless it is
+    negative.
 
     Args:
-        cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the dtype of keys
-            and values: keys [D, block size], then values [block size, D].
+        cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the
+            dtype of keys and values: keys [D, block size], then values [block size, D].
     """
     is_stored_T = slots_T >= 0
     blocks, places = slots_T[is_stored_T] // block_size, slots_T[is_stored_T] % block_size
@@ -145,7 +149,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up as `swiglu`, with the approximation by tanh, which is a sigmoid of twice its argument."""
+    """Return gelu(gate) * up as `swiglu`, with the approximation by tanh, which is a sigmoid of
+    twice its argument.
+    """
     factor = 2.0 * (2.0 / math.pi) ** 0.5
     return _gated(gate_up, factor, 0.044715 * factor)
 
@@ -156,9 +162,11 @@ def _gated(gate_up: Tensor, linear: float, cubic: float) -> Tensor:
 
 
 def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
-    """Call `run(begin, end)` for parts of the tasks on as many threads as PyTorch uses for the caller.
+    """Call `run(begin, end)` for parts of the tasks on as many threads as PyTorch uses for the
+    caller.
 
-    The threads are our own, because PyTorch's cannot run numba kernels. Tasks do not depend on each other.
+    The threads are our own, because PyTorch's cannot run numba kernels. Tasks do not depend on each
+    other.
 
     Args:
         work: [tasks + 1] int64, multiply-adds up to each task.

@@ -1,13 +1,14 @@
 """Attention and an exponential with results that do not depend on the batch, compiled by numba.
 
-Every number is a chain of fused multiply-adds in one fixed order, so its bits depend only on its operands, not on
-the rest of the batch, on threads, or on the width of the machine's vectors. No fast-math flag is set, so the
-compiler may vectorize over independent numbers but not change an order. A score is a chain over the head's
-dimensions, a softmax adds sixteen partial sums in one fixed tree, and an output is a chain over its keys in order
-of position. A query's result is therefore the same with its whole sequence, with a part of it, or over a cache.
+Every number is a chain of fused multiply-adds in one fixed order, so its bits depend only on its
+operands, not on the rest of the batch, on threads, or on the width of the machine's vectors. No
+fast-math flag is set, so the compiler may vectorize over independent numbers but not change an
+order. A score is a chain over the head's dimensions, a softmax adds sixteen partial sums in one
+fixed tree, and an output is a chain over its keys in order of position. A query's result is
+therefore the same with its whole sequence, with a part of it, or over a cache.
 
-Shape legend: T tokens, N keys of all segments, n keys of one segment, S segments, H query heads, K key-value
-heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
+Shape legend: T tokens, N keys of all segments, n keys of one segment, S segments, H query heads, K
+key-value heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def _number(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def _add_tile(typingctx: Any, a: Any, row: Any, b: Any, column: Any, count: Any, out: Any) -> Any:
-    """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c], for ROWS rows r and
-    COLUMNS columns c.
+    """Add the sum over i < count of a[row + r, i] b[i, column + c] to out[row + r, column + c], for
+    ROWS rows r and COLUMNS columns c.
 
-    The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows of b and out are
-    contiguous.
+    The sums run in the order of i, starting from the values in `out`. Nothing is checked; rows of b
+    and out are contiguous.
     """
     arguments = (a, row, b, column, count, out)
 
@@ -145,8 +146,8 @@ def _exponential(x: Any) -> Any:
 
 @_compiled
 def gated(x: Any, linear: Any, cubic: Any, out: Any, begin: int, end: int) -> None:
-    """Compute gate * sigmoid(linear gate + cubic gate^3) * up of groups begin to end; x is [groups, 2, W], out
-    [groups, W]."""
+    """Compute gate * sigmoid(linear gate + cubic gate^3) * up of groups begin to end; x is [groups,
+    2, W], out [groups, W]."""
     for group in range(begin, end):
         for j in range(out.shape[1]):
             gate = x[group, 0, j]
@@ -202,7 +203,9 @@ def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
 
 @_compiled
 def _softmax(s: Any, start: int, count: int, lanes: Any) -> Any:
-    """Replace s[start:count] by exp(s - max), and the rest of the first and last lanes by 0; return the sum."""
+    """Replace s[start:count] by exp(s - max), and the rest of the first and last lanes by 0; return
+    the sum.
+    """
     width = _whole(count, LANES)
     s[:start] = s[start]
     s[count:width] = s[start]
@@ -238,10 +241,12 @@ def _first_key(count: int, window: int) -> int:
 
 @_compiled
 def _attend(q: Any, columns: Any, rows: Any, hidden: int, window: int, out: Any) -> None:
-    """Attend from a segment's queries [t, G, D] of one group to its keys' columns and its values' rows.
+    """Attend from a segment's queries [t, G, D] of one group to its keys' columns and its values'
+    rows.
 
     Args:
-        columns, rows: [D, n] and [n, D] in whole tiles; those before the first window's tile are not read.
+        columns, rows: [D, n] and [n, D] in whole tiles; those before the first window's tile are
+        not read.
         hidden: number of keys before the first query's own.
         window: number of latest keys that a query sees, its own included.
         out: as `q`; overwritten.
@@ -278,8 +283,8 @@ def attend_packed(
     Args:
         q: [T, H, D] float32, scaled.
         k, v: [N, K, D] float32.
-        queries, keys: [S+1] offsets of the segments' queries and keys; the last query of a segment sees all its
-            keys, the one before all but the last, and so on.
+        queries, keys: [S+1] offsets of the segments' queries and keys; the last query of a segment
+            sees all its keys, the one before all but the last, and so on.
         window: number of the latest of these keys that a query sees.
         out: [T, H, D] float32.
     """
@@ -301,10 +306,11 @@ def attend_paged(
     """Compute `attend_packed` with the keys and values of a segment in blocks of a cache.
 
     Args:
-        cache: [M, K, at least 2 B D] float32, or uint16 of bfloat16's bits: keys [D, B], values [B, D].
+        cache: [M, K, at least 2 B D] float32, or uint16 of bfloat16's bits: keys [D, B], values [B,
+            D].
         lengths: [S] number of keys of each segment.
-        tables: [S, largest number of blocks], the block of each B keys; not read before the window of a segment's
-            first query.
+        tables: [S, largest number of blocks], the block of each B keys; not read before the window
+            of a segment's first query.
     """
     K, D = cache.shape[1], q.shape[2]
     G, width = q.shape[1] // K, _whole(_whole(lengths.max(), B), COLUMNS)
@@ -329,7 +335,9 @@ def attend_paged(
 
 @_compiled
 def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> None:
-    """Turn exponentials p into weights, and gradients s of the weights into gradients of the scores."""
+    """Turn exponentials p into weights, and gradients s of the weights into gradients of the
+    scores.
+    """
     for j in range(count):
         p[j] /= total
     for lane in range(LANES):

@@ -1,15 +1,17 @@
 """Batch-invariant mode: a token's bits do not depend on the rest of the batch.
 
-Operations that depend on the batch are replaced: attention, and the activation between the feed-forward layers'
-products, whose exponentials PyTorch rounds differently at the ends of its vectors. Linear layers stay and get
-whole tiles of rows: products of a few rows use other kernels than large ones, which sum in another order, but at
-a multiple of `ROW_MULTIPLE` rows each row has the same bits whatever the number; `probe.py` verifies this on the
-machine. All other operations compute each row, or each number, independently.
+Operations that depend on the batch are replaced: attention, and the activation between the
+feed-forward layers' products, whose exponentials PyTorch rounds differently at the ends of its
+vectors. Linear layers stay and get whole tiles of rows: products of a few rows use other kernels
+than large ones, which sum in another order, but at a multiple of `ROW_MULTIPLE` rows each row has
+the same bits whatever the number; `probe.py` verifies this on the machine. All other operations
+compute each row, or each number, independently.
 
-Trainer and generator have the same kernels, and so the same bits, on CPUs only. On a GPU they share products, norms and
-log-softmax (cuBLASLt without split sums, vLLM's batch-invariant kernels), but not attention: the trainer's has a
-gradient (PyTorch's flash attention 2, memory-efficient attention in float32), vLLM's reads a paged cache (flash
-attention 3, Triton in float32). Each sums in an order of its own, which does not depend on the batch.
+Trainer and generator have the same kernels, and so the same bits, on CPUs only. On a GPU they share
+products, norms and log-softmax (cuBLASLt without split sums, vLLM's batch-invariant kernels), but
+not attention: the trainer's has a gradient (PyTorch's flash attention 2, memory-efficient attention
+in float32), vLLM's reads a paged cache (flash attention 3, Triton in float32). Each sums in an
+order of its own, which does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def row_multiple(spec: ModelSpec) -> int:
 
 
 def _split_no_sums() -> None:
-    """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first product."""
+    """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first
+    product.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     matmul: Any = torch.backends.cuda.matmul
@@ -77,8 +81,9 @@ def check_capability(capability: tuple[int, int]) -> None:
     """Raise ValueError for a GPU for which vLLM's batch-invariant kernels have no gradient."""
     if capability < (9, 0):
         raise ValueError(
-            f"batch_invariant=True: must be False on a GPU of compute capability {capability[0]}.{capability[1]}, for "
-            "which vLLM's kernels have no gradient: needs at least 9.0"
+            "batch_invariant=True: must be False on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]}, for which vLLM's kernels have no gradient: needs at "
+            "least 9.0"
         )
 
 
@@ -86,8 +91,8 @@ def check_batch_invariant_model(config: Decoder.Config) -> None:
     """Raise ValueError for a model with layers that have no batch-invariant kernels."""
     if config.has_experts:
         raise ValueError(
-            "batch_invariant=True: must be False for a mixture of experts, whose products have as many rows "
-            "as tokens chose the expert"
+            "batch_invariant=True: must be False for a mixture of experts, whose products have as "
+            "many rows as tokens chose the expert"
         )
 
 

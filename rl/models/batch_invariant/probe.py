@@ -1,8 +1,8 @@
 """Test of this machine's kernels: every row must have the same bits in every batch.
 
-A matrix library chooses its kernels by size, processor and number of threads, so only a test can tell. Each result
-is compared with that of single tiles on one thread; a trainer and a generator that both pass therefore agree with
-each other, whatever their threads.
+A matrix library chooses its kernels by size, processor and number of threads, so only a test can
+tell. Each result is compared with that of single tiles on one thread; a trainer and a generator
+that both pass therefore agree with each other, whatever their threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def check_machine(
     tensor_parallel_degree: int = 1,
     float32_head: bool = False,
 ) -> None:
-    """Test a model's layers with up to `max_rows` rows, with the calling thread's number of threads.
+    """Test a model's layers with up to `max_rows` rows, with the calling thread's number of
+    threads.
 
     Args:
         dtype: of all products, but that of the output head with `float32_head`.
@@ -115,7 +116,9 @@ def check_rows(
     counts: Iterable[int],
     tile: int = ROW_MULTIPLE,
 ) -> None:
-    """Raise ValueError if rows in batches of different sizes differ from the same rows in tiles on one thread."""
+    """Raise ValueError if rows in batches of different sizes differ from the same rows in tiles on
+    one thread.
+    """
     counts = list(counts)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(max(counts), width, generator=generator).to(dtype)
@@ -133,8 +136,8 @@ def check_rows(
         machine = f"{processor()}, PyTorch {torch.__version__}, {threads} threads"
         batches = ", ".join(map(str, different))
         raise ValueError(
-            f"batch_invariant=True: must be False on this machine ({machine}): {name} in {kind} gives other "
-            f"bits in batches of {batches} rows than in tiles of {tile}"
+            f"batch_invariant=True: must be False on this machine ({machine}): {name} in {kind} "
+            f"gives other bits in batches of {batches} rows than in tiles of {tile}"
         )
 
 

@@ -84,9 +84,9 @@ def state(run: RunData, *, is_alive: bool | None) -> str:
 def breakdown(run: RunData) -> dict[str, Any]:
     """Return the time of a step by parts, and the use of the machine.
 
-    `parts` are mean seconds that the loop waited, which add up to the step, largest first; `beside` are those
-    of overlapping work; `idle` is the idle share of the steps by role; `limits` are mean shares of the
-    machine's measured limits.
+    `parts` are mean seconds that the loop waited, which add up to the step, largest first; `beside`
+    are those of overlapping work; `idle` is the idle share of the steps by role; `limits` are mean
+    shares of the machine's measured limits.
     """
     times = _means(run.steps, "time/", "_s")
     evaluation = _means(run.evaluations, "time/", "_s")
@@ -133,14 +133,16 @@ def _first_and_last(records: Records, name: str) -> list[float] | None:
 def curves(*sources: Records, max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of the records as a curve over `step`.
 
-        {"xs": [[1, 2]], "series": {"reward/mean": {"x": 0, "y": [0.1, null], "bad": [2], "num_bad": 1}}}
+        {"xs": [[1, 2]], "series": {"reward/mean": {"x": 0, "y": [0.1, null], "bad": [2], "num_bad":
+        1}}}
 
-    `x` is an index into `xs`, which curves share. In a curve with more than `max_points` steps, neighbours are
-    merged: x is the middle step, y the mean, `low` and `high` the smallest and largest value. `bad` are the
-    first steps whose value is not finite.
+    `x` is an index into `xs`, which curves share. In a curve with more than `max_points` steps,
+    neighbours are merged: x is the middle step, y the mean, `low` and `high` the smallest and
+    largest value. `bad` are the first steps whose value is not finite.
 
     Args:
-        sources: records of steps and of evaluations; a metric is taken from the first source that has it.
+        sources: records of steps and of evaluations; a metric is taken from the first source that
+            has it.
     """
     found: dict[str, tuple[list[float], list[float]]] = {}
     for records in sources:
@@ -188,8 +190,8 @@ def config_rows(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the options of a config.json, and a sentence if their defaults are unknown.
 
-    A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function is not called, since
-    that would run code which the folder names.
+    A row has `path`, `value` and, where it differs, `default`, as JSON texts. The config function
+    is not called, since that would run code which the folder names.
     """
     values, base = dict(leaves(config.get("values") or {})), dict(leaves(defaults))
     rows = []
@@ -204,8 +206,8 @@ def config_rows(
     if not rows or defaults:
         return rows, None
     return rows, (
-        f"what differs from {config.get('module')}.{config.get('config')} is unknown: the folder has no {DEFAULTS}, as "
-        "the run was made by a script or an older version"
+        f"what differs from {config.get('module')}.{config.get('config')} is unknown: the folder "
+        f"has no {DEFAULTS}, as the run was made by a script or an older version"
     )
 
 

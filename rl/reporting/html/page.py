@@ -2,9 +2,10 @@
 
     write_report({"try-1": Path("outputs/try-1")}, Path("report.html"), written_s=time.time())
 
-The page's `Content-Security-Policy` allows only the scripts in it and no fetching. Data of a run stands in
-blocks that no HTML parser looks into, and becomes text nodes. A block that is not needed at once is compressed
-and unpacked by the browser on demand, so that a page with a million tokens opens fast.
+The page's `Content-Security-Policy` allows only the scripts in it and no fetching. Data of a run
+stands in blocks that no HTML parser looks into, and becomes text nodes. A block that is not needed
+at once is compressed and unpacked by the browser on demand, so that a page with a million tokens
+opens fast.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def write_report(
 def _run_json(
     name: str, folder: Path, number: int, blocks: list[tuple[str, str]], *, share: float
 ) -> dict[str, Any]:
-    """Return what is shown at once, and append the rest to the blocks, within a share of the page's size."""
+    """Return what is shown at once, and append the rest to the blocks, within a share of the page's
+    size.
+    """
     data = read_run(folder)
     values = data.config.get("values") or {}
     findings = find(data)
@@ -165,7 +168,9 @@ def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str,
 
 
 def inline_json(value: Any) -> str:
-    """Return JSON that may stand in a `<script>` element; numbers that are not finite become strings."""
+    """Return JSON that may stand in a `<script>` element; numbers that are not finite become
+    strings.
+    """
     text = json_text(value)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,7 +1,9 @@
-"""Rollouts of a report: an index, chunks that the browser unpacks on demand, and the texts of tokens.
+"""Rollouts of a report: an index, chunks that the browser unpacks on demand, and the texts of
+tokens.
 
-The index has one column for each property, so that a page lists and filters a hundred thousand rollouts without
-their tokens. A chunk has the turns of some rollouts, and stores texts that they share once.
+The index has one column for each property, so that a page lists and filters a hundred thousand
+rollouts without their tokens. A chunk has the turns of some rollouts, and stores texts that they
+share once.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ Line = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRollouts:
     index: dict[str, Any]
-    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether the texts of tokens are known."""
+    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether the texts of tokens are
+    known.
+    """
     chunks: list[str]
     """Blocks with `rollouts`, and the `texts` and `pieces` that these index."""
 
@@ -121,7 +125,9 @@ def _pack(
 
 
 def _row(line: Line) -> dict[str, Any]:
-    """Return a rollout's row of the index; `diff` is the largest |trainer - generator| of its tokens, in nats."""
+    """Return a rollout's row of the index; `diff` is the largest |trainer - generator| of its
+    tokens, in nats.
+    """
     turns = line.get("turns", ())
     reply = " ".join(" ".join(str(turn.get("reply") or "") for turn in turns).split())
     diffs = [abs(d) for turn in turns for d in _differences(turn) if d is not None]
@@ -270,7 +276,8 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
 
     Args:
         folder: the run's folder; its exported model is tried first.
-        values: values of config.json with `hf_assets_path`, null for a random model, whose tokens are bytes.
+        values: values of config.json with `hf_assets_path`, null for a random model, whose tokens
+            are bytes.
     """
     given = values.get("hf_assets_path")
     if not isinstance(given, str | None):
@@ -293,7 +300,9 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
 
 
 def _given_folder(given: str, values: Mapping[str, Any], *, cache: Path) -> Path:
-    """Return the folder that a run started from, or the given path if the folder is no longer there."""
+    """Return the folder that a run started from, or the given path if the folder is no longer
+    there.
+    """
     from rl.models.assets import resolve_assets  # it imports PyTorch, which most reports need not
 
     with suppress(

@@ -1,6 +1,7 @@
 """Spans of each process as a report draws them; in long runs, spans closer than a pixel are merged.
 
-pack_timeline(run.spans, run.events) -> {"start_s": ..., "length_s": ..., "names": [...], "lanes": [...]}
+pack_timeline(run.spans, run.events) -> {"start_s": ..., "length_s": ..., "names": [...], "lanes":
+[...]}
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def pack_timeline(
 ) -> dict[str, Any]:
     """Return one lane for each process, with times in seconds since `start_s` of the wall clock.
 
-    A lane has columns of blocks: `at` and `for` in seconds, `name` (an index into `names`), `row`, `version`,
-    `num` (merged spans), `busy` (their seconds), and `error` by the block's number. `steps` are [step, at, for].
-    `gap_s` is the largest gap between merged spans, 0 if none are merged.
+    A lane has columns of blocks: `at` and `for` in seconds, `name` (an index into `names`), `row`,
+    `version`, `num` (merged spans), `busy` (their seconds), and `error` by the block's number.
+    `steps` are [step, at, for]. `gap_s` is the largest gap between merged spans, 0 if none are
+    merged.
     """
     times = [event["time"] for event in events]
     if not spans:
@@ -93,8 +95,8 @@ def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
 def _blocks(spans: Iterable[Span], *, gap_s: float) -> list[_Block]:
     """Return the blocks of one lane by time.
 
-    A span is merged into the block before it of the same name if they overlap, or if both are shorter than the
-    gap and follow within it. A span with an error stands alone.
+    A span is merged into the block before it of the same name if they overlap, or if both are
+    shorter than the gap and follow within it. A span with an error stands alone.
     """
     done: list[_Block] = []
     open_of: dict[str, _Block] = {}

@@ -30,7 +30,9 @@ ROLES = {"trainer": 8, "replicas": 2, "degree": 2}
 
 @pytest.fixture
 def submitted(tmp_path, monkeypatch):
-    """Return a function that submits a job to an sbatch that only keeps its script, options and environment."""
+    """Return a function that submits a job to an sbatch that only keeps its script, options and
+    environment.
+    """
     sbatch, cat, env = tmp_path / "sbatch", shutil.which("cat"), shutil.which("env")
     sbatch.write_text(
         f"""#!/bin/sh\n{cat} > "$0.script"\nprintf '%s\\n' "$@" > "$0.options"\n{env} > "$0.env"\necho 0\n"""
@@ -193,7 +195,10 @@ def test_node_that_starts_no_processes_is_lost(monkeypatch):
 def test_controller_address_that_nodes_cannot_reach_is_refused(monkeypatch):
     launch = LaunchConfig(hosts="slurm")
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    says = r"controller_address=None: .* 'login' resolves to 127\.0\.1\.1, where hosts of slurm cannot reach"
+    says = (
+        r"controller_address=None: .* 'login' resolves to 127\.0\.1\.1, where hosts of slurm "
+        r"cannot reach"
+    )
     with pytest.raises(ValueError, match=says):
         check_reachable(launch, hostname="login")
     check_reachable(LaunchConfig(), hostname="login")

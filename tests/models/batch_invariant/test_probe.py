@@ -19,7 +19,8 @@ def test_layer_that_depends_on_the_number_of_rows_is_rejected():
     # Products of few rows are summed in another order, hence the tiles.
     message = (
         r"batch_invariant=True: must be False on this machine \(.+, PyTorch 2\..*, \d+ threads\): "
-        r"a linear layer 1024 -> 512 in float32 gives other bits in batches of 1.* rows than in tiles of 32"
+        r"a linear layer 1024 -> 512 in float32 gives other bits in batches of 1.* rows than in "
+        r"tiles of 32"
     )
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)) / 32
     layer = partial(F.linear, weight=weight)

@@ -1,6 +1,7 @@
 """Help for runs on the null device, which every process with this folder on PYTHONPATH loads.
 
-Kernels do nothing there and results read back as 0. Four places need other answers than the null device can give.
+Kernels do nothing there and results read back as 0. Four places need other answers than the null
+device can give.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 
 def name_the_runtime(module: Any) -> None:
-    """Let vLLM find the null device where it looks for the CUDA runtime among the files that are mapped."""
+    """Let vLLM find the null device where it looks for the CUDA runtime among the files that are
+    mapped.
+    """
     find = module.find_loaded_library
     module.find_loaded_library = lambda name: (
         os.environ["NULL_GPU_LIBRARY"] if name == "libcudart" else find(name)
@@ -23,7 +26,9 @@ def name_the_runtime(module: Any) -> None:
 
 
 def report_a_token(module: Any) -> None:
-    """Let a training step count at least one token: it divides by their number, which reads back as 0."""
+    """Let a training step count at least one token: it divides by their number, which reads back as
+    0.
+    """
     result = module.ForwardBackwardResult
     initialize = result.__init__
 
@@ -46,7 +51,9 @@ def draw_a_token(module: Any) -> None:
 
 
 def spread_rows(module: Any) -> None:
-    """Let each rank of experts get as many rows as the others: their numbers, read back as 0, would not add up."""
+    """Let each rank of experts get as many rows as the others: their numbers, read back as 0, would
+    not add up.
+    """
     exchange = module.ExpertExchange.__call__
 
     def with_even_counts(self: Any, rows: Any, *others: Any) -> Any:
