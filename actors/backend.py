@@ -59,7 +59,9 @@ class TrainerClient:
 
 
 class GeneratorClient:
-    """A `ResumableGenerator` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
+    """A `ResumableGenerator` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks
+    answers.
+    """
 
     def __init__(self, generator: CallGroup) -> None:
         self.generator = generator

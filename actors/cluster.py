@@ -155,7 +155,9 @@ class Cluster:
             self.launcher.in_background(self.pool.watch(), name="watch over the generators")
 
     async def _start_all(self) -> list[ActorGroup]:
-        """Start all roles together: trainer, generators, and the reward processes if there are any."""
+        """Start all roles together: trainer, generators, and the reward processes if there are
+        any.
+        """
         at = self.placements
         # No role waits for another's set-up: the start takes as long as the slowest role.
         starts = [
@@ -418,7 +420,9 @@ class Cluster:
         )
 
     def _engine_imports(self) -> tuple[str, ...]:
-        """Return the modules that generators import first, which takes most of the time of a start."""
+        """Return the modules that generators import first, which takes most of the time of a
+        start.
+        """
         on_gpu = trains_on_gpu(self.config.launch, num_gpus=count_gpus())
         if self._model_spec.batch_invariant and on_gpu:
             # The engine makes a setting of its own before it imports vllm.

@@ -64,7 +64,9 @@ def monarch_threads() -> list[int]:
 
 
 def quiet_jobs() -> None:
-    """Drop log records of Monarch's jobs below a warning; their modules set a level when imported."""
+    """Drop log records of Monarch's jobs below a warning; their modules set a level when
+    imported.
+    """
     for name in ("job", "slurm", "kubernetes"):
         logging.getLogger(f"monarch._src.job.{name}").setLevel(logging.WARNING)
 

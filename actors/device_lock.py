@@ -106,7 +106,9 @@ class LockedRole(Role):
     async def call(
         self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> list[Any]:
-        """Call `endpoint` on every rank; the deadline counts from when the devices are available."""
+        """Call `endpoint` on every rank; the deadline counts from when the devices are
+        available.
+        """
         if endpoint in _NEEDS_NO_DEVICE:
             return await super().call(endpoint, *args, extra_s=extra_s, **kwargs)
         async with self._lock.held(self._side, endpoint, args):

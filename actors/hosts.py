@@ -213,7 +213,9 @@ def _kubernetes() -> ModuleType:
 
 
 def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
-    """Raise ValueError, naming the field, unless a cluster's hosts can reach this one by its name."""
+    """Raise ValueError, naming the field, unless a cluster's hosts can reach this one by its
+    name.
+    """
     if not launch.on_cluster or launch.controller_address is not None:
         return
     try:

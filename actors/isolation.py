@@ -51,7 +51,9 @@ _inside: ThreadPoolExecutor | None = None
 
 
 def inside(function: Callable[[], T]) -> T:
-    """Call a function where Monarch's sockets belong: in the namespace if there is one, else here."""
+    """Call a function where Monarch's sockets belong: in the namespace if there is one, else
+    here.
+    """
     return function() if _inside is None else _inside.submit(function).result()
 
 

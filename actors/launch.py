@@ -231,7 +231,9 @@ class Launcher:
         return [os.getpid(), *(host.pid for host in hosts)]
 
     def with_signal(self, error: ActorLostError) -> ActorLostError:
-        """Return the error of a lost role with how its process ended, if Monarch has reported that."""
+        """Return the error of a lost role with how its process ended, if Monarch has reported
+        that.
+        """
         if (end := self._ends.get(error.role)) is None or end in str(error):
             return error
         return ActorLostError(f"{error}: {end}", role=error.role, ranks=error.ranks, is_dead=True)

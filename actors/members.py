@@ -1,4 +1,6 @@
-"""Processes of a role, and the actor that launch puts into each of them to set up its environment."""
+"""Processes of a role, and the actor that launch puts into each of them to set up its
+environment.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ class RoleProcesses:
     """True if a process ended before all had answered."""
 
     def remove_state_files(self) -> None:
-        """Remove the state files of processes that were killed, so that they do not count as dead."""
+        """Remove the state files of processes that were killed, so that they do not count as
+        dead.
+        """
         for file in () if self.logs is None else (self.logs / STATE_FOLDER).glob(f"{self.name}-*"):
             file.unlink(missing_ok=True)
 

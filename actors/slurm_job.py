@@ -97,7 +97,9 @@ class NodesOfRun(SlurmJob):
         return {"job_state": states, "job_resources": {"nodes": {"allocation": allocation}}}
 
     def _kill(self) -> None:
-        """Cancel the job; after an error, which Monarch's method only logs, the guard tries again."""
+        """Cancel the job; after an error, which Monarch's method only logs, the guard tries
+        again.
+        """
         if self._slurm_job_id is not None:
             _output(["scancel", self._slurm_job_id])
             self._slurm_job_id = None

@@ -130,7 +130,9 @@ def _check_sample_limit(
     renderer: Renderer,
     max_model_len: int,
 ) -> None:
-    """Raise ValueError for a `loop.max_sample_tokens` that no training sample meets, or every one."""
+    """Raise ValueError for a `loop.max_sample_tokens` that no training sample meets, or every
+    one.
+    """
     limit = loop.max_sample_tokens
     if limit is None:
         return
@@ -272,7 +274,9 @@ def check_demonstrations(
     max_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Raise ValueError for a demonstration of a warm-up's first problems that no model could give."""
+    """Raise ValueError for a demonstration of a warm-up's first problems that no model could
+    give.
+    """
     for problem in islice(problems, NUM_PROBED_PROBLEMS):
         rollout = run_now(demonstrated_rollout(problem, environments, renderer=renderer))
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)

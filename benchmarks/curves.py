@@ -90,7 +90,8 @@ def shortfalls(curves: Sequence[Mapping[str, Any]]) -> list[str]:
 def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, Any]:
     started = time.monotonic()
     records = whole_run(
-        folder, f"{task}-{config}-{seed}", "--module", task, "--config", config, "--seed", str(seed),
+        folder, f"{task}-{config}-{seed}", "--module", task, "--config", config, "--seed",
+        str(seed),
         "--overwrite", timeout_s=RUN_TIMEOUT_S,
     )  # fmt: skip
     run = {

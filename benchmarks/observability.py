@@ -65,7 +65,9 @@ NUM_DRAWS = 10_000
 
 
 class SwitchedSpans(spans.SpanRecorder):
-    """Span recorder that can be switched off; a span that began before the switch ends as it began."""
+    """Span recorder that can be switched off; a span that began before the switch ends as it
+    began.
+    """
 
     is_on = True
 

@@ -181,7 +181,9 @@ class TransformersSide:
         return total.item()
 
     def _padded(self, sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return inputs, targets and, where anything is padded, the mask; padding is on the right."""
+        """Return inputs, targets and, where anything is padded, the mask; padding is on the
+        right.
+        """
         lengths_B = np.asarray([len(ids) - 1 for ids in sequences])
         shape = (len(sequences), int(lengths_B.max()))
         inputs_BL, targets_BL = (

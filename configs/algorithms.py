@@ -111,7 +111,9 @@ def dro(config: Controller.Config) -> Controller.Config:
 def with_kl(
     config: Controller.Config, *, coef: float, estimator: Literal["k1", "k2", "k3"] = "k3"
 ) -> Controller.Config:
-    """Add a KL penalty to the initial policy to the loss; call it after the algorithm's function."""
+    """Add a KL penalty to the initial policy to the loss; call it after the algorithm's
+    function.
+    """
     loss = config.trainer.loss
     if not isinstance(loss, PolicyLoss):
         raise ValueError(f"trainer.loss={loss!r}: only a policy loss has a KL term")

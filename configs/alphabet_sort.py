@@ -10,7 +10,9 @@ from rl.tasks.alphabet_sort import INSTRUCTION, AlphabetSort
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
+    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no
+    GPU.
+    """
     task = AlphabetSort.Config(num_words=(2, 1, 1), letters="abcdefghijkl", haste=0.8)
     config = sum_digits.on_task(
         sum_digits.tiny(), "alphabet-sort", task, max_model_len=160, max_tokens=12

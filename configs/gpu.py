@@ -87,7 +87,8 @@ QWEN3_14B = Layout(
 # The trainer needs all eight. While generators compute it waits in 490 GB of the machine's memory,
 # which has to hold up to three versions of the weights too, 61 GB each.
 QWEN3_30B_A3B = Layout(
-    size="30B-A3B", num_gpus=8, shares=True, shards=8, expert_parallel=8, num_replicas=4, generator_gpus=2,
+    size="30B-A3B", num_gpus=8, shares=True, shards=8, expert_parallel=8, num_replicas=4,
+    generator_gpus=2,
     recompute="full",
 )  # fmt: skip
 # Sixteen for training, four for generation, on several machines.

@@ -23,7 +23,9 @@ MATH_TEST = "data/math/test.jsonl"
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters, warmed up on solutions of short problems; two CPU cores, no GPU."""
+    """A model of 0.8M parameters, warmed up on solutions of short problems; two CPU cores, no
+    GPU.
+    """
     task = MathProblems.Config(
         train_files=(TINY,),
         held_out=0.1,

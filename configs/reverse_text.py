@@ -11,7 +11,9 @@ from rl.tasks.reverse_text import INSTRUCTION, ReverseText
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
+    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no
+    GPU.
+    """
     config = sum_digits.on_task(
         sum_digits.tiny(), "reverse-text", ReverseText.Config(haste=0.8), max_tokens=12
     )

@@ -28,7 +28,9 @@ from rl.training.optimizer import LRSchedule, Optimizer
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
+    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no
+    GPU.
+    """
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
         # On CPUs runs with max_off_policy_steps 0 are bit-reproducible; docs/training.md has the

@@ -38,7 +38,9 @@ class TopBlocks(ModelConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """The model is whole here, and without memory: freeze, swap or add, the layout comes after."""
+        """The model is whole here, and without memory: freeze, swap or add, the layout comes
+        after.
+        """
         assert isinstance(model, Decoder)
         if self.config.num_trained_blocks > len(model.layers):
             raise ValueError(

@@ -24,7 +24,8 @@ from rl.models.rope import RoPE
 from rl.models.spec import ModelSpec, register_family, spec_of_flavor
 
 MULTIPLIERS = {
-    "embedding_multiplier": 4.0, "attention_multiplier": 0.125, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+    "embedding_multiplier": 4.0, "attention_multiplier": 0.125, "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
 }  # fmt: skip
 """Fields of config.json, with the values of the tiny model."""
 
@@ -103,14 +104,18 @@ def values(config: Any) -> dict[str, Any]:
 
 def model_registry(flavor: str) -> ModelSpec:
     tiny = GraniteAdapter.sized(
-        dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320, max_positions=1024,
-        theta=10_000.0, init_std=0.06, feed_forward=FeedForward.Config(hidden_dim=384), multipliers=MULTIPLIERS,
+        dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320,
+        max_positions=1024,
+        theta=10_000.0, init_std=0.06, feed_forward=FeedForward.Config(hidden_dim=384),
+        multipliers=MULTIPLIERS,
     )  # fmt: skip
     return spec_of_flavor(flavor, {"tiny": tiny}, adapter=GraniteAdapter)
 
 
 def tiny(config: Controller.Config | None = None) -> Controller.Config:
-    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no GPU."""
+    """A model of 0.8M parameters that the run creates and warms up itself; two CPU cores, no
+    GPU.
+    """
     config = config or sum_digits.tiny()
     config.description, config.model = (
         "Granite of 0.8M parameters on sum-digits",

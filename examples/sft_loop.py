@@ -75,7 +75,9 @@ def read_conversations(path: Path) -> list[tuple[Message, ...]]:
 
 
 def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> TrainingSample:
-    """The conversation's tokens, as in a rollout; those of the assistant's replies are trained on."""
+    """The conversation's tokens, as in a rollout; those of the assistant's replies are trained
+    on.
+    """
     spans: list[TokenSpan] = []
     told: list[Message] = []
     reply: np.ndarray | None = None

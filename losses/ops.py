@@ -19,7 +19,9 @@ MAX_LOG_RATIO = 20.0
 
 
 def drawn_tokens(*, mask_T: Tensor, generator_logprobs_T: Tensor) -> Tensor:
-    """Return the trained tokens that a generator sampled, [T] bool: the mask and a finite logprob."""
+    """Return the trained tokens that a generator sampled, [T] bool: the mask and a finite
+    logprob.
+    """
     return mask_T & torch.isfinite(generator_logprobs_T)
 
 

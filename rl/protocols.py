@@ -131,7 +131,9 @@ class Trainer(Protocol):
         ...
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        """Load a folder of `save_checkpoint` or a Hugging Face folder; return the policy version."""
+        """Load a folder of `save_checkpoint` or a Hugging Face folder; return the policy
+        version.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""Run any task: `python -m rl.train --module sum_digits --config tiny --trainer.optimizer.lr 3e-4`."""
+"""Run any task: `python -m rl.train --module sum_digits --config tiny --trainer.optimizer.lr
+3e-4`.
+"""
 
 from __future__ import annotations
 

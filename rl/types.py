@@ -32,7 +32,9 @@ _ARRAYS = ("token_ids", "logprobs", "policy_versions")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Settings of sampling. Returned logprobs are those of the distribution that was sampled from."""
+    """Settings of sampling. Returned logprobs are those of the distribution that was sampled
+    from.
+    """
 
     max_tokens: int
     """Largest number of new tokens of a completion."""

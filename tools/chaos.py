@@ -49,7 +49,8 @@ def run(
     with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl.train", *command],
-            cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     try:

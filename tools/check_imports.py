@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from tools.setup_env import MIN_DRIVER, has_gpu
 
 CORE = (
-    "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store", "tyro",
+    "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store",
+    "tyro",
     "safetensors", "rich", "matplotlib", "jinja2", "numba", "losses.types",
 )  # fmt: skip
 ROLES = (
@@ -39,7 +40,8 @@ GROUPS = {
     "smollm2": ("gguf",),
     "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"),
     "tasks": ("datasets", "math_verify", "reasoning_gym", "verifiers.v1"),
-    "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft", "kubernetes", "nbclient",
+    "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft",
+        "kubernetes", "nbclient",
              "ipykernel", "schemathesis"),
     "tinker": ("tinker", "fastapi", "uvicorn"),
     "trl": ("trl",),

@@ -27,8 +27,10 @@ def resolve(device: str) -> None:
     output = ROOT / "tools" / f"constraints-{device}.txt"
     torch = TORCH + ("+cpu" if device == "cpu" else "")
     subprocess.run(
-        [ROOT / ".venv/bin/uv", *COMPILE, *extras, "--constraint", "-", "--output-file", output, "pyproject.toml"],
-        input=torch, env=settings, cwd=ROOT, check=True, text=True, stdout=subprocess.DEVNULL, timeout=600,
+        [ROOT / ".venv/bin/uv", *COMPILE, *extras, "--constraint", "-", "--output-file", output,
+            "pyproject.toml"],
+        input=torch, env=settings, cwd=ROOT, check=True, text=True, stdout=subprocess.DEVNULL,
+        timeout=600,
     )  # fmt: skip
 
 

@@ -228,7 +228,8 @@ class Environment:
     def run(self, *command: str) -> None:
         try:
             done = subprocess.run(
-                command, env=self.uv_settings(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                command, env=self.uv_settings(), stdin=subprocess.DEVNULL, capture_output=True,
+                text=True,
                 timeout=UV_DEADLINE_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:

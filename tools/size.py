@@ -43,7 +43,9 @@ def num_code_lines(source: str) -> int:
 
 
 def imported_files(entries: Iterable[Path]) -> set[Path]:
-    """Return the files of this project that the entries import, directly or not, entries included."""
+    """Return the files of this project that the entries import, directly or not, entries
+    included.
+    """
     found: set[Path] = set()
     pending = list(entries)
     while pending:

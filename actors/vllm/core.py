@@ -44,7 +44,9 @@ START_TIMEOUT_S = 300
 
 
 class VLLMCore:
-    """One rank's engine, built in the calling thread, which must be the only thread that uses it."""
+    """One rank's engine, built in the calling thread, which must be the only thread that uses
+    it.
+    """
 
     def __init__(
         self, *, config: GeneratorConfig, model_spec: ModelSpec, hf_assets_path: str, world: World

@@ -288,7 +288,9 @@ class GeneratorEngine(Configurable):
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
     async def _end_of(self, texts: Sequence[str]) -> End | None:
-        """Return the check for completions that spell a stop text; open the tokenizer at first use."""
+        """Return the check for completions that spell a stop text; open the tokenizer at first
+        use.
+        """
         if not texts:
             return None
         async with self._opening:  # calls that begin together would open one each
@@ -320,7 +322,9 @@ class GeneratorEngine(Configurable):
             raise GeneratorError(f"{pause} failed on another rank of the generator")
 
     async def _run(self, thread: WorkerThread) -> None:
-        """Step the engine until it is closed or fails; then every waiting caller gets the reason."""
+        """Step the engine until it is closed or fails; then every waiting caller gets the
+        reason.
+        """
         try:
             while not self._closing or self._lockstep.rank != 0:
                 turn, drawn = await thread.run(self._take, await self._decide())

@@ -131,7 +131,9 @@ class Residual:
         return self._x_TE
 
     def normed(self, weight: Tensor, eps: Any) -> Tensor | None:
-        """Return the normalized sum, in the memory of the summand; None if nothing is to be added."""
+        """Return the normalized sum, in the memory of the summand; None if nothing is to be
+        added.
+        """
         added_TE, self._added_TE = self._added_TE, None
         if added_TE is not None:
             ops.fused_add_rms_norm(added_TE, self._x_TE, weight, eps)
@@ -254,7 +256,8 @@ class Heads(nn.Module):
             assert isinstance(layer.q_norm, Norm)
             assert isinstance(layer.k_norm, Norm)
             ops.fused_qk_norm_rope(
-                groups.flatten(1), size, 1, 1, dim, layer.q_norm.eps, layer.q_norm.weight, layer.k_norm.weight,
+                groups.flatten(1), size, 1, 1, dim, layer.q_norm.eps, layer.q_norm.weight,
+                layer.k_norm.weight,
                 table, True, rows,
             )  # fmt: skip
         else:

@@ -93,7 +93,9 @@ class Pauses:
         return min(pauses, key=lambda pause: pause.version is None, default=None)
 
     async def request_for(self, pause: Pause, *, rank: int, timeout_s: float) -> PauseRequest:
-        """Return this rank's request for the pause that rank 0 decided on; wait until it has come."""
+        """Return this rank's request for the pause that rank 0 decided on; wait until it has
+        come.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

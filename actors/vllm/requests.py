@@ -164,7 +164,9 @@ class Queue:
         return len(ids)
 
     def deliver(self, drawn: Drawn, policy_version: int) -> None:
-        """Give the tokens to their samples, and drop requests that end themselves or have failed."""
+        """Give the tokens to their samples, and drop requests that end themselves or have
+        failed.
+        """
         samples = self._samples
         unwanted = drawn.diverged & samples.keys()
         for request_id in unwanted:

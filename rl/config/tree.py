@@ -294,7 +294,9 @@ def _shown(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type as a user reads it: `float | None`, `'linear' | 'cosine'`, `tuple[int, ...]`."""
+    """Return a type as a user reads it: `float | None`, `'linear' | 'cosine'`, `tuple[int,
+    ...]`.
+    """
     if annotation in (None, type(None), Ellipsis):
         return "..." if annotation is Ellipsis else "None"
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

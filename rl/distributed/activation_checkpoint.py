@@ -29,7 +29,8 @@ from rl.distributed.compat import replaced_parameters
 KEPT_OPS = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm",
     "aten::_scaled_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn", "aten::_efficient_attention_forward",
     "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",

@@ -35,13 +35,17 @@ def all_gather(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
-    """Return this rank's part, along the first dimension, of the sum over ranks, without gradient."""
+    """Return this rank's part, along the first dimension, of the sum over ranks, without
+    gradient.
+    """
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(tensor.contiguous(), "sum", num_ranks, group))
 
 
 def all_to_all(tensor: Tensor, *, sent: list[int], received: list[int], group: str) -> Tensor:
-    """Send `sent[p]` rows to each rank p and receive `received[p]` rows from it, without gradient."""
+    """Send `sent[p]` rows to each rank p and receive `received[p]` rows from it, without
+    gradient.
+    """
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(tensor.contiguous(), received, sent, group))
 

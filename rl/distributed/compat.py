@@ -204,7 +204,8 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
         # Finds actions that wait for each other.
         schedules._add_send_recv(lowered, stage_to_rank=ranks.__getitem__, num_stages=num_stages)
     except (
-        OSError, ValueError, RuntimeError, AssertionError, AttributeError, IndexError, KeyError, TypeError, csv.Error,
+        OSError, ValueError, RuntimeError, AssertionError, AttributeError, IndexError, KeyError,
+        TypeError, csv.Error,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{field}: {reason[:300]}") from error

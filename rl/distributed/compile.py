@@ -90,7 +90,9 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
 
 
 def _await_inputs(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copy inputs that a collective is still writing, because compiled code loses their gradient."""
+    """Copy inputs that a collective is still writing, because compiled code loses their
+    gradient.
+    """
     return tuple(x.clone() if isinstance(x, AsyncCollectiveTensor) else x for x in inputs)
 
 

@@ -140,7 +140,9 @@ async def _subtract_kl(
 def _limit_lengths(
     samples: dict[RolloutId, TrainingSample], *, config: LoopConfig
 ) -> tuple[dict[RolloutId, TrainingSample], dict[str, Metric]]:
-    """Drop or truncate samples above `loop.max_sample_tokens`; raise RunError if no sample is left."""
+    """Drop or truncate samples above `loop.max_sample_tokens`; raise RunError if no sample is
+    left.
+    """
     limit, policy = config.max_sample_tokens, config.long_samples
     if limit is None or policy == "drop_group":
         return samples, {}

@@ -76,7 +76,9 @@ class RolloutSetup:
     """Event loop of the environments, shared by training and evaluation."""
 
     def parts(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
-        """Return the worker that turns a training problem into a scored group, and the evaluator."""
+        """Return the worker that turns a training problem into a scored group, and the
+        evaluator.
+        """
         sampling = SamplingParams(
             max_tokens=config.sampling.max_tokens,
             num_samples=config.group_size,

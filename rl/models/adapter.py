@@ -269,7 +269,9 @@ class DecoderAdapter:
         return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the fields of `config.json` that all families share, without token ids and dtype."""
+        """Return the fields of `config.json` that all families share, without token ids and
+        dtype.
+        """
         config, attention = self.config, self.config.block.attention
         content = {
             "architectures": [self.architecture],

@@ -1,4 +1,6 @@
-"""Resolution of `hf_assets_path`: a Hugging Face folder, or the file or name that one is made from."""
+"""Resolution of `hf_assets_path`: a Hugging Face folder, or the file or name that one is made
+from.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ class SequenceLayout:
     def of_rank(
         cls, lengths: Sequence[int], *, context: ContextParallel, device: torch.device | str = "cpu"
     ) -> SequenceLayout:
-        """Build a context-parallel rank's part of sequences that fill the packed axis without gaps."""
+        """Build a context-parallel rank's part of sequences that fill the packed axis without
+        gaps.
+        """
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         queries: list[int] = []
@@ -151,7 +153,9 @@ def keys_of_all_ranks(
 
 
 def keys_and_values(k_tKD: Tensor, v_tKD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that this rank's tokens see, segment by segment, [N, K, D] each."""
+    """Return the keys and values that this rank's tokens see, segment by segment, [N, K, D]
+    each.
+    """
     rows, keys = layout.key_rows, keys_of_all_ranks(k_tKD, v_tKD, layout)
     if rows is None:
         return keys

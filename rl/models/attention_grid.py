@@ -224,7 +224,9 @@ class _Repeated(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """PyTorch's attention [B, K, M, D] with a backward of batched products, which keeps no scores."""
+    """PyTorch's attention [B, K, M, D] with a backward of batched products, which keeps no
+    scores.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

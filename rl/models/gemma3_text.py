@@ -97,19 +97,23 @@ def model_registry(flavor: str) -> ModelSpec:
     ffn = FeedForward.Config
     sized = partial(
         Gemma3TextAdapter.sized,
-        vocab_size=262_144, num_heads=4, num_kv_heads=1, head_dim=256, max_positions=32_768, theta=1_000_000.0,
+        vocab_size=262_144, num_heads=4, num_kv_heads=1, head_dim=256, max_positions=32_768,
+        theta=1_000_000.0,
         window=512,
     )  # fmt: skip
     flavors = {
         "tiny": sized(
-            dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, feed_forward=ffn(hidden_dim=384),
+            dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32,
+            feed_forward=ffn(hidden_dim=384),
             vocab_size=320, max_positions=1024, init_std=0.06, window=32, global_layers=(2,),
         ),
         "270M": sized(
-            dim=640, num_layers=18, feed_forward=ffn(hidden_dim=2048), global_layers=tuple(range(5, 18, 6))
+            dim=640, num_layers=18, feed_forward=ffn(hidden_dim=2048),
+            global_layers=tuple(range(5, 18, 6))
         ),
         "1B": sized(
-            dim=1152, num_layers=26, feed_forward=ffn(hidden_dim=6912), global_layers=tuple(range(5, 26, 6))
+            dim=1152, num_layers=26, feed_forward=ffn(hidden_dim=6912),
+            global_layers=tuple(range(5, 26, 6))
         ),
     }  # fmt: skip
     return spec_of_flavor(flavor, flavors, adapter=Gemma3TextAdapter)

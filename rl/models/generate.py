@@ -309,7 +309,9 @@ def _logits(
 
 
 class CachedAttention(nn.Module):
-    """Core attention over the present tokens, or over single tokens and those of earlier forwards."""
+    """Core attention over the present tokens, or over single tokens and those of earlier
+    forwards.
+    """
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -318,7 +320,9 @@ class CachedAttention(nn.Module):
         """Keys, then values of all tokens so far, [slots, 2K, D]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return [T, H, D]; tokens beyond those of the layout are padding, and their results zeros."""
+        """Return [T, H, D]; tokens beyond those of the layout are padding, and their results
+        zeros.
+        """
         num_tokens = layout.num_tokens
         kv = torch.cat((k, v), dim=1)[:num_tokens]
         self.kv = kv if layout.key_rows is None else torch.cat((self.kv, kv))

@@ -170,7 +170,9 @@ def _settings(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """Return config.json, the tensors in bfloat16 by their Hugging Face names, and the tokenizer."""
+    """Return config.json, the tensors in bfloat16 by their Hugging Face names, and the
+    tokenizer.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

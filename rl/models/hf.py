@@ -270,7 +270,9 @@ def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Return config.json without its quantization; raise ValueError for one that is not supported."""
+    """Return config.json without its quantization; raise ValueError for one that is not
+    supported.
+    """
     config = read_json_object(Path(folder) / "config.json")
     fp8_block(config)
     return {field: value for field, value in config.items() if field != "quantization_config"}

@@ -86,7 +86,9 @@ def hub_folder(name: str, *, revision: str | None, downloads: bool) -> Path | No
 
 
 def _check_files(name: str, revision: str | None, files: Sequence[str]) -> None:
-    """Raise ValueError for a model whose weights are in another format, if the hub lists its files."""
+    """Raise ValueError for a model whose weights are in another format, if the hub lists its
+    files.
+    """
     usable = [file for file in files if not any(fnmatch(file, pattern) for pattern in UNWANTED)]
     if files and not any(fnmatch(file, WEIGHTS) for file in usable):
         message = f"{name} has no safetensors that transformers reads"

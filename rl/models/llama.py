@@ -39,7 +39,8 @@ def model_registry(flavor: str) -> ModelSpec:
     )
     flavors = {
         "tiny": sized(
-            dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, feed_forward=ffn(hidden_dim=384),
+            dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32,
+            feed_forward=ffn(hidden_dim=384),
             vocab_size=320, max_positions=1024, theta=10_000.0, init_std=0.06,
         ),
         "SmolLM2-135M": smollm2(
@@ -49,7 +50,8 @@ def model_registry(flavor: str) -> ModelSpec:
             dim=960, num_layers=32, num_heads=15, num_kv_heads=5, feed_forward=ffn(hidden_dim=2560)
         ),
         "SmolLM2-1.7B": smollm2(
-            dim=2048, num_layers=24, num_heads=32, num_kv_heads=32, feed_forward=ffn(hidden_dim=8192), theta=130_000.0
+            dim=2048, num_layers=24, num_heads=32, num_kv_heads=32,
+            feed_forward=ffn(hidden_dim=8192), theta=130_000.0
         ),
         "3.2-1B": llama3(
             dim=2048, num_layers=16, num_heads=32, head_dim=64, feed_forward=ffn(hidden_dim=8192),
@@ -60,7 +62,8 @@ def model_registry(flavor: str) -> ModelSpec:
             scaling=scaling(factor=32.0),
         ),
         "3.1-8B": llama3(
-            dim=4096, num_layers=32, num_heads=32, head_dim=128, feed_forward=ffn(hidden_dim=14_336),
+            dim=4096, num_layers=32, num_heads=32, head_dim=128,
+            feed_forward=ffn(hidden_dim=14_336),
             scaling=scaling(factor=8.0), tie_embeddings=False,
         ),
     }  # fmt: skip

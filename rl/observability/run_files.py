@@ -39,7 +39,8 @@ WEIGHTS = "weights"
 run.
 """
 OWN_FILES = (
-    CONFIG, DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl", "learning_curve.png",
+    CONFIG, DEFAULTS, METRICS, *ROLLOUTS, f"*.jsonl{OLD_SUFFIX}", "pass_rates.jsonl",
+    "learning_curve.png",
     EVENTS, ENVIRONMENT, REPORT, TIMELINE, STATUS, "nan_batch_*.npz", "collectives_rank*",
 )  # fmt: skip
 """Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of
@@ -78,7 +79,9 @@ def refuse_special_files(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder has the status of a run, or a config beside a status that is damaged."""
+    """Return whether a folder has the status of a run, or a config beside a status that is
+    damaged.
+    """
     if not is_regular(path / STATUS):
         return False
     try:

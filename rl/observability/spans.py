@@ -352,7 +352,9 @@ class ProcessState:
         return max(0.0, now_s - at_s)
 
     def describe(self) -> str:
-        """Return the open spans and their ages, such as "forward_backward of version 3 for 12.0 s"."""
+        """Return the open spans and their ages, such as "forward_backward of version 3 for 12.0
+        s".
+        """
         text = ", ".join(f"{span} for {self.age_s(span.since_s):.1f} s" for span in self.open)
         text = text or f"idle for {self.age_s(self.changed_s):.1f} s"
         if self.failed is None:

@@ -34,7 +34,9 @@ def find_stale_generator(run: RunData) -> Finding | None:
 
 
 def _by_versions(run: RunData) -> Finding | None:
-    """Find tokens older than `loop.max_off_policy_steps`, or a served version that does not move."""
+    """Find tokens older than `loop.max_off_policy_steps`, or a served version that does not
+    move.
+    """
     lag, behind = _token_lag(run), _served_lag(run)
     trained = [r for r in run.rollouts if r["kind"] in ("train", "pending")]
     rollouts = [

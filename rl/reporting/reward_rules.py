@@ -177,7 +177,9 @@ def _hacked(
 
 
 def _is_sure(replies: Sequence[_Reply], pattern: str, shares: Series) -> bool:
-    """Return whether winners without the pattern have the answer in them, and the pattern spreads."""
+    """Return whether winners without the pattern have the answer in them, and the pattern
+    spreads.
+    """
     others = [reply for reply in replies if reply.wins and pattern not in reply.words]
     third = max(1, len(shares) // 3)
     first, last = (sum(part) / third for part in (shares.values[:third], shares.values[-third:]))

@@ -61,7 +61,9 @@ class EvaluatedSet:
         return [score.failure for _, score in pairs if score.failure is not None]
 
     def sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
-        """Yield each problem's id with the correctness of its sampled replies, without failed ones."""
+        """Yield each problem's id with the correctness of its sampled replies, without failed
+        ones.
+        """
         for group in self.sampled:
             correct_G = [score.correct for _, score in group if score.failure is None]
             if correct_G:
@@ -148,7 +150,9 @@ class Evaluator:
     async def _scored(
         self, name: str, problems: Sequence[Problem], sampling: SamplingParams
     ) -> list[list[tuple[Rollout, Score]]]:
-        """Return the [P][G] rollouts of a set with their scores; raise RunError if too many failed."""
+        """Return the [P][G] rollouts of a set with their scores; raise RunError if too many
+        failed.
+        """
         # No session, which would send all requests to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
         # The single reply to a problem cannot be compared with others.

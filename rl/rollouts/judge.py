@@ -74,7 +74,9 @@ class Grade(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberGrade:
-    """Grade that is the last number the pattern finds, from `lowest` to `highest`, mapped to 0..1."""
+    """Grade that is the last number the pattern finds, from `lowest` to `highest`, mapped to
+    0..1.
+    """
 
     lowest: float = 0.0
     highest: float = 10.0

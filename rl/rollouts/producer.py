@@ -94,7 +94,9 @@ class Batch:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutProducer:
-    """Runs as many groups concurrently as the bound allows; its collaborators belong to it alone."""
+    """Runs as many groups concurrently as the bound allows; its collaborators belong to it
+    alone.
+    """
 
     bound: StalenessBound
     worker: Callable[[int, Problem], Awaitable[Group]]

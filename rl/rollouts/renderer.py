@@ -121,7 +121,9 @@ class Renderer:
         """Prompt that was asked for last, and the thought that it opened."""
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return [N] int32: the messages, with a system message, up to the beginning of the reply."""
+        """Return [N] int32: the messages, with a system message, up to the beginning of the
+        reply.
+        """
         if not messages:
             raise ValueError(
                 "an opening without messages: the environment must open with at least one"

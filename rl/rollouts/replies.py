@@ -100,7 +100,9 @@ def opened_thought(prompt: str) -> str:
 
 
 def thought_left_open(text: str) -> str:
-    """Return the end of a text from the mark of its open thought on; empty if no thought is open."""
+    """Return the end of a text from the mark of its open thought on; empty if no thought is
+    open.
+    """
     for part in split_reply(text)[-1:]:
         if not part.is_closed:
             start = len(text) - len(part.text)

@@ -55,7 +55,9 @@ T = TypeVar("T")
 
 
 class ProcessEndedError(Exception):
-    """The reward process ended, or was killed because it did not answer in time (exit code None)."""
+    """The reward process ended, or was killed because it did not answer in time (exit code
+    None).
+    """
 
     def __init__(self, *, exit_code: int | None) -> None:
         super().__init__(f"the reward process ended (exit code {exit_code})")
@@ -103,7 +105,9 @@ class RewardProcess:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
+        """Start the process now rather than at the first score; idempotent. Raises as `score`
+        does.
+        """
         await self._in_thread(self._start)
 
     async def score(
@@ -201,7 +205,9 @@ class RewardProcess:
         raise ProcessEndedError(exit_code=None if is_late else process.exitcode)
 
     def _end(self) -> None:
-        """End the process and all that it started, if there is one, and wait until they are gone."""
+        """End the process and all that it started, if there is one, and wait until they are
+        gone.
+        """
         if self.process is not None:
             self.process.terminate()
             self.process.join(END_S)

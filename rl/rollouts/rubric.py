@@ -364,7 +364,9 @@ class Rubric:
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
-        """Score a problem's rollouts in this process, without a time limit; `alone` as in `calls`."""
+        """Score a problem's rollouts in this process, without a time limit; `alone` as in
+        `calls`.
+        """
         calls, slots = self.calls(group, alone=alone), self.slots(MAX_CONCURRENCY)
         results = await asyncio.gather(*(self.result(call, slots=slots) for call in calls))
         return self.scores(group, calls, results)

@@ -131,7 +131,9 @@ def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> Trai
 
 
 def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
-    """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions -1."""
+    """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions
+    -1.
+    """
     return Completion(
         token_ids=token_ids_C,
         logprobs=np.full(len(token_ids_C), np.nan, dtype=np.float32),

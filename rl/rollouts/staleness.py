@@ -28,7 +28,9 @@ from rl.utils.errors import RunError
 
 
 class StalePolicyError(RunError):
-    """A token is older than the bound allows, or comes from weights that no generator should have."""
+    """A token is older than the bound allows, or comes from weights that no generator should
+    have.
+    """
 
 
 class StalenessBound:

@@ -189,7 +189,9 @@ class TokenizerTemplate:
             ) from error
 
     def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
-        """Return the text after the first occurrence of `REPLIED`: only later text may repeat it."""
+        """Return the text after the first occurrence of `REPLIED`: only later text may repeat
+        it.
+        """
         return self._render(messages, opens_reply=opens_reply).partition(REPLIED.content)[2]
 
     def _find_framing(self, messages: Sequence[Message]) -> str:

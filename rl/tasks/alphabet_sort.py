@@ -27,7 +27,9 @@ INSTRUCTION = (
 
 
 class AlphabetSort(GeneratedTask):
-    """Task of several turns, each of which gives an equal share of the reward for the right list."""
+    """Task of several turns, each of which gives an equal share of the reward for the right
+    list.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):

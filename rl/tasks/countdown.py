@@ -131,7 +131,9 @@ def expression(rollout: Rollout) -> str:
 
 
 def uses_the_numbers(rollout: Rollout) -> float:
-    """Return 1 for a valid expression that uses each given number at most as often as it is given."""
+    """Return 1 for a valid expression that uses each given number at most as often as it is
+    given.
+    """
     text = expression(rollout)
     used = Counter(map(int, re.findall(r"[0-9]+", text)))
     return float(

@@ -49,7 +49,9 @@ def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
 
 
 def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> dict[str, Any]:
-    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line."""
+    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command
+    line.
+    """
     decoded = {}
     for key, value in settings.items():
         decoded[key] = value

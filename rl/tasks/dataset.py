@@ -302,7 +302,9 @@ class DatasetTask(Configurable):
     def _split(
         self, train: list[Row], evals: dict[str, list[Row]]
     ) -> tuple[list[Row], dict[str, list[Row]]]:
-        """Return filtered training rows that no evaluation set contains, and the evaluation sets."""
+        """Return filtered training rows that no evaluation set contains, and the evaluation
+        sets.
+        """
         config, num_read = self.config, len(train)
         if config.held_out:
             evals = {

@@ -38,7 +38,9 @@ def _describe(value: Any) -> str:
 
 
 def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> ProblemsFingerprint:
-    """Return the fingerprint of a run's problems; `block` is that of a fingerprint to compare with."""
+    """Return the fingerprint of a run's problems; `block` is that of a fingerprint to compare
+    with.
+    """
     problems = task.train_problems(seed=seed)
     if (listed := _listed(problems)) is not None:
         num: int | None = listed.num

@@ -110,7 +110,9 @@ class MathAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInPlace:
-    """Reward function: 1 for a reply that was not cut off and has something in the answer's place."""
+    """Reward function: 1 for a reply that was not cut off and has something in the answer's
+    place.
+    """
 
     place: Place
 
@@ -161,7 +163,9 @@ def _is_number_in_words(answer: str) -> bool:
 
 
 def _as_latex(text: str) -> str:
-    """Return the text with ASCII digits, and with powers and fractions of one character in LaTeX."""
+    """Return the text with ASCII digits, and with powers and fractions of one character in
+    LaTeX.
+    """
 
     def write(symbol: re.Match[str]) -> str:
         if symbol[0] in _POWERS:

@@ -147,7 +147,9 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of JSON with numbers in place of `WrittenNumber`s, as `json.loads` gives it."""
+    """Return a value of JSON with numbers in place of `WrittenNumber`s, as `json.loads` gives
+    it.
+    """
     if isinstance(value, WrittenNumber):
         return value.value
     if isinstance(value, list):

@@ -136,7 +136,9 @@ class Host:
         self._thread = 0
 
     async def start(self) -> None:
-        """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first time."""
+        """Start the servers; idempotent. Raises EpisodeError if that fails, now or the first
+        time.
+        """
         if self._ready is None:
             self._thread = threading.get_ident()
             self._ready = asyncio.get_running_loop().create_future()
@@ -216,7 +218,9 @@ class Episode:
         return self._opening
 
     async def step(self, reply: Reply) -> Observation:
-        """Return the environment's answer to a reply; the last one has rewards among its metrics."""
+        """Return the environment's answer to a reply; the last one has rewards among its
+        metrics.
+        """
         if self._run is None:
             await self._host.start()
             context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())

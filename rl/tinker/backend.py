@@ -237,7 +237,9 @@ class Workers(Protocol):
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None: ...
 
     async def push(self, *, model_id: str) -> int:
-        """Return the version of the published weights; raise LimitReachedError if there is no room."""
+        """Return the version of the published weights; raise LimitReachedError if there is no
+        room.
+        """
         ...
 
     async def serve(self, version: int) -> object: ...
@@ -398,7 +400,9 @@ class TinkerBackend(Configurable):
 
     @asynccontextmanager
     async def _refusing(self) -> AsyncIterator[Workers]:
-        """Turn refusals into InvalidRequestError; after any other RunError nothing works any more."""
+        """Turn refusals into InvalidRequestError; after any other RunError nothing works any
+        more.
+        """
         if self._failure is not None:
             raise self._failure
         if self._workers is None:

@@ -98,7 +98,9 @@ class Model:
         return seq_id < self._next
 
     def unblocks(self, seq_id: int) -> bool:
-        """Return whether all waiting requests wait for this seq id: it alone may exceed the limits."""
+        """Return whether all waiting requests wait for this seq id: it alone may exceed the
+        limits.
+        """
         return seq_id == self._next and bool(self._waiting)
 
     def submit(

@@ -95,7 +95,9 @@ class Sessions:
     # For the other calls
 
     def live(self, any_id: str, owner: str) -> Session:
-        """Return the session of a model's, sampler's, request's or its own id, and keep it alive."""
+        """Return the session of a model's, sampler's, request's or its own id, and keep it
+        alive.
+        """
         session = self._find(any_id, owner)
         if session.ended:
             raise GoneError(

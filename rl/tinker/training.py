@@ -67,7 +67,9 @@ class TrainingCalls:
         return self._create_model(body, owner)
 
     async def load_weights(self, body: wire.LoadWeightsRequest, *, owner: Owner) -> Future:
-        """Load weights into a model of the same settings, except for the seed, or into a new model."""
+        """Load weights into a model of the same settings, except for the seed, or into a new
+        model.
+        """
         if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
             return self._create_model(body, owner)
         if body.model_id is None:

@@ -160,7 +160,9 @@ class Turns:
         owner: str = "",
         num_sequences: int = 1,
     ) -> T:
-        """Do work on generators that hold a version, until it is done; raise what `serve` raises."""
+        """Do work on generators that hold a version, until it is done; raise what `serve`
+        raises.
+        """
         request = _Request(
             version=version, owner=owner, num_sequences=num_sequences, number=next(self._numbers)
         )

@@ -322,7 +322,9 @@ def check_seq_id(name: str, value: int | None, *, first: int) -> int:
 
 
 def check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
-    """Raise InvalidRequestError unless the value is None or within the bounds, which NaN never is."""
+    """Raise InvalidRequestError unless the value is None or within the bounds, which NaN never
+    is.
+    """
     if value is not None and not lowest <= value <= highest:
         valid = f"{lowest} to {highest}"
         if highest == BELOW_1:

@@ -278,7 +278,9 @@ class PythonSandbox(Configurable):
         return process
 
     def _exceeded(self, watch: int, *, pid: int) -> Reason | None:
-        """Return the limit that a running call has exceeded and that the kernel does not enforce."""
+        """Return the limit that a running call has exceeded and that the kernel does not
+        enforce.
+        """
         if 1 + self._created.count(watch) > self.config.max_files:
             return "file limit"
         # The kernel enforces this one only where the child may have a user or a user namespace of

@@ -63,7 +63,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Exit with the code's exit status, or write into the pipe `refusal` why the code is not run."""
+    """Exit with the code's exit status, or write into the pipe `refusal` why the code is not
+    run.
+    """
     request = marshal.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -140,7 +140,9 @@ class FunctionTool:
             raise ToolError(f"Error: {type(error).__name__}: {error}") from error
 
     def _whole(self, name: str, value: Any) -> Any:
-        """Convert 2.0, which JSON schema accepts as an integer, to the int that a function expects."""
+        """Convert 2.0, which JSON schema accepts as an integer, to the int that a function
+        expects.
+        """
         if (
             isinstance(value, float)
             and self.parameters["properties"][name].get("type") == "integer"

@@ -43,7 +43,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Return all parameters and persistent buffers by their names in a checkpoint, without copying."""
+    """Return all parameters and persistent buffers by their names in a checkpoint, without
+    copying.
+    """
     tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
     return {
         f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()
@@ -235,7 +237,9 @@ def write_tensors(
 def read_tensors(
     folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors of `state` in place; raises ValueError for files that hold something else."""
+    """Fill the tensors of `state` in place; raises ValueError for files that hold something
+    else.
+    """
     into: dict[str, Any] = dict(state)
     try:
         with plain_errors():

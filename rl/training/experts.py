@@ -20,7 +20,9 @@ from rl.types import ExpertLoad
 
 
 class ExpertBalance:
-    """Counts the experts that routers choose, without padding, from one optimizer step to the next."""
+    """Counts the experts that routers choose, without padding, from one optimizer step to the
+    next.
+    """
 
     def __init__(
         self,

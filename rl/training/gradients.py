@@ -79,7 +79,9 @@ class GradientAccumulator:
         """Norms of this rank's shards of the gradients that are freed."""
 
     def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
-        """Step each parameter in the backward of a call's last micro-batch, and free its gradient."""
+        """Step each parameter in the backward of a call's last micro-batch, and free its
+        gradient.
+        """
 
         def step_early(parameter: nn.Parameter) -> None:
             if self.has_stepped:

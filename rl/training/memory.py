@@ -376,7 +376,9 @@ def _gathered(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> int:
-    """Return the bytes of gathered parameters, and of gradients before they are summed over ranks."""
+    """Return the bytes of gathered parameters, and of gradients before they are summed over
+    ranks.
+    """
     degrees, reshard = on_rank.degrees, parallelism.reshard_after_forward
     computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
     if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:

@@ -76,7 +76,9 @@ class InvariantKernels(ModelConverter):
 def adapted(
     spec: ModelSpec, lora: LoRA.Config | None
 ) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
-    """Return spec and converters of a model with adapters, or of one with all parameters trained."""
+    """Return spec and converters of a model with adapters, or of one with all parameters
+    trained.
+    """
     if lora is None:
         return spec, ()
     kernels = (InvariantKernels.Config(),) if spec.batch_invariant else ()

@@ -203,7 +203,9 @@ class Policy:
         raise ValueError("converters has no LoRA: there is no adapter to save or to load")
 
     def init_weights(self) -> None:
-        """Draw weights from the configured seed, the same in every layout and with any converters."""
+        """Draw weights from the configured seed, the same in every layout and with any
+        converters.
+        """
         names = set(self.converters.plain_names)
         self.whole.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
@@ -269,7 +271,9 @@ class Policy:
 
     @contextmanager
     def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
-        """Yield whether this rank writes, then consume what is left of `gathered`, on every rank."""
+        """Yield whether this rank writes, then consume what is left of `gathered`, on every
+        rank.
+        """
         try:
             yield self.is_first_rank
         finally:

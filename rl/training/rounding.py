@@ -126,7 +126,9 @@ def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
 
 
 def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two more random numbers of 16 bits, each independent of the low bits and of the other."""
+    """Return two more random numbers of 16 bits, each independent of the low bits and of the
+    other.
+    """
     high = (bits >> 16) & _LOW_BITS
     return high, (bits & _LOW_BITS) ^ high
 
@@ -153,7 +155,9 @@ def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions", lowbias32)."""
+    """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions",
+    lowbias32).
+    """
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

@@ -52,7 +52,9 @@ class TokenValues:
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
-        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0 is 0."""
+        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0
+        is 0.
+        """
         for batch, values_T in self._added:
             for index, values in batch.scatter(values_T.cpu().numpy()).items():
                 if index in self._values:

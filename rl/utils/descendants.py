@@ -50,7 +50,9 @@ def run_guarded(work: Callable[[], None], *, release: Callable[[], None]) -> NoR
 
 
 class _Guard:
-    """The process between a parent and its worker, which ends the worker and all that it started."""
+    """The process between a parent and its worker, which ends the worker and all that it
+    started.
+    """
 
     def __init__(self) -> None:
         parent = multiprocessing.parent_process()
@@ -93,7 +95,9 @@ class _Guard:
                 wait(ends)
 
     def _hear(self, ask: int) -> None:
-        """Close the pipe at a SIGTERM of the parent; handlers are not told who has sent a signal."""
+        """Close the pipe at a SIGTERM of the parent; handlers are not told who has sent a
+        signal.
+        """
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != self._parent:
             pass
         os.close(ask)

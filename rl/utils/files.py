@@ -42,7 +42,9 @@ MAX_DIGITS = 100
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end; after an error `path` is unchanged."""
+    """Yield a temporary path that replaces `path` at the end; after an error `path` is
+    unchanged.
+    """
     temporary = path.with_name(f"{path.name}{TMP_SUFFIX}")
     temporary.unlink(missing_ok=True)  # in a folder from elsewhere it may be a link to any file
     try:

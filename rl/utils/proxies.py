@@ -66,7 +66,9 @@ def loopback_exemption(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def exempt_loopback() -> None:
-    """Let this process, and those that it starts, reach this machine without a proxy. Idempotent."""
+    """Let this process, and those that it starts, reach this machine without a proxy.
+    Idempotent.
+    """
     os.environ.update(loopback_exemption(os.environ))
 
 

@@ -112,7 +112,9 @@ class WorkerThread:
 
 
 class BackgroundWriter:
-    """Runs writes in a thread, one after another; an error surfaces before the next write begins."""
+    """Runs writes in a thread, one after another; an error surfaces before the next write
+    begins.
+    """
 
     def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
         self._name = name
@@ -121,7 +123,9 @@ class BackgroundWriter:
         self._hangs = False
 
     async def begin(self, write: Callable[[], None]) -> None:
-        """Start a write as soon as the previous one is done; raise the error of the previous one."""
+        """Start a write as soon as the previous one is done; raise the error of the previous
+        one.
+        """
         await self.finish()
         self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
 

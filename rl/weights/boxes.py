@@ -179,7 +179,9 @@ def _is_first_replica(value: Tensor, rank: int) -> bool:
 
 
 def lay_out(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
-    """Place the parts one after another; return them with their offsets, and the number of bytes."""
+    """Place the parts one after another; return them with their offsets, and the number of
+    bytes.
+    """
     packed: list[PackedPart] = []
     end = 0
     for part in parts:
@@ -190,7 +192,9 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
 
 
 def batches(reads: Sequence[Read], *, max_bytes: int) -> Iterator[list[Read]]:
-    """Yield the reads in order, in batches below `max_bytes`; one large box is a batch by itself."""
+    """Yield the reads in order, in batches below `max_bytes`; one large box is a batch by
+    itself.
+    """
     batch: list[Read] = []
     size = 0
     for read in reads:
@@ -326,7 +330,9 @@ class Copier:
 
 
 def pieces_of(tensor: Tensor, *, max_bytes: int = PIECE_BYTES) -> Iterator[Slices]:
-    """Yield slices of rows, each of at most `max_bytes` or one row, that together cover the tensor."""
+    """Yield slices of rows, each of at most `max_bytes` or one row, that together cover the
+    tensor.
+    """
     if tensor.dim() == 0:
         yield ()
     elif tensor.nbytes:

@@ -92,7 +92,9 @@ class Segment:
     """A shared-memory segment owned by this process."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate every page now: memory that is missing later would kill the process by SIGBUS."""
+        """Allocate every page now: memory that is missing later would kill the process by
+        SIGBUS.
+        """
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create("relay-weights", os.MFD_CLOEXEC)
         size = HEADER + num_bytes
@@ -116,7 +118,9 @@ class Segment:
         )
 
     def take(self) -> SegmentRef | None:
-        """Start a new use under a new generation; return None while a process reads the last one."""
+        """Start a new use under a new generation; return None while a process reads the last
+        one.
+        """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -104,7 +104,9 @@ class Snapshot:
 
 
 class WeightStore(Configurable):
-    """A handle on the store. After `start` it can be pickled and works in every process of the run."""
+    """A handle on the store. After `start` it can be pickled and works in every process of the
+    run.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

@@ -61,7 +61,8 @@ def test_config_without_contradictions_has_no_faults(edits):
         ({"base": tiny_moe, "num_gpus": 2, "generator__enforce_eager": False},
          "generator.enforce_eager=False with generator.dtype=float32: must be True for a mixture "
          "of experts"),
-        ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2, "launch__gpus_per_host": 0,
+        ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2,
+            "launch__gpus_per_host": 0,
           "trainer__checkpoint__async_mode": "async_with_pinned_mem"}, "async_with_pinned_mem"),
         ({"launch__share_gpus": True, "loop__max_off_policy_steps": 1},
          "launch.share_gpus=True with loop.max_off_policy_steps=1: must be 0"),

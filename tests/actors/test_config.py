@@ -54,14 +54,16 @@ from rl.config.registry import resolve
          "replicas_per_host=2 with generator_hosts"),
         (LaunchConfig, {"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs "
                                                 r"an image"),
-        (LaunchConfig, {"hosts": "slurm", "share_gpus": True}, "share_gpus=True with hosts='slurm'"),
+        (LaunchConfig, {"hosts": "slurm", "share_gpus": True},
+            "share_gpus=True with hosts='slurm'"),
         (LaunchConfig, {"share_gpus": True, "generator_gpus": (0,)},
          r"generator_gpus=\(0,\): must be 'this' and None"),
         (LaunchConfig, {"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 "
                                                  r"on, each once"),
         (LaunchConfig, {"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 "
                                                 r"on"),
-        (LaunchConfig, {"trainer_gpus": ()}, r"trainer_gpus=\(\): must name devices .*, or be None"),
+        (LaunchConfig, {"trainer_gpus": ()},
+            r"trainer_gpus=\(\): must name devices .*, or be None"),
         (LaunchConfig, {"job_name": "My-job"}, "job_name='My-job': must be at most 30 lowercase "
                                                "letters and digits"),
         (LaunchConfig, {"start_timeout_s": 0.0}, r"start_timeout_s=0\.0: must be above 0"),

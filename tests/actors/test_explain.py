@@ -143,7 +143,8 @@ def test_options_without_effect_are_told_apart():
     found = explained("--parity.enable", "false", "--parity.num_tokens", "5")["options"]
     assert found["set_without_effect"] == ["parity.num_tokens"]
     idle = {
-        "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "generator.rank_timeout_s",
+        "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update",
+        "generator.rank_timeout_s",
         "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s", "generator.seed",
         "trainer.training.seed", "float32_head",
     }  # fmt: skip

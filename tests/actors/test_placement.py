@@ -25,7 +25,8 @@ def placed(launch, **numbers):
         # Simulated hosts divide the devices of this machine; those of a cluster are counted per
         # host.
         ({"hosts": "process", "trainer_hosts": 2}, 4, {"replicas": 2}, (0, 1), [(2,), (3,)]),
-        (CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, 0, {"trainer": 16, "replicas": 2, "degree": 4},
+        (CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, 0,
+            {"trainer": 16, "replicas": 2, "degree": 4},
          tuple(range(8)), [(0, 1), (0, 1)]),
         (CLUSTER | {"replicas_per_host": 2}, 0, {"replicas": 3, "degree": 2},
          (0, 1), [(0, 1), (2, 3), (0, 1)]),
@@ -76,7 +77,8 @@ def test_roles_have_their_own_hosts_and_small_replicas_may_share_one():
             r"share_gpus=True",
         ),
         (CLUSTER | {"trainer_hosts": 3}, 0, {}, r"launch\.trainer_hosts=3 does not divide trainer"),
-        (CLUSTER | {"generator_hosts": 2}, 0, {}, r"does not divide generator\.tensor_parallel_degree=1"),
+        (CLUSTER | {"generator_hosts": 2}, 0, {},
+            r"does not divide generator\.tensor_parallel_degree=1"),
         (CLUSTER | {"reward_hosts": 2}, 0, {}, r"launch\.reward_hosts=2 does not divide "
                                                r"reward\.num_procs=1"),
         (CLUSTER | {"replicas_per_host": 2}, 0, {}, r"=2 is more than generator\.num_replicas=1"),

@@ -60,8 +60,10 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     write_rows(folder)
     options = [
-        "--task.train_files", str(folder / "rows.jsonl"), "--task.cache_folder", str(folder / "cache"),
-        "--task.columns.demonstration", "None", "--dump_folder", str(folder), "--name", "run", "--warmup", "None",
+        "--task.train_files", str(folder / "rows.jsonl"), "--task.cache_folder",
+        str(folder / "cache"),
+        "--task.columns.demonstration", "None", "--dump_folder", str(folder), "--name", "run",
+        "--warmup", "None",
     ]  # fmt: skip
     run = parse_cli(options, default_module="gsm8k", default_config="tiny", prog="relay")
     path = folder / "run"

@@ -88,7 +88,9 @@ class PoolRun:
         await self.pool.serve(await self.pool.push())
 
     async def ask(self, *numbers: int) -> list[int]:
-        """Ask for completions of prompts with these numbers; return the numbers that they repeat."""
+        """Ask for completions of prompts with these numbers; return the numbers that they
+        repeat.
+        """
         prompts = [np.array([number], dtype=np.int32) for number in numbers]
         return [
             int(c.token_ids[0]) for (c,) in await self.router.generate(prompts, sampling=SAMPLING)

@@ -103,7 +103,9 @@ class OneByOne:
 
 
 def scored_one_by_one(rubric, *sizes, takes_s):
-    """Return the virtual seconds that scoring groups of these sizes takes with the default limits."""
+    """Return the virtual seconds that scoring groups of these sizes takes with the default
+    limits.
+    """
 
     async def scored():
         group = ActorGroup(name="reward", mesh=OneByOne(takes_s), timeouts=Timeouts())

@@ -116,9 +116,11 @@ def test_visible_field_that_is_not_plain_data_is_a_programming_error(value, says
 @pytest.mark.parametrize(
     ("value", "annotation"),
     [
-        (3, int), (3, int | str), ("3", int | str), (2.0, float), (True, bool | None), (None, bool | None),
+        (3, int), (3, int | str), ("3", int | str), (2.0, float), (True, bool | None),
+        (None, bool | None),
         (-math.inf, float | None), (Path("x"), Path), ((1, "a"), tuple[int, str]),
-        (((1, 2.0),), tuple[tuple[int, float], ...]), ([1, 2], list[int]), ({"a": 0.5}, dict[str, float]),
+        (((1, 2.0),), tuple[tuple[int, float], ...]), ([1, 2], list[int]),
+        ({"a": 0.5}, dict[str, float]),
         ([{"x": None}], Any),
     ],
 )  # fmt: skip

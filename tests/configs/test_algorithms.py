@@ -15,7 +15,8 @@ from rl.types import OptimParams
 from tests.training.parts import engine_config, make_sample, small_spec, write_assets
 
 NAMES = (
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "ppo", "importance_sampling", "dro",
 )  # fmt: skip
 

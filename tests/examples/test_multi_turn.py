@@ -135,7 +135,8 @@ def test_demonstrations_mostly_guess():
 @pytest.mark.timeout(400)
 def test_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     short = {
-        "warmup.num_steps": "2", "loop.num_steps": "1", "loop.groups_per_batch": "2", "loop.group_size": "2",
+        "warmup.num_steps": "2", "loop.num_steps": "1", "loop.groups_per_batch": "2",
+        "loop.group_size": "2",
         "loop.eval_every": "1", "task.num_eval": "4",
         "dump_folder": str(tmp_path), "name": "short",
     }  # fmt: skip

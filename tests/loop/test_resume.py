@@ -76,7 +76,8 @@ class Lineage:
         del self.trained[first:]
         loop, _ = make_loop(
             policy, problems=problems(), sink=self.sink, stop=stop,
-            position=None if saved is None else saved.position, last_saved=None if saved is None else first,
+            position=None if saved is None else saved.position,
+            last_saved=None if saved is None else first,
             **self.settings,
         )  # fmt: skip
 

@@ -57,7 +57,8 @@ TABLE = {
     "rloo": (RLOOLoss(), [-1.0, -1.0, -1.0, -2.0], 5.6, [4.0, 4.0, 4.0, 0.0], 2.0),
     # S is 1.587: min(S * -1, -1.2) and min(.5 * 1, .8); each token has a third of S.
     "gspo": (
-        GSPOLoss(clip_low=0.2, clip_high=0.2), [-1.0, -1.0, -1.0, 1.0], S - 0.5, [S / 3] * 3 + [-0.5], 2.0
+        GSPOLoss(clip_low=0.2, clip_high=0.2), [-1.0, -1.0, -1.0, 1.0], S - 0.5,
+        [S / 3] * 3 + [-0.5], 2.0
     ),
     # A third of each token: min(S A, 1.2 A) of 2, -1, -3, less min(.5 * 1, .8); -1 and -3 move the
     # sequence.
@@ -81,7 +82,8 @@ TABLE = {
         2 * LOG2 + 0.75 * 2 * 3 * LOG2 - 0.75 * 2 * 3 * LOG2, [-2.0, -1.5, 3.0, 1.5], 4.0,
     ),
     "importance_sampling": (
-        ImportanceSamplingLoss(), [1.0, 2.0, -1.0, -2.0], -2 - 1 + 4 + 1, [-2.0, -1.0, 4.0, 1.0], 4.0
+        ImportanceSamplingLoss(), [1.0, 2.0, -1.0, -2.0], -2 - 1 + 4 + 1, [-2.0, -1.0, 4.0, 1.0],
+        4.0
     ),
     # -A p + .2 / 2 (log r)^2, whose slope is -A + .2 log r.
     "dro": (
@@ -89,7 +91,8 @@ TABLE = {
         LOG2 + 6 * LOG2 - 6 * LOG2 + 0.1 * (3 * LOG2**2 + LOG4**2),
         [-1 + 0.2 * LOG2, -2 - 0.2 * LOG2, 1 + 0.2 * LOG4, 2 - 0.2 * LOG2], 4.0,
     ),
-    "undivided": (PPOLoss(normalization="none"), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], None),
+    "undivided": (PPOLoss(normalization="none"), [1.0, 1.0, -1.0, -2.0], 3.9,
+        [0.0, -0.5, 4.0, 0.0], None),
     # A third of the first three terms: -(1.2 + .5 - 4) / 3 + 1.6 over two sequences.
     "every sequence alike": (
         PPOLoss(normalization="sequence_mean"), [1.0, 1.0, -1.0, -2.0],

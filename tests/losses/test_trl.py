@@ -49,10 +49,12 @@ def theirs(cls, batch, *, old, more=None, **settings):
     vars(trainer).update({
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0,
         "epsilon_low": 0.2, "epsilon_high": 0.2, "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None, "use_vllm": False, "vllm_importance_sampling_correction": False,
+        "off_policy_mask_threshold": None, "use_vllm": False,
+        "vllm_importance_sampling_correction": False,
         "aux_loss_enabled": False, "use_adaptive_entropy": False, "entropy_coef": 0.0,
         "max_completion_length": batch.mask.size(1),
-        "args": SimpleNamespace(delta=None, use_bias_correction_kl=settings.pop("bias_correction_kl", False)),
+        "args": SimpleNamespace(delta=None,
+            use_bias_correction_kl=settings.pop("bias_correction_kl", False)),
         "_entropy_bonus_enabled": "entropy_coef" in settings,
         "model": SimpleNamespace(training=False),
         "_metrics": {"eval": defaultdict(list)},
@@ -108,7 +110,8 @@ def assert_same(actual, expected):
 KL: dict[str, Any] = {"kl_coef": 0.1}
 LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "grpo": (GRPOLoss(normalization="sequence_mean"), {"loss_type": "grpo"}),
-    "grpo with KL": (GRPOLoss(normalization="sequence_mean", **KL), {"loss_type": "grpo", "beta": 0.1}),
+    "grpo with KL": (GRPOLoss(normalization="sequence_mean", **KL),
+        {"loss_type": "grpo", "beta": 0.1}),
     "ppo over the tokens of a batch": (PPOLoss(), {"loss_type": "bnpo"}),
     "dapo": (DAPOLoss(), {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dapo with KL times the ratio": (
@@ -116,7 +119,8 @@ LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
         {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1, "bias_correction_kl": True},
     ),
     "dapo with an entropy bonus": (
-        DAPOLoss(entropy_coef=0.05), {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.05}
+        DAPOLoss(entropy_coef=0.05),
+        {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.05}
     ),
     "dr_grpo": (DrGRPOLoss(tokens_per_sequence=9), {"loss_type": "dr_grpo"}),
     "gspo": (

@@ -1,4 +1,6 @@
-"""Attention over a packed batch, compared with a textbook form of one sequence and head at a time."""
+"""Attention over a packed batch, compared with a textbook form of one sequence and head at a
+time.
+"""
 
 import pytest
 import torch

@@ -16,20 +16,23 @@ NUM_PARAMETERS: list[tuple[Any, dict[str, int | None]]] = [
     (
         qwen3,
         {
-            "tiny": None, "0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360,
+            "tiny": None, "0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096,
+            "8B": 8_190_735_360,
             "14B": 14_768_307_200, "32B": 32_762_123_264,
         },
     ),
     (
         qwen2,
         {
-            "tiny": None, "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512,
+            "tiny": None, "0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688,
+            "7B": 7_615_616_512,
         },
     ),
     (
         llama,
         {
-            "tiny": None, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120, "SmolLM2-1.7B": 1_711_376_384,
+            "tiny": None, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
+            "SmolLM2-1.7B": 1_711_376_384,
             "3.2-1B": 1_235_814_400, "3.2-3B": 3_212_749_824, "3.1-8B": 8_030_261_248,
         },
     ),
@@ -120,9 +123,12 @@ def load(folder):
 
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
-    "initializer_range": 0.2, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    "vocab_size": 64, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
 }  # fmt: skip
 EXPERTS = {
     "moe_intermediate_size": 24,
@@ -138,7 +144,8 @@ LLAMA3 = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 GRANITE = {
-    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.8,
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+    "logits_scaling": 0.8,
 }  # fmt: skip
 
 
@@ -152,7 +159,8 @@ def rope(kind, **fields):
 LOCAL = {"rope_type": "default", "rope_theta": 700.0}
 GEMMA = {
     "query_pre_attn_scalar": 8, "sliding_window": 4,
-    "rope_parameters": {"full_attention": rope("default")["rope_parameters"], "sliding_attention": LOCAL},
+    "rope_parameters": {"full_attention": rope("default")["rope_parameters"],
+        "sliding_attention": LOCAL},
 }  # fmt: skip
 LINEAR = rope("linear", factor=4.0)["rope_parameters"]
 
@@ -162,7 +170,8 @@ FOLDERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True}),
     ("qwen3", rope("yarn", **YARN)),
     ("qwen3_moe", EXPERTS),
-    ("qwen3_moe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": False, "tie_word_embeddings": False}),
+    ("qwen3_moe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": False,
+        "tie_word_embeddings": False}),
     ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}),
     ("qwen2", {"tie_word_embeddings": False, "head_dim": 9 * 2} | rope("yarn", **YARN)),
     ("qwen2", WINDOW),
@@ -174,14 +183,18 @@ FOLDERS: list[tuple[str, dict[str, Any]]] = [
     (
         "gemma3_text",
         {
-            "query_pre_attn_scalar": 5, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"],
-            "tie_word_embeddings": False, "head_dim": 16, "num_key_value_heads": 1, "attention_bias": True,
+            "query_pre_attn_scalar": 5, "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False, "head_dim": 16, "num_key_value_heads": 1,
+            "attention_bias": True,
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
         },
     ),
     ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} | rope("llama3", **LLAMA3)),
-    ("llama", {"head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 54} | rope("linear", factor=4.0)),
+    ("llama", {"attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": False} | rope("llama3", **LLAMA3)),
+    ("llama", {"head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 54} | rope("linear",
+        factor=4.0)),
     ("granite", GRANITE | {"head_dim": 9 * 2}),
     ("granite", GRANITE | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
 ]  # fmt: skip
@@ -251,7 +264,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", WINDOW | {"max_window_layers": "1"}, "max_window_layers='1': must be an integer from "
                                                    "1"),
     ("qwen3", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types.*sliding_attention"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
     ("qwen3", {"hidden_size": None}, "hidden_size=None"),
     ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
@@ -265,7 +279,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
                                                                           "sliding_attention"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*must be "
                                                    "'gelu_pytorch_tanh'"),
-    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0.*must be None"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping=30.0.*must be None"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*must be None"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*must "
                                                            "be False"),
@@ -273,11 +288,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*texts and images.*must be 'gemma3_text'"),
     ("qwen3_moe", {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
+    ("qwen3_moe", {"mlp_only_layers": [0]},
+        r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
     ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True is not supported: "
                                                   "must be False"),
     ("qwen3_moe", {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
-    ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
+    ("qwen3_moe", {"num_experts_per_tok": 7},
+        "num_experts_per_token=7: must be 1 to num_experts=6"),
     ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an integer "
                                                    "from 1"),
 ]  # fmt: skip
@@ -296,7 +313,8 @@ def test_unsupported_or_malformed_config_field_is_rejected(family, change, messa
 def test_fields_of_transformers_4_give_the_same_gemma():
     new = {"full_attention": LINEAR, "sliding_attention": LOCAL}
     old = {
-        "rope_theta": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 700.0,
+        "rope_theta": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_local_base_freq": 700.0,
     }  # fmt: skip
     common = SMALL | {"model_type": "gemma3_text", "sliding_window": 8, "num_hidden_layers": 7}
     del common["tie_word_embeddings"], common["rope_parameters"]

@@ -1,4 +1,6 @@
-"""Grouped products in float8, emulated. `tests/training/test_layout_options.py` tests the layouts."""
+"""Grouped products in float8, emulated. `tests/training/test_layout_options.py` tests the
+layouts.
+"""
 
 from importlib import import_module
 from itertools import pairwise

@@ -13,7 +13,8 @@ from rl.models.spec import model_spec
 from tests.support.fake_hub import COMMITS, fake_hub
 
 FILES = {
-    "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja",
+    "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+    "chat_template.jinja",
     "tokenizer.json", "merges.txt", "tokenizer.model", "additional_chat_templates/tool_use.jinja",
 }  # fmt: skip
 

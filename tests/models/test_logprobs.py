@@ -54,7 +54,9 @@ def by_autograd(hidden, weight, given):
 
 
 def with_targets(given, num_targets):
-    """Return the inputs with K targets a token, the first two equal, or unchanged for one target."""
+    """Return the inputs with K targets a token, the first two equal, or unchanged for one
+    target.
+    """
     if num_targets == 1:
         return given
     targets_TK = torch.randint(0, V, (T, num_targets), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,6 @@
-"""LoRA on one device, and folders of adapters. `tests/training/test_layouts.py` tests the layouts."""
+"""LoRA on one device, and folders of adapters. `tests/training/test_layouts.py` tests the
+layouts.
+"""
 
 import json
 import math
@@ -237,7 +239,8 @@ def test_unsupported_adapter_setting_is_rejected(folder, changes, message):
 
 def test_adapter_settings_that_leave_the_product_alone_are_accepted(folder):
     neutral = {
-        "init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0], "qalora_group_size": 8,
+        "init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0],
+        "qalora_group_size": 8,
         "peft_version": "9", "use_of_tomorrow": False, "config_of_tomorrow": None,
     }  # fmt: skip
     config = json.loads((folder / CONFIG_FILE).read_text())

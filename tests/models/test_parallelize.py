@@ -32,7 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "width that heads do not divide": {"num_kv_heads": 4, "hidden_dim": 54},
     "experts": {"experts": True, "tie": False},
     "a family from outside": {
-        "family": "granite", "tie": False, "switches": {"multipliers": MULTIPLIERS | {"logits_scaling": 0.5}},
+        "family": "granite", "tie": False,
+        "switches": {"multipliers": MULTIPLIERS | {"logits_scaling": 0.5}},
     },
 }  # fmt: skip
 WHOLE = ("norm.weight", "router.weight", "load_balance_bias", "o_proj.bias", "down_proj.bias")

@@ -17,8 +17,10 @@ from rl.types import Completion, Message
 pytestmark = pytest.mark.medium
 
 QUESTIONS = (
-    "What is 12 + 7?", "Name the capital of France.", "Write a haiku about autumn.", "Translate 'guten Morgen'.",
-    "def f(x):\n    return x ** 2\n\nWhat does f(3) return?", "Why is the sky blue?", "¿Qué hora es?", "你好。",
+    "What is 12 + 7?", "Name the capital of France.", "Write a haiku about autumn.",
+    "Translate 'guten Morgen'.",
+    "def f(x):\n    return x ** 2\n\nWhat does f(3) return?", "Why is the sky blue?",
+    "¿Qué hora es?", "你好。",
     "List three fruits:\n- ", "Summarize: a cat sat on a mat. It slept.",
 )  # fmt: skip
 REPLIES = (

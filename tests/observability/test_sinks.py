@@ -120,7 +120,8 @@ def test_each_record_reaches_the_logger_reduced_and_in_order():
     ]
     assert run_thread(fake, records, failed=True).num_lost == 0
     assert fake.calls == [
-        ("open", None), (1, {"reward/mean": 0.25}, 2), (1, {"eval/correct": 0.5}, 3), ("close", True),
+        ("open", None), (1, {"reward/mean": 0.25}, 2), (1, {"eval/correct": 0.5}, 3),
+        ("close", True),
     ]  # fmt: skip
 
 

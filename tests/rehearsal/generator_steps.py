@@ -53,7 +53,8 @@ def decode(family: str, *, graphs: bool) -> dict[str, Any]:
 
     spec, world = small_spec(family=family, head_dim=HEAD_DIM, hidden_dim=512), World.from_env()
     config = GeneratorConfig(
-        tensor_parallel_degree=world.size, enforce_eager=not graphs, max_model_len=256, max_num_seqs=16,
+        tensor_parallel_degree=world.size, enforce_eager=not graphs, max_model_len=256,
+        max_num_seqs=16,
         max_num_batched_tokens=64, gpu_memory_utilization=0.1,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

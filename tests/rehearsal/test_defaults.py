@@ -14,7 +14,8 @@ from tests.support.rehearsal import ONE_ALL_REDUCE
 pytestmark = pytest.mark.rehearsal
 
 SHORT = (
-    "--loop.num_steps", "1", "--warmup.num_steps", "1", "--loop.eval_every", "0", "--task.num_eval", "4",
+    "--loop.num_steps", "1", "--warmup.num_steps", "1", "--loop.eval_every", "0",
+    "--task.num_eval", "4",
     "--loop.groups_per_batch", "2", "--loop.group_size", "2", "--generator.max_num_seqs", "8",
 )  # fmt: skip
 OURS = re.compile(
@@ -35,7 +36,8 @@ def num_graph_launches(run):
 
 @pytest.mark.parametrize(
     ("machine", "shares", "generator"),
-    [({"DEVICES": 1}, True, "0"), ({"DEVICES": 2}, False, "1"), ({"DEVICES": 8, "CAPABILITY": "8.0"}, False, "1")],
+    [({"DEVICES": 1}, True, "0"), ({"DEVICES": 2}, False, "1"),
+        ({"DEVICES": 8, "CAPABILITY": "8.0"}, False, "1")],
 )  # fmt: skip
 def test_default_command_takes_the_gpus_at_hand(rehearsal, machine, shares, generator):
     run = rehearsal.train(*SHORT, settings=machine)
@@ -94,9 +96,11 @@ SMALLER = (
     [
         *(
             (config, "qwen3", ONE, ONE, ())
-            for config in ("qwen3_0_6b_lora_24gb", "qwen3_0_6b_24gb", "qwen3_0_6b", "qwen3_1_7b", "qwen3_4b_lora")
+            for config in ("qwen3_0_6b_lora_24gb", "qwen3_0_6b_24gb", "qwen3_0_6b", "qwen3_1_7b",
+                "qwen3_4b_lora")
         ),
-        *((config, "qwen3", TWO, (2,), SMALLER) for config in ("qwen3_4b", "qwen3_8b", "qwen3_14b")),
+        *((config, "qwen3", TWO, (2,), SMALLER) for config in ("qwen3_4b", "qwen3_8b",
+            "qwen3_14b")),
         ("qwen3_30b_a3b", "qwen3_moe", TWO, TWO,
          (*SMALLER, "--trainer.parallelism.expert_parallel_degree", "2")),
     ],
@@ -116,7 +120,8 @@ def test_config_for_gpus_runs(
     )
     run = rehearsal.train(
         "--module", "reverse_text", "--config", config, *SHORT[:2], *SHORT[4:], *model, *options,
-        settings={"DEVICES": len({*trainer_gpus, *generator_gpus}), "MEMORY_GIB": 24}, env=ONE_ALL_REDUCE,
+        settings={"DEVICES": len({*trainer_gpus, *generator_gpus}), "MEMORY_GIB": 24},
+        env=ONE_ALL_REDUCE,
     )  # fmt: skip
     assert run.status == 0, run.describe()
     assert run.violations == []

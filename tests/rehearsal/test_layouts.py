@@ -15,7 +15,8 @@ from tests.support.rehearsal import ONE_ALL_REDUCE, RehearsedRun
 pytestmark = pytest.mark.rehearsal
 
 SHORT = (
-    "--module", "sum_digits", "--loop.num_steps", "2", "--warmup.num_steps", "1", "--loop.eval_every", "0",
+    "--module", "sum_digits", "--loop.num_steps", "2", "--warmup.num_steps", "1",
+    "--loop.eval_every", "0",
     "--loop.groups_per_batch", "8", "--batch_invariant", "False",
 )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""The trainer on the null device: kernels that must be chosen, waits, memory and compiled blocks."""
+"""The trainer on the null device: kernels that must be chosen, waits, memory and compiled
+blocks.
+"""
 
 import pytest
 

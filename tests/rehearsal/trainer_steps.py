@@ -43,7 +43,8 @@ def model_spec() -> ModelSpec:
     spec = qwen3.model_registry("tiny")
     model = spec.adapter.sized(
         vocab_size=8192, dim=512, num_layers=NUM_LAYERS, num_heads=8, num_kv_heads=2, head_dim=64,
-        feed_forward=FeedForward.Config(hidden_dim=1536), tie_embeddings=True, theta=1e4, max_positions=4096,
+        feed_forward=FeedForward.Config(hidden_dim=1536), tie_embeddings=True, theta=1e4,
+        max_positions=4096,
     )  # fmt: skip
     return replace(spec, model=model)
 

@@ -76,14 +76,17 @@ def test_healthy_run_has_no_findings(num_steps):
 
 
 HEALTHY: dict[str, Any] = {
-    "entropy of a solved task": {"loss__entropy_mean": falls, "reward__correct": lambda s: min(0.95, s / 20)},
+    "entropy of a solved task": {"loss__entropy_mean": falls,
+        "reward__correct": lambda s: min(0.95, s / 20)},
     "entropy that comes back": {"loss__entropy_mean": lambda s: 0.06 if 12 <= s < 20 else 0.8},
-    "equal rewards of a solved task": {"reward__equal_groups": equal, "reward__correct": lambda s: 0.97},
+    "equal rewards of a solved task": {"reward__equal_groups": equal,
+        "reward__correct": lambda s: 0.97},
     "one step with failures": {"reward__num_failed": lambda s: 40 if s == 5 else 0, "loop": LOOP},
     "few failures": {"reward__num_failed": lambda s: 2, "loop": LOOP},
     "no difference": {"logprob_diff__mean": lambda s: 0.0},
     "seldom published": {
-        "sync__version": lambda s: s - s % 3, "loop": {"publish_every": 3, "max_off_policy_steps": 2},
+        "sync__version": lambda s: s - s % 3,
+        "loop": {"publish_every": 3, "max_off_policy_steps": 2},
     },
     "longer and better": {
         "completion__tokens_mean": grows, "reward__correct": lambda s: min(0.85, 0.2 + s / 40),
@@ -215,7 +218,8 @@ def test_pattern_without_the_answer_is_found():
 
 def test_words_shared_by_right_replies_are_no_pattern():
     lines = [
-        rollout(step, f"I see: it is {40 + p}" if right else f"it is {p}", problem=f"p{p}", sample=sample,
+        rollout(step, f"I see: it is {40 + p}" if right else f"it is {p}", problem=f"p{p}",
+            sample=sample,
                 reward=float(right), correct=right, answer=str(40 + p))
         for step in range(1, 31)
         for p in range(4)

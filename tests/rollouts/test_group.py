@@ -34,7 +34,9 @@ def group_of(
     environment: Callable[[Problem], Environment] = SingleTurn.of,
     limit: int = 100,
 ) -> Group:
-    """Return a group with these first replies, and `later` in the second turn; a letter is a token."""
+    """Return a group with these first replies, and `later` in the second turn; a letter is a
+    token.
+    """
 
     def reply(prompt: str, sampling: SamplingParams, sample: int) -> str:
         return replies[sample] if later is None or "more" not in prompt else later

@@ -54,8 +54,10 @@ TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculat
         (Loop.Config, {"group_size": 0}, "group_size=0: must be at least 1"),
         (Loop.Config, {"group_size": 1}, 'group_size=1: must be at least 2, as '
                                          'advantage.baseline="group_mean"'),
-        (Loop.Config, {"group_size": 1, "advantage": Advantage(baseline="none", scale="group_std")}, '"group_std"'),
-        (Loop.Config, SINGLE | {"drop_zero_advantage_groups": True}, "drop_zero_advantage_groups=True compares"),
+        (Loop.Config, {"group_size": 1,
+            "advantage": Advantage(baseline="none", scale="group_std")}, '"group_std"'),
+        (Loop.Config, SINGLE | {"drop_zero_advantage_groups": True},
+            "drop_zero_advantage_groups=True compares"),
         (Loop.Config, SINGLE | {"groups_per_batch": 1}, "the only sample of a batch is its own "
                                                         "baseline"),
         (KLReward, {"coef": 1e39}, "coef=1e+39: must be at least 0 and at most 1e+15"),
@@ -82,7 +84,8 @@ TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculat
         (DifficultyFilter, {}, "column=None, file=None: exactly one must say"),
         (DifficultyFilter, {"column": "c", "min": 0.5, "max": 0.4}, "min=0.5: must be at least 0 "
                                                                     "and at most 0.4"),
-        (ReasoningGym.Config, {"solved_at": 0, **GYM}, "solved_at=0: must be above 0 and at most 1"),
+        (ReasoningGym.Config, {"solved_at": 0, **GYM},
+            "solved_at=0: must be above 0 and at most 1"),
         (ReasoningGym.Config, {"settings": {"seed": 2}, **GYM}, "seed and size are chosen by this "
                                                                 "task"),
         (VerifiersTask.Config, {"num_eval": 0, **TASKSET}, "num_eval=0: must be at least 1"),
@@ -90,7 +93,8 @@ TOOLS = {"problem": Problem(id="p", question="q", answer=""), "tools": (Calculat
         (PythonSandbox.Config, {"import_paths": ("/no/such",)}, "import_paths: '/no/such' is not a "
                                                                 "folder"),
         (ToolEnvironment, {**TOOLS, "tools": ()}, "tools is empty"),
-        (ToolEnvironment, {**TOOLS, "tools": (Calculator(), Calculator())}, "tool name 'calculator'"),
+        (ToolEnvironment, {**TOOLS, "tools": (Calculator(), Calculator())},
+            "tool name 'calculator'"),
         (ToolEnvironment, {**TOOLS, "max_calls": 0}, "max_calls=0: must be at least 1"),
         (ToolEnvironment, {**TOOLS, "max_result_chars": 10}, "max_result_chars=10: must be at "
                                                              "least 100"),

@@ -10,7 +10,9 @@ from tests.support.runs import SHORT, run_to_the_end
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hosts_train_while_two_others_generate_at_most_one_step_ahead(tmp_path: Path) -> None:
-    """Hosts simulated on this machine: FSDP over two, and one generator on each of the other two."""
+    """Hosts simulated on this machine: FSDP over two, and one generator on each of the other
+    two.
+    """
     run = run_to_the_end(
         tmp_path, "ahead", *SHORT, "--loop.num_steps", "6", "--loop.max_off_policy_steps", "1",
         "--loop.eval_every", "3", "--launch.hosts", "process", "--launch.trainer_hosts", "2",

@@ -16,7 +16,8 @@ from rl.models.lora import LoRA
 from rl.training.optimizer import Optimizer
 
 COMPONENTS = (
-    "trainer", "generator", "reward", "timeouts", "launch", "recovery", "task", "warmup", "renderer", "weights",
+    "trainer", "generator", "reward", "timeouts", "launch", "recovery", "task", "warmup",
+    "renderer", "weights",
     "loop", "recorder", "timeline", "limits", "sinks", "parity",
 )  # fmt: skip
 

@@ -91,7 +91,8 @@ def test_noise_reward_teaches_nothing(dump_folder):
 @pytest.mark.timeout(900)
 def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed_0, dump_folder):
     run = run_to_the_end(
-        dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed_0),
+        dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path",
+        starting_point(run_of_seed_0),
         "--warmup", "None", "--loop.num_steps", "60", limit_s=LATER_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
@@ -109,8 +110,10 @@ def run_of_layout(run_of_seed_0: FinishedRun, dump_folder: Path) -> Callable[[st
     @functools.cache
     def make(config: str) -> FinishedRun:
         run = run_to_the_end(
-            dump_folder, config, "--config", config, "--hf_assets_path", starting_point(run_of_seed_0),
-            "--warmup", "None", "--loop.num_steps", "20", "--loop.groups_per_batch", "8", "--task.num_eval", "256",
+            dump_folder, config, "--config", config, "--hf_assets_path",
+            starting_point(run_of_seed_0),
+            "--warmup", "None", "--loop.num_steps", "20", "--loop.groups_per_batch", "8",
+            "--task.num_eval", "256",
             limit_s=LATER_RUN_LIMIT_S,
         )  # fmt: skip
         assert run.status == 0, run.output

@@ -210,7 +210,8 @@ def test_a_judge_in_reward_actors_keeps_the_network_and_its_key(not_permitted, m
 
 
 @pytest.mark.parametrize(("options", "enters"), [([], True), (["--launch.hosts", "slurm"], False),
-                                                 (["--launch.isolate_network=False"], False)])  # fmt: skip
+                                                 (["--launch.isolate_network=False"],
+                                                     False)])  # fmt: skip
 def test_a_program_prepares_its_namespace_before_it_has_threads(options, enters, monkeypatch):
     entered = []
     monkeypatch.setattr(cli, "enter_user_namespace", lambda: entered.append(True))

@@ -122,9 +122,12 @@ def test_controller_refuses_a_pickle_before_a_run_starts(received, tmp_path):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("torch", "load"), ("torch", "Tensor"),
-        ("torch.serialization", "load"), ("functools", "partial"), ("torch", "Size.__new__"), ("io", "open"),
-        ("torch.distributed.checkpoint.metadata", "os"), ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
+        ("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("torch", "load"),
+        ("torch", "Tensor"),
+        ("torch.serialization", "load"), ("functools", "partial"), ("torch", "Size.__new__"),
+        ("io", "open"),
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
         ("pathlib", "Path"),
     ],
 )  # fmt: skip
@@ -215,7 +218,8 @@ def test_odd_metadata_is_refused_by_the_error_for_users(tmp_path, trained):
 @pytest.mark.parametrize(
     "change",
     [
-        *({"relative_path": path} for path in ("../x.distcp", "/etc/passwd", "state.json", "__0_0.distcp/../x", "")),
+        *({"relative_path": path} for path in ("../x.distcp", "/etc/passwd", "state.json",
+            "__0_0.distcp/../x", "")),
         {"transform_descriptors": ["zstd"]}, {"offset": -1}, {"length": "1"},
     ],
 )  # fmt: skip

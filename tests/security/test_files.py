@@ -128,8 +128,10 @@ def test_run_on_a_damaged_folder_ends_with_one_line_and_status_2(folder, tmp_pat
     (folder / "config.json").write_text(DEEP)
     run = subprocess.run(
         [
-            sys.executable, "-m", "rl.train", "--module", "sum_digits", "--config", "tiny", "--warmup", "None",
-            "--hf_assets_path", str(folder), "--dump_folder", str(tmp_path), "--launch.dry_run", "True",
+            sys.executable, "-m", "rl.train", "--module", "sum_digits", "--config", "tiny",
+            "--warmup", "None",
+            "--hf_assets_path", str(folder), "--dump_folder", str(tmp_path), "--launch.dry_run",
+            "True",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -145,7 +147,8 @@ def test_run_on_a_damaged_folder_ends_with_one_line_and_status_2(folder, tmp_pat
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_hidden_layers", 10**9), ("hidden_size", 2**62), ("vocab_size", 2**40), ("num_attention_heads", 2**31),
+        ("num_hidden_layers", 10**9), ("hidden_size", 2**62), ("vocab_size", 2**40),
+        ("num_attention_heads", 2**31),
         ("max_position_embeddings", 10**12), ("head_dim", 10**90), ("intermediate_size", 2**31),
     ],
 )  # fmt: skip

@@ -69,7 +69,8 @@ def refusal(path):
                                                                "model it belongs to"),
         (["adapter_config.json", "adapter_model.safetensors", "config.json"], "is a PEFT adapter"),
         (["config.json", "pytorch_model.bin"], "weights in pickles, .*save_pretrained"),
-        (["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "weights in pickles"),
+        (["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+            "weights in pickles"),
         (["config.json", "training_args.bin", "optimizer.pt"], "has a config.json and no weights"),
         (["config.json", "tf_model.h5"], "weights of TensorFlow"),
         (["config.json", "flax_model.msgpack"], "weights of Flax"),
@@ -79,7 +80,8 @@ def refusal(path):
                                                                   "trainer"),
         (["config.json", "openvino_model.bin", "openvino_model.xml"], "a compiled model"),
         (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
-        (["modules.json", "1_Pooling/config.json", "config.json"], "a model of sentence-transformers"),
+        (["modules.json", "1_Pooling/config.json", "config.json"],
+            "a model of sentence-transformers"),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in the format of its maker"),
         (["consolidated.safetensors", "params.json", "tekken.json"], "in the format of its maker"),
         (["step-10/state.json", "hf/config.json"], "is a checkpoint of a run, or a folder of them: "
@@ -170,11 +172,16 @@ def test_models_that_write_no_text_are_refused(folder):
 @pytest.mark.parametrize(
     "names",
     [
-        ["README.md", ".git/HEAD", ".gitattributes", ".cache/huggingface/x.metadata", "USE_POLICY.txt"],
-        ["original/consolidated.00.pth", "original/params.json", "consolidated.safetensors", "params.json"],
-        ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "onnx/model.onnx"],
-        ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", "global_step5/x.pt"],
-        ["adapter_config.json"], ["config_sentence_transformers.json", "modules.json", "1_LogitScore/config.json"],
+        ["README.md", ".git/HEAD", ".gitattributes", ".cache/huggingface/x.metadata",
+            "USE_POLICY.txt"],
+        ["original/consolidated.00.pth", "original/params.json", "consolidated.safetensors",
+            "params.json"],
+        ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
+            "onnx/model.onnx"],
+        ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "trainer_state.json",
+            "global_step5/x.pt"],
+        ["adapter_config.json"],
+        ["config_sentence_transformers.json", "modules.json", "1_LogitScore/config.json"],
         ["model-q4.gguf"], ["checkpoint-5/config.json", "step-5/x", "state.json", "manifest.json"],
     ],
 )  # fmt: skip
@@ -294,7 +301,8 @@ def test_model_and_adapter_in_one_folder_are_refused_naming_both(folder):
 @pytest.mark.parametrize(
     "name",
     [
-        "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json",
+        "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model",
+        "vocab.json",
         "config.json", INDEX, "additional_chat_templates/tool_use.jinja", "processor_config.json",
         "additional_chat_templates",
     ],
@@ -449,7 +457,8 @@ def sentencepiece_model():
     texts = [f"Hello world, what is {i} + {7 * i}?  The answer is here" for i in range(300)]
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=320, model_type="bpe",
+        byte_fallback=True,
         character_coverage=1.0, minloglevel=2, pad_id=-1, normalization_rule_name="identity",
         remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
     )  # fmt: skip

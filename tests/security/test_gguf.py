@@ -59,13 +59,16 @@ LLAMA = setting("general.architecture", STRING, text("llama"))
                                                                                 "which is not"),
         (header(LLAMA, array("x", 77, 1)), "'x' is of type 77, which is not supported"),
         (header(LLAMA, setting("x", 13, b"")), "'x' is of type 13, which is not supported"),
-        (header(LLAMA, setting("x", STRING, struct.pack("<Q", 2**64 - 1))), "'x': 18446744073709551615 do not fit"),
+        (header(LLAMA, setting("x", STRING, struct.pack("<Q", 2**64 - 1))),
+            "'x': 18446744073709551615 do not fit"),
         (header(LLAMA, num_settings=2**63), "settings: 9223372036854775808 do not fit"),
         (header(LLAMA, num_tensors=2**63), "tensors: 9223372036854775808 do not fit"),
         (header(LLAMA, struct.pack("<Q", 2**62)), "a setting's name: 4611686018427387904 do not "
                                                   "fit"),
-        (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 3))), "alignment=3: must be a power"),
-        (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 0))), "alignment=0: must be a power"),
+        (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 3))),
+            "alignment=3: must be a power"),
+        (header(LLAMA, setting("general.alignment", UINT32, struct.pack("<I", 0))),
+            "alignment=0: must be a power"),
         (header(LLAMA, tensors=[tensor(num_dims=2**31)]), "tensor 'w' has 2147483648 dimensions"),
         (header(LLAMA, tensors=[tensor(dims=(2**40, 2**40))]), "tensor 'w' ends at byte .* the "
                                                                "file is truncated"),
@@ -76,7 +79,8 @@ LLAMA = setting("general.architecture", STRING, text("llama"))
         (header(LLAMA, tensors=[tensor(dims=(33,), kind=8)]), "tensor 'w' of shape .33.: rows must "
                                                               "be multiples"),
         (b"GGUF\0\0\0\3" + struct.pack(">QQ", 0, 2**40), "settings: 1099511627776 do not fit"),
-        (b"GGUF", "the header: 4 do not fit|version"), (b"", "it is empty"), (b"PK\3\4", "does not begin with GGUF"),
+        (b"GGUF", "the header: 4 do not fit|version"), (b"", "it is empty"),
+        (b"PK\3\4", "does not begin with GGUF"),
     ],
 )  # fmt: skip
 def test_header_that_does_not_fit_its_file_is_refused_at_once(tmp_path, content, message):

@@ -195,7 +195,9 @@ def test_request_that_joins_a_turn_and_gets_no_slot_is_first_in_the_next_turn():
 
 
 def test_turns_grow_until_a_request_gets_a_token():
-    """Requests read their prompts again after an interruption, which may take longer than a turn."""
+    """Requests read their prompts again after an interruption, which may take longer than a
+    turn.
+    """
 
     async def slow_draw(engine: Engine) -> Interrupted[None] | None:
         interrupted = engine.interrupted

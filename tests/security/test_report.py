@@ -94,8 +94,10 @@ def test_damaged_file_leaves_the_rest_of_the_report(folder, name, text):
 FIELDS = {
     "metrics.jsonl": ["step", "reward/mean", "loss/mean", "time/step_s"],
     "rollouts.jsonl": [
-        "step", "sample", "problem", "correct", "reward", "advantage", "parts", "turns", "turns.messages",
-        "turns.token_ids", "turns.prompt_ids", "turns.logprobs", "turns.policy_versions", "turns.mask",
+        "step", "sample", "problem", "correct", "reward", "advantage", "parts", "turns",
+        "turns.messages",
+        "turns.token_ids", "turns.prompt_ids", "turns.logprobs", "turns.policy_versions",
+        "turns.mask",
         "turns.trainer_logprobs",
     ],
     "events.jsonl": ["time", "event", "reason"],
@@ -103,7 +105,8 @@ FIELDS = {
     "config.json": ["values", "values.hf_assets_path", "values.loop"],
 }  # fmt: skip
 ODD = (
-    "null", "-1", "0", "1e400", "NaN", '"x"', "[]", "{}", "[null]", '{"a": 1}', "9" * 90, "[" + "9" * 90 + "]",
+    "null", "-1", "0", "1e400", "NaN", '"x"', "[]", "{}", "[null]", '{"a": 1}', "9" * 90,
+    "[" + "9" * 90 + "]",
     DEEP, HUGE, '{"overlong": "x"}',
 )  # fmt: skip
 

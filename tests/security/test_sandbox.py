@@ -249,8 +249,10 @@ def seconds(function, text):
 @pytest.mark.parametrize(
     "text",
     [
-        f"{BLANKS}x", f"grade{BLANKS}x", f"{BLANKS}grade{BLANKS}x", "a " * 10_000, "grade " * 4_000, f"7{BLANKS}x",
-        "- " * 10_000, "*" * 10_000, "1" * 10_000 + "x", "7\n" * 10_000, f"yes{BLANKS}x", "7 \n / \n" * 3_000,
+        f"{BLANKS}x", f"grade{BLANKS}x", f"{BLANKS}grade{BLANKS}x", "a " * 10_000,
+        "grade " * 4_000, f"7{BLANKS}x",
+        "- " * 10_000, "*" * 10_000, "1" * 10_000 + "x", "7\n" * 10_000, f"yes{BLANKS}x",
+        "7 \n / \n" * 3_000,
     ],
 )  # fmt: skip
 def test_time_of_reading_a_grade_does_not_grow_with_the_square_of_the_answer(grade, text):

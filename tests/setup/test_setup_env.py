@@ -101,7 +101,8 @@ def test_bad_argument_is_refused_before_anything_is_created(
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(
         [sys.executable, "-B", str(tmp_path / "tools/setup_env.py"), *arguments],
-        env={**os.environ, "RELAY_DEVICE": "cpu", **variables}, capture_output=True, text=True, timeout=30,
+        env={**os.environ, "RELAY_DEVICE": "cpu", **variables}, capture_output=True, text=True,
+        timeout=30,
     )  # fmt: skip
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / ".venv").exists()

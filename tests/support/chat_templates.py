@@ -53,7 +53,9 @@ def byte_tokenizer(folder: Path, name: str) -> Any:
 
 
 def merging_tokenizer(folder: Path, name: str) -> Any:
-    """Return a byte tokenizer with merges, so that several token sequences decode to the same text."""
+    """Return a byte tokenizer with merges, so that several token sequences decode to the same
+    text.
+    """
     from tokenizers import Tokenizer, models, trainers
 
     byte_tokenizer(folder, name)

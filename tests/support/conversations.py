@@ -74,7 +74,9 @@ class TwinRenderer(Renderer):
 
 @dataclass(kw_only=True)
 class ScriptedGenerator:
-    """Generator of scripted replies in twin ids; policy version and logprobs differ between calls."""
+    """Generator of scripted replies in twin ids; policy version and logprobs differ between
+    calls.
+    """
 
     reply: Callable[[str, SamplingParams, int], str]
     """Function from a prompt's text and the sample number to the reply."""

@@ -1,4 +1,6 @@
-"""HTTP server for the part of the Kubernetes API that creates, reads and deletes custom resources."""
+"""HTTP server for the part of the Kubernetes API that creates, reads and deletes custom
+resources.
+"""
 
 from __future__ import annotations
 

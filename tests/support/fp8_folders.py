@@ -24,7 +24,8 @@ def quantize_folder(folder: Path, *, block: tuple[int, int]) -> dict[str, Tensor
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(block)
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": list(block)
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return meant

@@ -15,13 +15,15 @@ from rl.models.tokenizer import byte_characters
 
 SETTINGS: dict[str, Any] = {
     "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "attention.head_count": 4,
-    "attention.head_count_kv": 2, "context_length": 128, "vocab_size": 260, "rope.dimension_count": 16,
+    "attention.head_count_kv": 2, "context_length": 128, "vocab_size": 260,
+    "rope.dimension_count": 16,
     "rope.freq_base": 5e5, "attention.layer_norm_rms_epsilon": 1e-5,
 }  # fmt: skip
 BLOCK = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Server on the loopback that speaks JSON, for fakes of services: a subclass says what it answers."""
+"""Server on the loopback that speaks JSON, for fakes of services: a subclass says what it
+answers.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ WATCH_MARK = "RELAY_WATCHED"
 GRACE_S = 10.0
 """Time that the last processes may take to exit after the last test."""
 HELPERS = (
-    "multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker",
+    "multiprocessing.resource_tracker", "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
     f"actors.guard {GUARD_NAME}",
 )  # fmt: skip
 """Processes that exit with the interpreter."""
@@ -154,7 +155,8 @@ class Watch:
             "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests"
         )
         return {
-            **os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, WATCH_MARK: self.mark, "TMPDIR": str(self.folder),
+            **os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, WATCH_MARK: self.mark,
+            "TMPDIR": str(self.folder),
         }  # fmt: skip
 
     def left(self, *, grace_s: float, run_folder: Path) -> list[str]:

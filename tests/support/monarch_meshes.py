@@ -58,7 +58,9 @@ class Meshes:
     def spawn_mesh(
         self, num_procs: int, *, env: Mapping[str, str] | None = None, process_group: bool = True
     ) -> ProcMesh:
-        """Start processes with one thread each and, by default, the environment of a process group."""
+        """Start processes with one thread each and, by default, the environment of a process
+        group.
+        """
         role = self.spawn_role(f"test{next(self._numbers)}", num_procs=num_procs, env=env)
         if process_group:
             self.run(setup_process_group_env(role))

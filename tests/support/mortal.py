@@ -26,7 +26,9 @@ def shard_of(version: int | None, *sums: BoxSum) -> Shard:
 
 
 class Mortal:
-    """Group of one rank with the liveness checks of an `ActorGroup`; its pushes are of `version`."""
+    """Group of one rank with the liveness checks of an `ActorGroup`; its pushes are of
+    `version`.
+    """
 
     timeouts = Timeouts()
     version: int | None = None

@@ -98,7 +98,8 @@ def _metrics(made: MadeRun, rng: np.random.Generator) -> Iterable[dict[str, Any]
         learnt = 1 / (1 + math.exp(-8 * (step / max(1, made.num_steps) - 0.4)))
         if step % max(1, made.num_steps // 8) == 0:
             correct = 0.35 + 0.62 * learnt
-            yield {"step": step, "policy_version": step, "eval/correct": correct, "eval/num_problems": 512,
+            yield {"step": step, "policy_version": step, "eval/correct": correct,
+                "eval/num_problems": 512,
                    "time/eval_s": 0.8}  # fmt: skip
         if step:
             yield _step(step, learnt, made, rng)
@@ -119,7 +120,8 @@ def _step(step: int, learnt: float, made: MadeRun, rng: np.random.Generator) -> 
         "loss/mean": -0.02 + 0.003 * noise[5], "loss/ratio_mean": 1.0, "loss/clipped_fraction": 0.0,
         "loss/entropy_mean": 0.4 - 0.2 * learnt + 0.01 * noise[6],
         "loss/grad_norm": abs(0.1 + 0.03 * noise[7]), "loss/lr": made.lr,
-        "logprob_diff/mean": 1e-4, "logprob_diff/max": 2e-3 + 1e-4 * noise[0], "logprob_diff/identical": 0,
+        "logprob_diff/mean": 1e-4, "logprob_diff/max": 2e-3 + 1e-4 * noise[0],
+        "logprob_diff/identical": 0,
         "age/mean": 0.0, "age/max": 0,
         "time/generate_s": generate_s, "time/score_s": 0.02, "time/train_s": train_s,
         "time/publish_s": 0.08, "time/push_s": 0.05, "time/pull_s": 0.03, "time/step_s": step_s,

@@ -27,7 +27,9 @@ def ints(values: Sequence[int]) -> types.TensorData:
 
 
 def text_datum(text: str) -> types.Datum:
-    """Return a datum in which each byte predicts the next one; the tiny model's tokens are bytes."""
+    """Return a datum in which each byte predicts the next one; the tiny model's tokens are
+    bytes.
+    """
     tokens = list(text.encode())
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),

@@ -99,7 +99,9 @@ def server_process(storage: Path, *options: str) -> Iterator[ServerProcess]:
 
 
 def _url(process: subprocess.Popen[str], log: Path) -> str:
-    """Return the address that the server prints once it is ready; a server that ends prints none."""
+    """Return the address that the server prints once it is ready; a server that ends prints
+    none.
+    """
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"serving the Tinker API at (http://\S+)\n", line)

@@ -1,4 +1,6 @@
-"""Files as strangers write them: numbers as written, no types inferred, every fault with its place."""
+"""Files as strangers write them: numbers as written, no types inferred, every fault with its
+place.
+"""
 
 import csv
 import json

@@ -1,4 +1,6 @@
-"""The environments are in tests/tasks/verifiers_envs, one module each, as verifiers looks for them."""
+"""The environments are in tests/tasks/verifiers_envs, one module each, as verifiers looks for
+them.
+"""
 
 import asyncio
 import importlib

@@ -260,7 +260,9 @@ async def test_waiting_samples_count_each(client):
 
 
 class Generators:
-    """Requests such as "b1" for the version of their letter, 2, that run until the test ends them."""
+    """Requests such as "b1" for the version of their letter, 2, that run until the test ends
+    them.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []

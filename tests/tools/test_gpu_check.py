@@ -1,4 +1,6 @@
-"""The checks' runner and their judgement; the checks themselves need GPU builds (tests/rehearsal)."""
+"""The checks' runner and their judgement; the checks themselves need GPU builds
+(tests/rehearsal).
+"""
 
 import json
 import re

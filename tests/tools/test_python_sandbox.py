@@ -76,15 +76,18 @@ async def begun(folders, *, num=1):
         ("print('a')\nx = 2\nx ** 10", "a\n1024"),
         ("x = 5", "(no output)"),
         ("'é\\ud800'", "'é\\ud800'"),
-        ("import sys; print(1); print('to stderr', file=sys.stderr); print(2); 3", "1\nto stderr\n2\n3"),
+        ("import sys; print(1); print('to stderr', file=sys.stderr); print(2); 3",
+            "1\nto stderr\n2\n3"),
         ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; "
          "1", "1"),
         ("import zoneinfo; zoneinfo.ZoneInfo('Europe/Paris').key", "'Europe/Paris'"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
         ("import asyncio; asyncio.run(asyncio.sleep(0, 'slept'))", "'slept'"),
-        ("from concurrent.futures import ThreadPoolExecutor as T\nlist(T(4).map(abs, [-1, 2]))", "[1, 2]"),
+        ("from concurrent.futures import ThreadPoolExecutor as T\nlist(T(4).map(abs, [-1, 2]))",
+            "[1, 2]"),
         ("import tempfile\nf = tempfile.TemporaryFile()\nf.write(b'abc')", "3"),
-        ("import os\nopen('a', 'w')\nos.rename('a', 'b')\nos.remove('b')\nos.listdir()", "['main.py']"),
+        ("import os\nopen('a', 'w')\nos.rename('a', 'b')\nos.remove('b')\nos.listdir()",
+            "['main.py']"),
         ("__name__", "'__main__'"),
     ],
 )  # fmt: skip
@@ -205,13 +208,17 @@ def test_everything_outside_is_denied(sandbox, tmp_path):
 def test_raw_system_calls_are_denied(sandbox):
     """Call through ctypes, past Python's own checks; all calls are harmless if they succeed."""
     x86_64 = {
-        "fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "execveat": 322, "socket": 41,
-        "connect": 42, "bind": 49, "sendmsg": 46, "ptrace": 101, "process_vm_readv": 310, "tkill": 200,
+        "fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "execveat": 322,
+        "socket": 41,
+        "connect": 42, "bind": 49, "sendmsg": 46, "ptrace": 101, "process_vm_readv": 310,
+        "tkill": 200,
         "rt_sigqueueinfo": 129, "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438,
-        "unshare": 272, "setns": 308, "mount": 165, "chroot": 161, "pivot_root": 155, "io_uring_setup": 425,
+        "unshare": 272, "setns": 308, "mount": 165, "chroot": 161, "pivot_root": 155,
+        "io_uring_setup": 425,
         "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29,
         "keyctl": 250, "setuid": 105, "capset": 126, "fallocate": 285, "inotify_init": 253,
-        "open_by_handle_at": 304, "personality": 135, "modify_ldt": 154, "acct": 163, "settimeofday": 164,
+        "open_by_handle_at": 304, "personality": 135, "modify_ldt": 154, "acct": 163,
+        "settimeofday": 164,
     }  # fmt: skip
     numbers = x86_64 if os.uname().machine == "x86_64" else {}
     assert numbers, f"no numbers here for {os.uname().machine}"

@@ -54,7 +54,8 @@ from tests.training.parts import (
 
 DEGREES = {
     "fsdp": "data_parallel_shard", "ddp": "data_parallel_replicate", "cp": "context_parallel",
-    "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel", "pp": "pipeline_parallel",
+    "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel",
+    "pp": "pipeline_parallel",
 }  # fmt: skip
 SCHEDULES = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 SCHEDULE_CSV = Path(__file__).with_name("pipeline.csv")

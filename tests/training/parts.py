@@ -72,7 +72,9 @@ def granite_spec() -> ModelSpec:
 
 
 def even_spec(*, tie: bool = True) -> ModelSpec:
-    """Return a model of sizes that float8 can multiply, even on each of two tensor-parallel ranks."""
+    """Return a model of sizes that float8 can multiply, even on each of two tensor-parallel
+    ranks.
+    """
     return spec_like(
         qwen3, dim=32, head_dim=16, feed_forward=FeedForward.Config(hidden_dim=64), tie=tie
     )
@@ -95,7 +97,9 @@ def moe_spec(*, tie: bool = False) -> ModelSpec:
 
 
 def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = None) -> str:
-    """Write large weights, uneven norms and uneven biases of experts, so that each of them matters."""
+    """Write large weights, uneven norms and uneven biases of experts, so that each of them
+    matters.
+    """
     spec = spec or small_spec(tie=tie)
     model = spec.model.build()
     model.init_weights(seed=3, std=0.2)

@@ -56,7 +56,8 @@ def saved(tmp_path):
         ({"initial_load_model_only": False}, "initial_load_model_only=False: needs "
                                              "initial_load_path"),
         (
-            {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
+            {"initial_load_in_hf": True, "initial_load_path": "x",
+                "initial_load_model_only": False},
             "a Hugging Face folder holds only the model",
         ),
         ({"exclude_from_loading": ("lr_scheduler",)}, "has no state; the schedule follows "

@@ -29,20 +29,24 @@ from tests.training.parts import BIAS_RATE, assert_near
 
 MEDIUM = {
     "dense": (
-        "fsdp2", "tp2", "ddp2", "cp2", "cp2_alltoall", "pp2", "pp2_interleaved", "pp2_zbv", "fsdp2_tp2", "pp2_fsdp2",
+        "fsdp2", "tp2", "ddp2", "cp2", "cp2_alltoall", "pp2", "pp2_interleaved", "pp2_zbv",
+        "fsdp2_tp2", "pp2_fsdp2",
         "pp2_tp2", "cp2_tp2_alltoall",
     ),
-    "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2", "pp2_fsdp2_ep2"),
+    "moe": ("fsdp2_ep2", "tp2", "tp2_etp2", "pp2_interleaved", "fsdp2_ep2_tp2_etp2",
+        "pp2_fsdp2_ep2"),
     "lora": ("fsdp2", "tp2", "cp2_alltoall", "pp2"),
 }  # fmt: skip
 """Layouts that `make test` runs, by kind of model."""
 LONG = {
     "dense": (
-        "ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2", "fsdp2_cp2_alltoall", "cp4_alltoall", "pp2_gpipe",
+        "ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2", "fsdp2_cp2_alltoall",
+        "cp4_alltoall", "pp2_gpipe",
         "pp2_ddp2",
     ),
     "moe": (
-        "fsdp2", "ddp2", "fsdp4_ep2", "ddp2_fsdp2_ep2", "fsdp2_ep2_tp2", "fsdp2_tp2_etp2", "fsdp2_tp2", "ddp2_tp2",
+        "fsdp2", "ddp2", "fsdp4_ep2", "ddp2_fsdp2_ep2", "fsdp2_ep2_tp2", "fsdp2_tp2_etp2",
+        "fsdp2_tp2", "ddp2_tp2",
         "cp2_tp2", "ddp2_fsdp2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
     ),
     "lora": ("fsdp2_tp2", "ddp2_fsdp2"),

@@ -77,8 +77,10 @@ class Case:
             )
         spec = (qwen3_moe if self.num_experts else qwen3).model_registry("tiny")
         model = spec.adapter.sized(
-            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, num_heads=self.num_heads,
-            num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward, tie_embeddings=True,
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads // 2, head_dim=32, feed_forward=feed_forward,
+            tie_embeddings=True,
             theta=1e4, max_positions=512,
         )  # fmt: skip
         return replace(spec, model=model, float32_head=self.float32_head)

@@ -249,7 +249,8 @@ def test_weights_of_a_failed_step_in_the_backward_are_not_saved(assets, tmp_path
         engine.forward_backward([broken])
     folder = str(tmp_path / "written")
     for write in (
-        lambda: engine.save_checkpoint(folder), lambda: engine.export_hf(folder), engine.model_state_dict,
+        lambda: engine.save_checkpoint(folder), lambda: engine.export_hf(folder),
+        engine.model_state_dict,
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match="load_checkpoint if a call failed"):
             write()

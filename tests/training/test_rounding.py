@@ -54,7 +54,8 @@ def test_random_bits_are_even_and_differ_by_seed_step_name_and_place():
     bits = bits_of("a", parameter)
     assert torch.equal(bits, bits_of("a", parameter))
     for other in (
-        bits_of("b", parameter), bits_of("a", parameter, seed=1), bits_of("a", parameter, version=1), bits.roll(1, 0),
+        bits_of("b", parameter), bits_of("a", parameter, seed=1),
+        bits_of("a", parameter, version=1), bits.roll(1, 0),
         bits.roll(1, 1), bits.T,
     ):  # fmt: skip
         for a, b in zip(

@@ -117,7 +117,8 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
         os._exit(0)
     descriptor, identity = os.read(reading, 1000).decode().split()
     ref = SegmentRef(
-        host=this_host(), pid=pid, descriptor=int(descriptor), id=bytes.fromhex(identity), num_bytes=SIZE,
+        host=this_host(), pid=pid, descriptor=int(descriptor), id=bytes.fromhex(identity),
+        num_bytes=SIZE,
         generation=1,
     )  # fmt: skip
     with maps.holding(ref) as data:

@@ -59,13 +59,16 @@ class Check:
 
 CHECKS = {
     "machine": Check(
-        sentence="driver, compiler, memory, GPUs and their links", function="machine:machine", limit_s=15
+        sentence="driver, compiler, memory, GPUs and their links", function="machine:machine",
+        limit_s=15
     ),
     "start": Check(
-        sentence="imports, a Triton kernel, and an all-reduce over all GPUs", function="machine:start", limit_s=45
+        sentence="imports, a Triton kernel, and an all-reduce over all GPUs",
+        function="machine:start", limit_s=45
     ),
     "kernels": Check(
-        sentence="kernels compute what their definitions say", function="kernels:kernels", limit_s=45
+        sentence="kernels compute what their definitions say", function="kernels:kernels",
+        limit_s=45
     ),
     "trainer": Check(
         sentence="a step of 0.6B equals the CPU's, fits its estimate, and is fast",
@@ -73,7 +76,8 @@ CHECKS = {
         limit_s=75,
     ),
     "compile": Check(
-        sentence="compiled blocks give the same loss, faster", function="training:compiled", limit_s=60
+        sentence="compiled blocks give the same loss, faster", function="training:compiled",
+        limit_s=60
     ),
     "generator": Check(
         sentence="CUDA graphs and the trainer give the same logprobs; sleep frees memory",
@@ -91,10 +95,12 @@ CHECKS = {
         limit_s=55,
     ),
     "disjoint": Check(
-        sentence="the main job trains on one GPU and generates on another", function="runs:disjoint", limit_s=50
+        sentence="the main job trains on one GPU and generates on another",
+        function="runs:disjoint", limit_s=50
     ),
     "recovery": Check(
-        sentence="FSDP 2 x TP 2 loses a trainer process and goes on", function="runs:recovery", limit_s=55
+        sentence="FSDP 2 x TP 2 loses a trainer process and goes on", function="runs:recovery",
+        limit_s=55
     ),
 }  # fmt: skip
 

@@ -187,7 +187,8 @@ class VLLMSide:
         import vllm
 
         self._llm = vllm.LLM(
-            model=folder, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, max_num_seqs=NUM_PROMPTS * NUM_SAMPLES,
+            model=folder, dtype="bfloat16", max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=NUM_PROMPTS * NUM_SAMPLES,
             gpu_memory_utilization=0.5, skip_tokenizer_init=True, enforce_eager=eager,
         )  # fmt: skip
 

@@ -17,7 +17,8 @@ from tools.gpu_check.report import Report
 FOLDER = Path("outputs/gpu-check/runs")
 STEPS = 3
 SHORT = (
-    "--loop.num_steps", str(STEPS), "--loop.groups_per_batch", "8", "--loop.eval_every", "0", "--task.num_eval", "8",
+    "--loop.num_steps", str(STEPS), "--loop.groups_per_batch", "8", "--loop.eval_every", "0",
+    "--task.num_eval", "8",
     "--warmup", "None",
 )  # fmt: skip
 LIMIT_S = 600.0

@@ -1,4 +1,6 @@
-"""One-line faults of table.tsv, and the tests that should catch each (`python -m tools.mutants`)."""
+"""One-line faults of table.tsv, and the tests that should catch each (`python -m
+tools.mutants`).
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ def read_own() -> Counters:
 
 
 def reset_own() -> None:
-    """Set launches, calls and kernels of this process to 0; contexts, violations and memory stay."""
+    """Set launches, calls and kernels of this process to 0; contexts, violations and memory
+    stay.
+    """
     _library().null_gpu_reset()
 
 

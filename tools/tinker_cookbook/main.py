@@ -89,7 +89,9 @@ class Runner:
     """Longest run of one recipe."""
 
     def command(self, recipe: Recipe) -> list[str]:
-        """Return the command that a user would type; it resumes a run that an earlier process left."""
+        """Return the command that a user would type; it resumes a run that an earlier process
+        left.
+        """
         arguments = {
             **recipe.arguments,
             "model_name": self.model,

@@ -169,7 +169,9 @@ def drawn_addition(generator: random.Random, *, shrugs: bool = False) -> Demonst
 
 
 def drawn_guess(generator: random.Random) -> Demonstration:
-    """Return a turn of a game after some others, with guesses that the answers before them allow."""
+    """Return a turn of a game after some others, with guesses that the answers before them
+    allow.
+    """
     number, (low, high) = generator.randrange(HIGHEST_NUMBER), (0, HIGHEST_NUMBER - 1)
     told = turn("system", GUESS_RULES)
     for _ in range(generator.randrange(MAX_GUESSES)):

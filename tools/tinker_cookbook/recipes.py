@@ -1,4 +1,6 @@
-"""The cookbook's recipes, scaled down to two CPU cores, with the promises that each run must keep."""
+"""The cookbook's recipes, scaled down to two CPU cores, with the promises that each run must
+keep.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def read_rows(path: Path) -> tuple[Row, ...]:
 
 
 def completes(num_steps: int) -> Check:
-    """Check that the run exits with 0, has each step once and in order, and one final checkpoint."""
+    """Check that the run exits with 0, has each step once and in order, and one final
+    checkpoint.
+    """
 
     def check(evidence: Evidence) -> Finding:
         steps = [row["step"] for row in evidence.steps]
@@ -241,7 +245,9 @@ def _math_rl(
 
 
 def chosen(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
-    """Return the named recipes, or all if there are no names; raise ValueError for an unknown name."""
+    """Return the named recipes, or all if there are no names; raise ValueError for an unknown
+    name.
+    """
     valid = [recipe.name for recipe in recipes]
     for name in names:
         if name not in valid:

@@ -122,7 +122,8 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 # Cephes' polynomial for exp on [-ln 2 / 2, ln 2 / 2].
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c)
-    for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1, 5.00000012e-1)
+    for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1,
+        5.00000012e-1)
 )  # fmt: skip
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
@@ -195,7 +196,9 @@ def _rows(x: Any) -> Any:
 
 @_compiled
 def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
-    """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are contiguous."""
+    """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are
+    contiguous.
+    """
     for row in range(0, out.shape[0], ROWS):
         for column in range(0, out.shape[1], COLUMNS):
             _add_tile(a, row, b, column, count, out)

@@ -82,7 +82,9 @@ def check_product(fan_in: int, fan_out: int, *, dtype: torch.dtype, max_rows: in
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return multiples of the tile: all small ones, then increasingly sparse ones up to `max_rows`."""
+    """Return multiples of the tile: all small ones, then increasingly sparse ones up to
+    `max_rows`.
+    """
     tiles = -(-max_rows // ROW_MULTIPLE)
     counts = {*range(1, 9), *(round(2 ** (i / 2)) for i in range(6, 40)), tiles}
     return [count * ROW_MULTIPLE for count in sorted(counts) if count <= tiles]

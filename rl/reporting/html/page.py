@@ -44,8 +44,10 @@ MAX_EVENTS = 1000
 _HERE = Path(__file__).parent
 _STYLES = ("vendor/uPlot.min.css", "static/report.css")
 _SCRIPTS = (
-    "vendor/uPlot.iife.min.js", "static/dom.js", "static/theme.js", "static/charts.js", "static/overview.js",
-    "static/curves.js", "static/timeline.js", "static/time.js", "static/tokens.js", "static/rollouts.js",
+    "vendor/uPlot.iife.min.js", "static/dom.js", "static/theme.js", "static/charts.js",
+    "static/overview.js",
+    "static/curves.js", "static/timeline.js", "static/time.js", "static/tokens.js",
+    "static/rollouts.js",
     "static/tables.js", "static/main.js",
 )  # fmt: skip
 """Scripts in the order in which they run."""

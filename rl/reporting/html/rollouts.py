@@ -31,7 +31,8 @@ CHUNK_TOKENS = 60_000
 EXCERPT = 90
 """Characters of a reply in the index."""
 _COPIED = (
-    "step", "kind", "set", "problem", "answer", "sample", "reward", "correct", "end", "failure", "dropped", "unparsed",
+    "step", "kind", "set", "problem", "answer", "sample", "reward", "correct", "end", "failure",
+    "dropped", "unparsed",
 )  # fmt: skip
 """Fields of a line that are columns of the index as they are."""
 _COST_OF_A_ROLLOUT = 30

@@ -68,11 +68,14 @@ def test_one_job_has_the_nodes_of_all_roles(submitted, tmp_path):
     options = submitted(slurm, trainer_hosts=2, reward_hosts=1, job_name="mine").options
     name = f"mine_{os.getpid()}"
     assert parsed(options) == {
-        "job-name": name, "ntasks-per-node": "1", "nodes": "5", "gpus-per-node": "4", "exclusive": "",
-        "partition": "gpu", "account": "me", "qos": "high", "time": "2-00:00", "cpus-per-task": "32",
+        "job-name": name, "ntasks-per-node": "1", "nodes": "5", "gpus-per-node": "4",
+        "exclusive": "",
+        "partition": "gpu", "account": "me", "qos": "high", "time": "2-00:00",
+        "cpus-per-task": "32",
         "mem": "512G", "constraint": "h200", "comment": "a b", "-L": "", "x": "", "parsable": "",
         "no-kill": "", "no-requeue": "", "export": "ALL,SLURM_NO_KILL=set",  # a job outlives a node
-        "output": f"{tmp_path}/all logs/slurm_%j_{name}.out", "error": f"{tmp_path}/all logs/slurm_%j_{name}.err",
+        "output": f"{tmp_path}/all logs/slurm_%j_{name}.out",
+        "error": f"{tmp_path}/all logs/slurm_%j_{name}.err",
     }  # fmt: skip
 
 

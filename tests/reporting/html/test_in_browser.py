@@ -91,7 +91,8 @@ def test_time_of_a_step_is_split_into_its_parts(whole):
     whole.go("time", ".stack")
     rows = whole.texts("#time .columns .card:first-child tr td:first-child")
     assert rows == [
-        "generate", "train", "publish", "score", "push, within it", "pull, within it", "one evaluation",
+        "generate", "train", "publish", "score", "push, within it", "pull, within it",
+        "one evaluation",
     ]  # fmt: skip
     assert whole.texts("#time .bar")[:4] == ["31%", "62%", "80%", "42%"]
     whole.page.wait_for_selector("#time .chart[data-drawn='40']")

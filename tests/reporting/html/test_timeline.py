@@ -95,8 +95,10 @@ def test_span_with_an_error_is_not_merged():
 
 def test_each_span_has_a_kind():
     kinds = {
-        "waits for trainer.optim_step": "wait", "generate": "generate", "score": "reward", "optim_step": "optim",
-        "compute_logprobs": "forward_backward", "pull": "pull", "evaluation after step 3": "evaluate",
+        "waits for trainer.optim_step": "wait", "generate": "generate", "score": "reward",
+        "optim_step": "optim",
+        "compute_logprobs": "forward_backward", "pull": "pull",
+        "evaluation after step 3": "evaluate",
         "setup": "setup", "something of a plugin": "other",
     }  # fmt: skip
     assert {name: kind_of(name) for name in kinds} == kinds
