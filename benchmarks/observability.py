@@ -8,7 +8,8 @@ round to round:
 
     off        no spans, no records, no rollouts
     timeline   spans
-    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline) and trackio
+    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline)
+               and trackio
     control    off again: the noise between equal sides
 
 A step ends when all of its output is written. `overhead` is the median over the rounds of a side's
