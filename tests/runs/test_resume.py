@@ -1,4 +1,4 @@
-"""A stopped run that continues with --resume; tests/runs/test_chaos.py has a killed one."""
+"""A stopped run that continues with --resume; tests/runs/test_synchronous.py has a killed one."""
 
 import re
 import signal
