@@ -28,10 +28,9 @@ from typing import Any, Literal
 
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
-from rl.observability.run_files import LOGS
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import LOGS, RunFolder
 from rl.observability.spans import WAITS, ProcessState, read_states
-from rl.observability.stacks import request_stacks
+from rl.observability.stacks import collect_reports, format_reports
 from rl.utils.compat import exit_after
 from rl.utils.files import parse_json, read_regular
 from rl.utils.printing import say, say_error
@@ -64,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         health = examine(folder, expected_s=options.expected_s)
         say(health.text)
-        say(asyncio.run(_stacks(health, folder / LOGS)))
+        stacks = asyncio.run(_report_stacks(health, folder / LOGS))
+        say(f"\n{stacks}" if stacks else "")
     except (ValueError, OSError) as error:
         say_error(f"error: {error}")
         return 2
@@ -205,13 +205,9 @@ def _expected_s(config_json: Path, records: Sequence[dict[str, float]]) -> float
     return SETUP_S
 
 
-async def _stacks(health: RunHealth, logs: Path) -> str:
+async def _report_stacks(health: RunHealth, logs: Path) -> str:
     states = [state for state, how in health.states.items() if how not in ("dead", "ended")]
-    texts = await asyncio.gather(*(request_stacks(state, logs) for state in states))
-    blocks = [
-        f"\n==== {s.name}: {s.describe()}\n{t.rstrip()}" for s, t in zip(states, texts, strict=True)
-    ]
-    return "\n".join(blocks)
+    return format_reports(await collect_reports(states, logs)).rstrip()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

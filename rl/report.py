@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.run_files import REPORT
+from rl.observability.run_folder import REPORT
 from rl.reporting.html.page import write_report
 from rl.utils.compat import exit_after
 from rl.utils.printing import say, say_error

@@ -12,8 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.observability.run_files import TIMELINE
-from rl.observability.run_folder import RunFolder
+from rl.observability.run_folder import TIMELINE, RunFolder
 from rl.observability.timeline import write_timeline
 from rl.utils.compat import exit_after
 from rl.utils.printing import say, say_error

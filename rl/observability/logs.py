@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import TextIO
 
 from rl.utils.errors import optional_write
-from rl.utils.excerpts import shortened
 from rl.utils.files import BoundedFile
-from rl.utils.printing import visible
+from rl.utils.printing import shortened, visible
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.observability.events import read_events
-from rl.observability.run_files import EVENTS
+from rl.observability.run_folder import EVENTS
 from rl.observability.spans import MAX_TIME_S, SPANS_FOLDER, WAITS, read_states
 from rl.utils.files import atomic_write, open_regular, parse_json, previous_file
 

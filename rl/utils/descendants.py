@@ -27,6 +27,8 @@ from typing import NoReturn
 
 import psutil
 
+from rl.utils.compat import exit_at_once
+
 END_S = 5.0
 """Longest time in which killed processes must be gone; only one in an uninterruptible call takes
 longer.
@@ -130,7 +132,7 @@ def _work(work: Callable[[], None], *, guard: int) -> NoReturn:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        exit_at_once(code)
 
 
 def _end_descendants() -> None:
@@ -158,7 +160,7 @@ def _end_like(status: int) -> NoReturn:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(abs(code))
+    exit_at_once(abs(code))
 
 
 def _set_option(option: int, value: int) -> None:

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rl.utils.compat import exit_at_once
+
 NEW_USER, NEW_NET = 0x1000_0000, 0x4000_0000
 """CLONE_NEWUSER and CLONE_NEWNET of <linux/sched.h>."""
 NET_ADMIN, SYS_ADMIN = 1 << 12, 1 << 21
@@ -69,9 +71,9 @@ def _is_permitted() -> bool:
         try:
             _enter()
             make_network()
-            os._exit(0)
+            exit_at_once(0)
         except BaseException:  # noqa: BLE001  (nothing of the parent's program runs in the child)
-            os._exit(1)
+            exit_at_once(1)
     return os.waitpid(child, 0)[1] == 0
 
 

@@ -1,5 +1,6 @@
-"""Text on a terminal: without control characters of others, and without errors when nobody reads
-it.
+"""Text for people: bounded excerpts of foreign texts, and lines on a terminal.
+
+A terminal gets no control characters of others, and nobody who stops reading makes an error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,29 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from typing import TextIO
+
+MAX_SHOWN_CHARS = 2000
+"""Longest excerpt of a foreign text in a message."""
+
+
+def shown(value: object) -> str:
+    """Return a bounded repr of a foreign value for a message."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  (a user's __repr__)
+        text = f"a {type(value).__name__} that has no repr"
+    return shortened(text)
+
+
+def shortened(text: str, *, most: int = MAX_SHOWN_CHARS) -> str:
+    """Return a text of at most `most` characters as it is, of a longer one the beginning and the
+    end.
+    """
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters more) ... {text[-half:]}"
+
 
 _NO_READER = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a pipe whose reader has ended, of a terminal that was closed, and of a closed

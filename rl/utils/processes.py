@@ -1,20 +1,24 @@
-"""Processes of this machine (Linux): identity, random state, compute threads, imports without
+"""Processes of this machine (Linux): identity, signals, random state, compute threads, imports without
 garbage collection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import ctypes
 import gc
 import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -233,3 +237,90 @@ def restore_process_states(states: Mapping[str, Any]) -> None:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's end of the run, and the end of its terminal or ssh session."""
+WAKE_UP = signal.SIGRTMIN + 6
+"""Signal that nobody sends."""
+REPEAT_S = 0.1
+"""Time within which the same signal counts once: `timeout` sends it to the process and to its
+group.
+"""
+
+
+@contextmanager
+def handling_end_signals(
+    on_signal: Callable[[int], None], *, loop: asyncio.AbstractEventLoop
+) -> Iterator[None]:
+    """Handle `END_SIGNALS` in this block, if this is the main thread.
+
+    Signals that were ignored before stay so: SIGINT in a shell's background job, SIGHUP under
+    nohup. The end of a terminal counts once, and not after Ctrl-C, because the kernel and the shell
+    both tell it, and nobody is there to ask for a faster end.
+    """
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    before = {
+        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
+    }
+    if threading.current_thread() is not threading.main_thread():
+        before.clear()
+    last: tuple[int, float] | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now_s, earlier = time.monotonic(), last
+        last = (number, now_s)
+        if earlier is not None:
+            is_repeated = earlier[0] == number and now_s - earlier[1] < REPEAT_S
+            if number == signal.SIGHUP or is_repeated:
+                return
+        on_signal(number)
+
+    for number in before:
+        signal.signal(number, handle)
+    if before:
+        # With any handler of its own the loop wakes up for every signal, also for one that the
+        # kernel gave to another thread of this process.
+        loop.add_signal_handler(WAKE_UP, lambda: None)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(WAKE_UP)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Memory
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""glibc's numbers of two options of `mallopt`."""
+NUM_KERNELS = "128"
+"""Compiled products that oneDNN keeps, of about 1 MB each: several times those of a forward and
+backward. Its default is 1024, and each number of rows needs its own."""
+
+
+def keep_freed_memory() -> None:
+    """Keep the memory that this process frees for its next tensors (glibc only); call it before any
+    product.
+
+    What lives longer leaves holes in it, oneDNN's kernels above all: call `give_back_freed_memory`
+    now and then.
+
+    By default glibc returns large blocks to the kernel, which clears every page of the next tensor
+    as it is first written: a product with a result of 55 MB took 55 ms, of which the product itself
+    was 13 (2 cores of an Intel Xeon with AMX, 2026-11-26).
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_KERNELS)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, -1)
+
+
+def give_back_freed_memory() -> None:
+    """Return the pages that hold nothing to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

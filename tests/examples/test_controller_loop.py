@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from examples.controller_loop import train
-from rl.observability.run_files import read_status
+from rl.observability.run_folder import read_status
 from rl.tasks.sum_digits import SumDigits
 from tests.support.faulty_configs import short
 from tests.support.runs import SHORT, run_to_the_end
