@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.folder).expanduser()
     destination = folder / TIMELINE if options.output is None else Path(options.output).expanduser()
     try:
+        # An OSError is of a disk without room, or of a folder that may not be written.
         num_spans = write_timeline(RunFolder.to_read(folder).logs, destination)
         say(
             f"{destination}: {num_spans:,} spans; open it at https://ui.perfetto.dev or in "

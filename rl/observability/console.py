@@ -70,7 +70,8 @@ class TolerantStream:
 def print_line(text: str, *, stream: TextIO | None = None) -> None:
     """Print a line at once, by default to standard output; a failure is a warning."""
     stream = sys.stdout if stream is None else stream
-    if stream is not None:  # the process may have been started without one
+    # The process may have been started without a standard output.
+    if stream is not None:
         TolerantStream(stream).write(f"{writable(text, stream=stream)}\n")
 
 
@@ -241,6 +242,7 @@ class LiveConsole(Console):
         self._phase: str | None = None
         self._evaluation: Record | None = None
         self._is_running = False
+        # `inf`: the time left is estimated from all steps, not from the last seconds.
         self._progress = Progress(
             BarColumn(bar_width=30),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps,"),
@@ -264,6 +266,7 @@ class LiveConsole(Console):
         self._is_running = True
         stream: Any = TolerantStream(self._stream or sys.stdout)
         console = RichConsole(file=stream)
+        # Lines of other code are redirected to above the table only where they go to a terminal.
         live = Live(
             get_renderable=lambda: self._draw(width=console.width, height=console.height),
             console=console,

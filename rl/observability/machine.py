@@ -90,7 +90,8 @@ def machine_limits(*, dtype: str, num_bytes: int, device: torch.device) -> Machi
             pinned = torch.empty(num_bytes // 4, pin_memory=True)
             host = num_bytes / _measure_least_s(partial(pinned.copy_, source), device)
             del source, target
-            torch.cuda.empty_cache()  # other work needs the memory
+            # Otherwise PyTorch keeps the memory, which other work needs.
+            torch.cuda.empty_cache()
     return MachineLimits(flops_per_s=flops_per_s, memory_bytes_per_s=memory, host_bytes_per_s=host)
 
 
@@ -235,8 +236,9 @@ class LimitSink:
         if "time/step_s" in record:
             shares = self._limits.compute_shares(record)
             version = reduced(record.get("sync/version"))
+            # A step without a sync has the metrics of the latest sync, of an earlier step.
             if version == self._published:
-                shares.pop("limit/sync", None)  # the sync of an earlier step
+                shares.pop("limit/sync", None)
             self._published = version
             record = {**record, **shares}
         for sink in self._sinks:

@@ -88,7 +88,8 @@ def read_status(path: Path) -> Literal["running", "finished"] | None:
         return None
     try:
         content = parse_json(read_regular(path / STATUS))
-    except ValueError:  # cut short by the end of its process
+    except ValueError:
+        # The file was cut short by the end of its process.
         return "running"
     return "finished" if content["status"] == "finished" else "running"
 
@@ -143,7 +144,8 @@ def remove_versions(folder: Path) -> None:
     for version in folder.iterdir():
         if _VERSION.fullmatch(version.name) and not version.is_symlink():
             shutil.rmtree(version, ignore_errors=True)
-    with suppress(OSError):  # it holds something that a person put there
+    # It may hold something that a person put there.
+    with suppress(OSError):
         folder.rmdir()
 
 
@@ -274,7 +276,8 @@ class RunFolder:
 
     def _start(self) -> None:
         for folder in (self.logs, self.checkpoints):
-            if folder.parent == self.path:  # other folders for checkpoints are made by the trainer
+            # Another folder for checkpoints is made by the trainer.
+            if folder.parent == self.path:
                 folder.mkdir(exist_ok=True)
         _write_status(self.path, "running")
 

@@ -37,7 +37,7 @@ from rl.observability.loggers import (
     TrackioLogger,
     WandbConfig,
     WandbLogger,
-    error_hooks_kept,
+    keep_error_hooks,
 )
 from rl.observability.metrics import Record, read_metrics, reduce_record
 from rl.observability.run_folder import LOGS, METRICS, TENSORBOARD
@@ -102,7 +102,7 @@ def check_sinks(config: SinksConfig) -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
-        with error_hooks_kept():
+        with keep_error_hooks():
             wandb.setup(wandb.Settings(silent=True))
             has_key = wandb.login(prompt=False, verify=False)
         if not has_key:
@@ -152,7 +152,8 @@ class QueuedLogger:
         """Wait for the thread, and log what its logger lacks."""
         has_ended = self._thread.stop(timeout_s=timeout_s)
         if not has_ended or self.num_lost:
-            self._has_warned = True  # what its thread reports from now on is no news
+            # What its thread reports from now on is no news.
+            self._has_warned = True
             state = "has not taken everything" if has_ended else "was not done when the run ended"
             logger.warning(
                 "%s %s: it lacks %d records, which are in %s",
@@ -182,7 +183,8 @@ class QueuedLogger:
         self._is_open = True
 
     def _write(self, record: dict[str, float]) -> None:
-        if not self._is_open:  # it failed before
+        # It failed before, or could not be opened.
+        if not self._is_open:
             with suppress(Exception):
                 self._logger.close(failed=True)
             self._open(self._last_step)

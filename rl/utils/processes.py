@@ -1,6 +1,4 @@
-"""Processes of this machine (Linux): identity, signals, random state, compute threads, imports without
-garbage collection.
-"""
+"""Processes of this machine (Linux): identity, signals, memory, compute threads, random state."""
 
 from __future__ import annotations
 
@@ -51,8 +49,9 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def pid_namespace() -> int | None:
-    """Return the number of the namespace in which pids count for this process: a container has its
-    own.
+    """Return the number of the namespace in which pids count for this process.
+
+    A container has a namespace of its own.
     """
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
@@ -60,6 +59,7 @@ def pid_namespace() -> int | None:
 
 
 def is_alive(process: ProcessId) -> bool:
+    """Return whether the process runs; a zombie does not."""
     return identify(process.pid) == process
 
 
@@ -78,30 +78,29 @@ def signal_name(number: int) -> str:
 
 
 def kernel_state(process: ProcessId) -> str | None:
-    """Return the scheduler's state of a process, such as "sleeping" or "stopped", or None if it is
-    dead.
-    """
+    """Return the scheduler's state of a process, such as "sleeping"; None if it is dead."""
     with suppress(psutil.Error):
         state = psutil.Process(process.pid).status()
+        # Looked up afterwards, as the state may be of another process that got the pid.
         return state if is_alive(process) else None
     return None
 
 
 def catches(process: ProcessId, number: int) -> bool:
-    """Return True if the process has a handler for this signal, which would otherwise end the
-    process.
-    """
+    """Return True if the process has a handler for this signal."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    # A mask with a bit for each signal, from 1 on.
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1) and is_alive(process)
 
 
 def writes_to(process: ProcessId, file: os.stat_result) -> bool:
-    """Return whether the process has this file open for writing; raises PermissionError for that of
-    another user.
+    """Return whether the process has this file open for writing.
+
+    Raises PermissionError for a process of another user.
     """
     folder = Path(f"/proc/{process.pid}")
     try:
@@ -109,7 +108,8 @@ def writes_to(process: ProcessId, file: os.stat_result) -> bool:
     except FileNotFoundError:
         return False
     for descriptor in descriptors:
-        with suppress(OSError):  # closed meanwhile
+        # The process may have closed it meanwhile.
+        with suppress(OSError):
             if os.path.samestat(os.stat(folder / "fd" / descriptor), file):
                 _, _, flags = (folder / "fdinfo" / descriptor).read_text().partition("flags:")
                 if int(flags.split()[0], 8) & os.O_ACCMODE != os.O_RDONLY:
@@ -118,16 +118,19 @@ def writes_to(process: ProcessId, file: os.stat_result) -> bool:
 
 
 def leave_signals_to_controller() -> None:
-    """Survive the signals that a terminal or a scheduler sends to every process of a run, in the
-    main thread.
+    """Survive the signals that a terminal or a scheduler sends to every process of a run.
 
-    The controller acts on them: it finishes a step and saves, for which it needs the others.
+    Call it in the main thread. The controller acts on them: it finishes a step and saves, for which
+    it needs the others.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             # A handler, as children would inherit that the signal is ignored.
             signal.signal(number, lambda *_: None)
+
+
+# Garbage collection
 
 
 @contextmanager
@@ -164,18 +167,20 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
+# Compute threads and random states
+
+
 _counting = threading.Lock()
 
 
 def use_threads(count: int) -> None:
-    """Run the PyTorch kernels that the calling thread starts on `count` threads; other threads keep
-    their counts.
+    """Run the PyTorch kernels of the calling thread on `count` threads.
 
-    OpenMP keeps a pool of threads for every thread that has started a parallel kernel. As soon as
-    the pools of a process together have more threads than there are cores, idle threads sleep
-    instead of spinning, and each small kernel waits for them to wake: matrix products of 128 x 128
-    x 512 take 1.7 times as long. So only the computing thread of a process should have a pool; a
-    count of 1 creates none.
+    Other threads keep their counts. OpenMP keeps a pool of threads for every thread that has
+    started a parallel kernel. As soon as the pools of a process together have more threads than
+    there are cores, idle threads sleep instead of spinning, and each small kernel waits for them to
+    wake: matrix products of 128 x 128 x 512 take 1.7 times as long. So only the computing thread of
+    a process should have a pool; a count of 1 creates none.
     """
     import torch
 
@@ -209,9 +214,7 @@ def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) 
 
 
 def process_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and PyTorch; a library that is not imported is left
-    out.
-    """
+    """Return the random states of Python, numpy and PyTorch, if these are imported."""
     states: dict[str, Any] = {"python": random.getstate()}
     # A thread may be importing one of them: then no random number has been drawn from it yet.
     with suppress(AttributeError):
@@ -226,9 +229,7 @@ def process_states() -> dict[str, Any]:
 
 
 def restore_process_states(states: Mapping[str, Any]) -> None:
-    """Set the states that `process_states` returned, for the libraries that are imported in this
-    process.
-    """
+    """Set the states that `process_states` returned, for the libraries that are imported."""
     random.setstate(states["python"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(states["numpy"])
@@ -259,12 +260,13 @@ def handling_end_signals(
     nohup. The end of a terminal counts once, and not after Ctrl-C, because the kernel and the shell
     both tell it, and nobody is there to ask for a faster end.
     """
-    before = {number: signal.getsignal(number) for number in END_SIGNALS}
-    before = {
-        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
-    }
-    if threading.current_thread() is not threading.main_thread():
-        before.clear()
+    before: dict[int, Any] = {}
+    # Python sets handlers in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in END_SIGNALS if is_main else ():
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:
+            before[number] = handler
     last: tuple[int, float] | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -302,17 +304,17 @@ backward. Its default is 1024, and each number of rows needs its own."""
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory that this process frees for its next tensors (glibc only); call it before any
-    product.
+    """Keep the memory that this process frees for its next tensors (glibc only).
 
-    What lives longer leaves holes in it, oneDNN's kernels above all: call `give_back_freed_memory`
-    now and then.
+    Call it before any product. What lives longer leaves holes in it, oneDNN's kernels above all:
+    call `give_back_freed_memory` now and then.
 
     By default glibc returns large blocks to the kernel, which clears every page of the next tensor
     as it is first written: a product with a result of 55 MB took 55 ms, of which the product itself
     was 13 (2 cores of an Intel Xeon with AMX, 2026-11-26).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_KERNELS)
+    # Other C libraries lack these functions.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)

@@ -47,7 +47,7 @@ class WorkerThread:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -75,9 +75,13 @@ class WorkerThread:
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _run_jobs(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
             future, function = job
+            # The caller has been cancelled while the function was waiting.
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -129,6 +133,7 @@ async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | No
             raise
         raise OverdueError(f"{name}: not done after {limit_s:g} s") from error
     finally:
+        # Without a wait: the function may hang, which is why there is a limit.
         thread.stop(timeout_s=0.0)
 
 
