@@ -34,7 +34,7 @@ from rl.observability.stacks import collect_reports, format_reports
 from rl.utils.compat import exit_after
 from rl.utils.files import parse_json, read_regular
 from rl.utils.printing import say, say_error
-from rl.utils.processes import kernel_state
+from rl.utils.processes import read_kernel_state
 
 MIN_EXPECTED_S = 60.0
 EXPECTED_STEPS = 5.0
@@ -169,7 +169,7 @@ def _signal_of(reason: str) -> str | None:
 def _check_liveness(state: ProcessState) -> str:
     if not state.is_here:
         return "elsewhere"
-    activity = kernel_state(state.process)
+    activity = read_kernel_state(state.process)
     if activity is None:
         return "dead"
     return "STOPPED" if "stop" in activity else "alive"
@@ -193,9 +193,9 @@ def _find_problems(
     problems += [f"{name} is stopped by a signal" for name in stopped]
 
     expected = f"expected are at most {expected_s:.0f} s"
-    silent_s = controller.age_s(controller.changed_s)
+    silent_s = controller.get_age_s(controller.changed_s)
     waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
-    waits_s = max((controller.age_s(wait.since_s) for wait in waits), default=0.0)
+    waits_s = max((controller.get_age_s(wait.since_s) for wait in waits), default=0.0)
     if silent_s > expected_s:
         problems.append(
             f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open "

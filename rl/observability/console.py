@@ -20,7 +20,7 @@ from rl.observability.metrics import Record, reduced
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import read_states
 from rl.utils.errors import optional_write
-from rl.utils.printing import visible, writable
+from rl.utils.printing import encode_visible, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +72,7 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     # The process may have been started without a standard output.
     if stream is not None:
-        TolerantStream(stream).write(f"{writable(text, stream=stream)}\n")
+        TolerantStream(stream).write(f"{encode_visible(text, stream=stream)}\n")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import numpy as np
 
 from rl.types import LoopPosition
 from rl.utils.errors import optional_write, writing
-from rl.utils.files import AppendFile, atomic_write, json_lines, previous_file
+from rl.utils.files import AppendFile, atomic_write, get_previous_file, json_lines
 from rl.utils.threads import WRITE_S, run_aside
 
 MetricT = TypeVar("MetricT", bound="Metric")
@@ -308,7 +308,7 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
         UnwrittenError: the disk has no room for the kept lines; the file is unchanged.
     """
     num_kept = _cut(metrics, position)
-    for file in (previous_file(rollouts), rollouts):
+    for file in (get_previous_file(rollouts), rollouts):
         _cut(file, position)
     if position is not None and num_kept < position.num_records:
         logger.warning(
@@ -386,7 +386,7 @@ def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     ):
         steps, values = _select_points(records, name)
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
-        axes.plot(steps, _smooth(values), color=color, linewidth=1.8, label=label)
+        axes.plot(steps, _compute_means(values), color=color, linewidth=1.8, label=label)
 
     # A few points, with chance of a few percent each: not smoothed.
     steps, values = _select_points(records, "eval/correct")
@@ -417,7 +417,7 @@ def _select_points(
     return steps, values
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def _compute_means(values: Sequence[float]) -> list[float]:
     """Return running means over a window of up to a twentieth of the run."""
     width = max(1, len(values) // 20)
     means = []

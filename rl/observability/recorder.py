@@ -39,7 +39,7 @@ from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
 from rl.utils.errors import optional_write
-from rl.utils.files import BoundedFile, json_lines, previous_file
+from rl.utils.files import BoundedFile, get_previous_file, json_lines
 from rl.utils.threads import WRITE_S, OverdueError, run_aside
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Recorder:
         """Return the ids of the rollouts whose tokens `step` will record."""
         if not (self.config.enable and self.config.tokens):
             return []
-        entries = self._choose(_pair_untrained(groups, {}))
+        entries = self._choose(_make_candidates(groups, {}))
         # A failed rollout is recorded too, but has no id, as nothing was trained on it.
         return [entry.id for entry in entries if entry.id is not None]
 
@@ -153,7 +153,7 @@ class Recorder:
     def stopped(self, step: int, batch: Batch) -> None:
         """Record the producer's groups when the run stopped before this step's batch."""
         head = {"step": step, "kind": "pending"}
-        self._record(_pair_untrained(batch.groups, head), step, batch)
+        self._record(_make_candidates(batch.groups, head), step, batch)
 
     def _record(self, groups: Sequence[Candidates], step: int, batch: Batch) -> None:
         dropped: list[Candidates] = []
@@ -261,14 +261,14 @@ class Recorder:
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the rollouts of both files, oldest first, without damaged lines."""
     rollouts: list[dict[str, Any]] = []
-    for part in (previous_file(path), path):
+    for part in (get_previous_file(path), path):
         for _, rollout in json_lines(part):
             if rollout is not None:
                 rollouts.append(rollout)
     return rollouts
 
 
-def _pair_untrained(groups: Iterable[Group], head: Mapping[str, Any]) -> list[Candidates]:
+def _make_candidates(groups: Iterable[Group], head: Mapping[str, Any]) -> list[Candidates]:
     return [(group, (), head) for group in groups]
 
 

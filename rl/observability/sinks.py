@@ -165,11 +165,11 @@ class QueuedLogger:
 
     def _submit(self, job: Callable[..., None], *args: Any) -> None:
         try:
-            self._thread.submit(self._attempt, job, *args)
+            self._thread.submit(self._run_job, job, *args)
         except queue.Full:
             self._warn("hangs or is too slow")
 
-    def _attempt(self, job: Callable[..., None], *args: Any) -> None:
+    def _run_job(self, job: Callable[..., None], *args: Any) -> None:
         """Run a job in the thread. Nobody waits for its result, so its error is reported here."""
         try:
             job(*args)

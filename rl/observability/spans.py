@@ -37,7 +37,7 @@ from rl.config.tree import check_bounds
 from rl.utils.errors import RunError
 from rl.utils.files import BoundedFile, parse_json, read_regular
 from rl.utils.printing import visible
-from rl.utils.processes import ProcessId, identify, pid_namespace
+from rl.utils.processes import ProcessId, get_pid_namespace, identify
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -131,7 +131,7 @@ class SpanRecorder:
                 "host": socket.gethostname(),
                 "pid": process.pid,
                 "start_ticks": process.start_ticks,
-                "pid_namespace": pid_namespace(),
+                "pid_namespace": get_pid_namespace(),
                 "clock_offset_s": self._offset_s,
             }
             self._process = json.dumps(identity)[1:-1]
@@ -186,7 +186,7 @@ class SpanRecorder:
                 # A full disk loses spans, but ends no run.
                 with contextlib.suppress(OSError):
                     self.log.append(
-                        f'{{"ph": "X", "name": {_quote_json(name)}, "ts": {start_us}, "dur": '
+                        f'{{"ph": "X", "name": {_encode_json(name)}, "ts": {start_us}, "dur": '
                         f'{took_us}, "args": {json.dumps(args) if args else "{}"}}}\n'
                     )
 
@@ -204,7 +204,7 @@ class SpanRecorder:
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             since_s, version = next(iter(same_name.values()))
             shown.append(
-                f'{{"name": {_quote_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
+                f'{{"name": {_encode_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
                 f'"version": {_format_number(version)}, "since_s": {since_s!r}}}'
             )
 
@@ -232,7 +232,7 @@ class SpanRecorder:
 
 # Names repeat, and this runs thousands of times a step.
 @functools.lru_cache(maxsize=1024)
-def _quote_json(text: str) -> str:
+def _encode_json(text: str) -> str:
     return json.dumps(text)
 
 
@@ -357,7 +357,8 @@ class ProcessState:
     @property
     def is_here(self) -> bool:
         """True for a process of this machine, of which this process sees the pid."""
-        return self.host == socket.gethostname() and self.pid_namespace in (None, pid_namespace())
+        namespaces = (None, get_pid_namespace())
+        return self.host == socket.gethostname() and self.pid_namespace in namespaces
 
     @property
     def place(self) -> str:
@@ -367,7 +368,7 @@ class ProcessState:
         is_apart = self.host == socket.gethostname() and not self.is_here
         return f"{self.host}, in another container" if is_apart else self.host
 
-    def age_s(self, at_s: float) -> float:
+    def get_age_s(self, at_s: float) -> float:
         """Return the seconds since one of this state's times."""
         # The monotonic clock is one for all processes of a machine, and nobody sets it.
         now_s = time.monotonic() + self.clock_offset_s if self.is_here else time.time()
@@ -380,11 +381,11 @@ class ProcessState:
             >>> read_state(logs / "state" / "trainer-0.json").describe()
             'forward_backward of version 3 for 12.0 s'
         """
-        text = ", ".join(f"{span} for {self.age_s(span.since_s):.1f} s" for span in self.open)
-        text = text or f"idle for {self.age_s(self.changed_s):.1f} s"
+        text = ", ".join(f"{span} for {self.get_age_s(span.since_s):.1f} s" for span in self.open)
+        text = text or f"idle for {self.get_age_s(self.changed_s):.1f} s"
         if self.failed is None:
             return text
-        age_s = self.age_s(self.failed.at_s)
+        age_s = self.get_age_s(self.failed.at_s)
         return f"{text}; {self.failed.name} failed {age_s:.1f} s ago: {self.failed.error}"
 
 

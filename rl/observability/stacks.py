@@ -34,7 +34,13 @@ from rl.observability.spans import STATE_FOLDER, ProcessState
 from rl.utils.compat import list_tasks
 from rl.utils.files import open_regular
 from rl.utils.printing import visible
-from rl.utils.processes import ProcessId, catches, is_alive, kernel_state, writes_to
+from rl.utils.processes import (
+    ProcessId,
+    is_alive,
+    is_signal_caught,
+    is_written_by,
+    read_kernel_state,
+)
 
 SIGNAL = signal.SIGUSR1
 REQUEST_S = 2.0
@@ -74,7 +80,7 @@ def catch_signal() -> None:
 def write_stacks_to(logs: Path, *, role: str, rank: int) -> None:
     """Write the stacks of this process to the run's logs whenever they are requested."""
     global _file
-    file = _locate_file(logs, role=role, rank=rank)
+    file = _get_file(logs, role=role, rank=rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     stop_writing_stacks()
     file.unlink(missing_ok=True)
@@ -93,7 +99,7 @@ def stop_writing_stacks() -> None:
         _file = None
 
 
-def _locate_file(logs: Path, *, role: str, rank: int) -> Path:
+def _get_file(logs: Path, *, role: str, rank: int) -> Path:
     return logs / STATE_FOLDER / f"{role}-{rank}.stacks"
 
 
@@ -145,15 +151,15 @@ async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = 
         return f"no stacks: it runs on {state.place}"
 
     # A process that is stopped or has no handler yet would not answer, or be ended by the signal.
-    activity = kernel_state(state.process)
+    activity = read_kernel_state(state.process)
     if activity is None or not is_alive(state.process):
         return "no stacks: the process is dead"
     if "stop" in activity:
         return "no stacks: the process is stopped by a signal"
-    if not catches(state.process, SIGNAL):
+    if not is_signal_caught(state.process, SIGNAL):
         return "no stacks: the process does not listen yet"
     try:
-        with open_regular(_locate_file(logs, role=state.role, rank=state.rank)) as file:
+        with open_regular(_get_file(logs, role=state.role, rank=state.rank)) as file:
             return await _request(state.process, file, timeout_s=timeout_s)
     except OSError as error:
         return f"no stacks: {error.strerror or error}"
@@ -164,7 +170,7 @@ async def _request(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> s
 
     A folder from elsewhere can name any process; only that of the run writes into the file.
     """
-    if not writes_to(process, os.fstat(file.fileno())):
+    if not is_written_by(process, os.fstat(file.fileno())):
         return "no stacks: the process is not of this run, it does not write into this folder"
     file.seek(0, os.SEEK_END)
     text = b""
@@ -182,7 +188,9 @@ async def _request(process: ProcessId, file: BinaryIO, *, timeout_s: float) -> s
         if len(text) >= MAX_BYTES:
             note = "cut off"
         return f"{visible(text.decode(errors='replace'))}({note})\n"
-    return f"no stacks within {timeout_s:g} s: the process is {kernel_state(process) or 'dead'}"
+    return (
+        f"no stacks within {timeout_s:g} s: the process is {read_kernel_state(process) or 'dead'}"
+    )
 
 
 # Reports of all processes

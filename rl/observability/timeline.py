@@ -21,7 +21,7 @@ from typing import Any
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS
 from rl.observability.spans import MAX_TIME_S, SPANS_FOLDER, WAITS, read_states
-from rl.utils.files import atomic_write, open_regular, parse_json, previous_file
+from rl.utils.files import atomic_write, get_previous_file, open_regular, parse_json
 
 MAX_BYTES = 1 << 27
 """Bytes of ended spans that are read: about a million spans."""
@@ -112,7 +112,7 @@ def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
 def _read_newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
     """Yield the spans of one process in the last bytes of its files."""
     role, _, rank = file.stem.rpartition("-")
-    older = _read_tail(previous_file(file), num_bytes=num_bytes)
+    older = _read_tail(get_previous_file(file), num_bytes=num_bytes)
     newer = _read_tail(file, num_bytes=num_bytes)
     for line in (older + newer)[-num_bytes:].splitlines():
         # The first line may be the rest of a line, and a killed process leaves its last one cut.

@@ -386,7 +386,7 @@ class BoundedFile:
         is_full = size > 0 and size + num_bytes > self.max_line
         if is_full:
             self._file.close()
-            self.path.replace(previous_file(self.path))
+            self.path.replace(get_previous_file(self.path))
             size = 0
         self._file.append(text)
         self._size = size + num_bytes
@@ -403,6 +403,6 @@ class BoundedFile:
         self._file.close()
 
 
-def previous_file(path: Path) -> Path:
+def get_previous_file(path: Path) -> Path:
     """Return the path of the file with the older lines."""
     return path.with_suffix(f".1{path.suffix}")

@@ -1,6 +1,6 @@
 """Text for people: bounded excerpts of foreign texts, and lines on a terminal.
 
-A terminal gets no control characters of others, and nobody who stops reading makes an error.
+A terminal gets no control characters of foreign texts, and a closed pipe is no error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _write_out(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def writable(text: str, *, stream: TextIO) -> str:
+def encode_visible(text: str, *, stream: TextIO) -> str:
     """Return a visible text in which characters that the stream lacks are written out."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
@@ -86,7 +86,7 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
     if stream is None:
         return
     with _ignore_closed_reader(stream):
-        stream.write(f"{writable(text, stream=stream)}\n")
+        stream.write(f"{encode_visible(text, stream=stream)}\n")
 
 
 def say_error(text: str) -> None:

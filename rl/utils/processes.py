@@ -48,7 +48,7 @@ def identify(pid: int) -> ProcessId | None:
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
 
-def pid_namespace() -> int | None:
+def get_pid_namespace() -> int | None:
     """Return the number of the namespace in which pids count for this process.
 
     A container has a namespace of its own.
@@ -77,7 +77,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kernel_state(process: ProcessId) -> str | None:
+def read_kernel_state(process: ProcessId) -> str | None:
     """Return the scheduler's state of a process, such as "sleeping"; None if it is dead."""
     with suppress(psutil.Error):
         state = psutil.Process(process.pid).status()
@@ -86,7 +86,7 @@ def kernel_state(process: ProcessId) -> str | None:
     return None
 
 
-def catches(process: ProcessId, number: int) -> bool:
+def is_signal_caught(process: ProcessId, number: int) -> bool:
     """Return True if the process has a handler for this signal."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -97,7 +97,7 @@ def catches(process: ProcessId, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1) and is_alive(process)
 
 
-def writes_to(process: ProcessId, file: os.stat_result) -> bool:
+def is_written_by(process: ProcessId, file: os.stat_result) -> bool:
     """Return whether the process has this file open for writing.
 
     Raises PermissionError for a process of another user.
