@@ -37,10 +37,10 @@ REMOTE_S = 4.0
 
 
 async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> None:
-    """Write the stacks of all processes of these roles if a timeout ends the run, and name the file
-    in the error.
+    """Write the stacks of all processes of these roles if a timeout ends the run.
 
-    The error's message gets the busy stacks of the role that gave no answer, or of all roles.
+    The error names the file. Its message gets the busy stacks of the role that gave no answer, or of
+    all roles.
     """
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped process.
@@ -60,9 +60,7 @@ async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> N
 
 
 async def report_run(roles: Sequence[RoleProcesses], logs: Path) -> list[ProcessReport]:
-    """Return the reports of all processes of these roles, and of other live processes in the same
-    logs.
-    """
+    """Return the reports of these roles' processes, and of other live processes in the logs."""
     role_of = {role.name: role for role in roles}
     # The controller is no role, and processes that have ended leave their state files.
     states = [s for s in read_states(logs) if s.role in role_of or is_alive(s.process)]

@@ -102,9 +102,7 @@ class WandbConfig:
 
 @contextmanager
 def keep_error_hooks() -> Iterator[None]:
-    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, with which every error would be
-    printed twice.
-    """
+    """Undo W&B's changes of `sys.excepthook` and `sys.exit`, which print every error twice."""
     hooks = sys.excepthook, sys.exit
     try:
         yield

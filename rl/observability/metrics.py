@@ -279,9 +279,8 @@ def read_record(line: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def parse_number(value: object) -> float | None:
-    """Return a number of a line, in which numbers that are not finite are strings; None for
-    anything else.
-    """
+    """Return the number that a value of a line stands for; None if it is no number."""
+    # Numbers that are not finite are strings there.
     if isinstance(value, int | float):
         return value
     if isinstance(value, str):
@@ -332,8 +331,8 @@ def _cut(file: Path, position: LoopPosition | None) -> int:
         with writing(file):
             file.replace(old)
         return 0
-    with file.open("rb") as opened:
-        lines = opened.readlines()
+    with file.open("rb") as content:
+        lines = content.readlines()
     remaining = [line for line in lines if _is_kept(line, position)]
     num_removed = len(lines) - len(remaining)
 

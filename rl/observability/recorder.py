@@ -183,13 +183,13 @@ class Recorder:
     def _choose(self, groups: Sequence[Candidates]) -> list[Entry]:
         num = len(groups) if self.config.num_groups is None else self.config.num_groups
         entries_PG: list[list[Entry]] = []
-        most = 0
+        group_size = 0
         for p, (group, trained, head) in enumerate(groups):
-            most = max(most, len(group.rollouts))
+            group_size = max(group_size, len(group.rollouts))
             # A step has hundreds of groups: entries are made only of those that may be chosen.
             if p < num or any(map(_is_odd, group.scores)):
                 entries_PG.append(_make_entries(group, trained, number=p, head=head))
-        return list(_choose_first_and_odd(entries_PG, num, most=most))
+        return list(_choose_first_and_odd(entries_PG, num, most=group_size))
 
     def _choose_evaluated(
         self, groups: Sequence[Sequence[tuple[Rollout, Score]]], head: Mapping[str, Any]
@@ -275,9 +275,7 @@ def _make_candidates(groups: Iterable[Group], head: Mapping[str, Any]) -> list[C
 def _make_entries(
     group: Group, trained: Iterable[TrainedRollout], *, number: int, head: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is
-    empty.
-    """
+    """Return the entries of group `number`; `trained` is of its scored rollouts, or empty."""
     entries: list[Entry] = []
     of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
@@ -285,9 +283,11 @@ def _make_entries(
             # A rollout that could not be scored was not trained on.
             entries.append(Entry(rollout=rollout, score=score, head=head))
         else:
-            sample, known = next(of_scored)
+            sample, training = next(of_scored)
             entries.append(
-                Entry(rollout=rollout, score=score, head=head, trained=known, id=(number, sample))
+                Entry(
+                    rollout=rollout, score=score, head=head, trained=training, id=(number, sample)
+                )
             )
     return entries
 

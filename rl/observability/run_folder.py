@@ -113,7 +113,7 @@ def refuse_special_files(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder has the status of a run, or a damaged one beside a config."""
+    """Return whether a folder has the status of a run, or a damaged status beside a config."""
     if not is_regular(path / STATUS):
         return False
     try:

@@ -304,9 +304,7 @@ def open_sinks(
 
 
 def _load_run_id(logs: Path) -> str:
-    """Return the id of the run, which is made once; without room on the disk, for this process
-    only.
-    """
+    """Return the id of the run, which is made once; on a full disk, for this process only."""
     file, run_id = logs / RUN_ID, uuid.uuid4().hex
     with optional_write(file):
         if file.exists():

@@ -200,10 +200,10 @@ class SpanRecorder:
 
         # Put together by hand: a run writes the state thousands of times a step, and json.dumps of
         # the whole takes five times as long.
-        shown = []
+        open_spans = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             since_s, version = next(iter(same_name.values()))
-            shown.append(
+            open_spans.append(
                 f'{{"name": {_encode_json(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
                 f'"version": {_format_number(version)}, "since_s": {since_s!r}}}'
             )
@@ -215,8 +215,8 @@ class SpanRecorder:
             f'"failed": {self._failed}, "changed_s": {now_s!r}, "open": ['
         )
         tail = f'], "end": {self._num_writes}}}'
-        while len(text := head + ", ".join(shown) + tail) >= STATE_BYTES:
-            shown.pop()
+        while len(text := head + ", ".join(open_spans) + tail) >= STATE_BYTES:
+            open_spans.pop()
         # A run goes on without its recording.
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, f"{text:<{STATE_BYTES - 1}}\n".encode(), 0)
@@ -362,9 +362,8 @@ class ProcessState:
 
     @property
     def place(self) -> str:
-        """Machine of the process; a container with the network of its machine may have the
-        machine's name.
-        """
+        """Machine of the process, for a reader."""
+        # A container with the network of its machine may have the machine's name.
         is_apart = self.host == socket.gethostname() and not self.is_here
         return f"{self.host}, in another container" if is_apart else self.host
 

@@ -263,8 +263,9 @@ def format_excerpts(reports: Sequence[ProcessReport], file: Path | None) -> str:
 
 
 def extract_busy_lines(text: str) -> list[str]:
-    """Return a line for each stack with our code, threads before tasks; text without stacks as it
-    is.
+    """Return a line for each stack with our code, threads before tasks.
+
+    The lines of a text without stacks, which says why there are none, are returned as they are.
     """
     stacks = re.split(rf"^(.*) {re.escape(ORDER)}\n", text, flags=re.MULTILINE)
     if len(stacks) == 1:

@@ -115,16 +115,16 @@ def _read_newest(file: Path, *, num_bytes: int) -> Iterator[Span]:
     older = _read_tail(get_previous_file(file), num_bytes=num_bytes)
     newer = _read_tail(file, num_bytes=num_bytes)
     for line in (older + newer)[-num_bytes:].splitlines():
-        # The first line may be the rest of a line, and a killed process leaves its last one cut.
+        # The first line may be the rest of a line, and a killed process leaves its last line cut.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             yield _parse_span(parse_json(line), role, int(rank))
 
 
 def _read_tail(file: Path, *, num_bytes: int) -> bytes:
     """Return the last bytes of a file; nothing if there is none."""
-    with contextlib.suppress(FileNotFoundError), open_regular(file) as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - num_bytes))
-        return opened.read(num_bytes)
+    with contextlib.suppress(FileNotFoundError), open_regular(file) as content:
+        content.seek(max(0, content.seek(0, os.SEEK_END) - num_bytes))
+        return content.read(num_bytes)
     return b""
 
 

@@ -62,8 +62,8 @@ def use_private_caches(environment: MutableMapping[str, str] = os.environ) -> li
     """Set the folders of compiled code where the environment names none.
 
     Returns:
-        A sentence for each folder that the user has set and that is somebody else's, and one if
-        compiled code goes with this process.
+        A sentence for each folder that the user has set and that is somebody else's, and for
+        compiled code that goes with this process.
     """
     warnings: list[str] = []
     for name in (*IN_TMP, *IN_HOME):
@@ -149,8 +149,8 @@ def _make_private_folder(environment: Mapping[str, str]) -> Path:
     Raises OSError, RuntimeError or ValueError if it cannot be used.
     """
     # A relative path is invalid there, says the XDG specification, and is ignored.
-    given = environment.get("XDG_CACHE_HOME", "")
-    caches = Path(given) if given.startswith("/") else Path("~").expanduser() / ".cache"
+    cache_home = environment.get("XDG_CACHE_HOME", "")
+    caches = Path(cache_home) if cache_home.startswith("/") else Path("~").expanduser() / ".cache"
     if not caches.is_absolute():
         raise ValueError(f"HOME={os.environ.get('HOME')!r} is not a folder")
     folder = caches / "relay" / COMPILED

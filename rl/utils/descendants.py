@@ -88,11 +88,11 @@ class _Guard:
 
     def _wait(self) -> None:
         """Wait until the worker or the parent has ended, or the parent asks for the end."""
-        asked, ask = os.pipe()
+        request, ask = os.pipe()
         threading.Thread(target=self._await_request, args=(ask,), daemon=True).start()
         # One of them may have ended already.
         with suppress(ProcessLookupError):
-            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent), asked]
+            ends = [os.pidfd_open(self._worker), os.pidfd_open(self._parent), request]
             # Otherwise the parent had ended, and its pid may be another process's by now.
             if os.getppid() == self._parent:
                 wait(ends)

@@ -172,8 +172,9 @@ def make_folder(path: Path, as_what: str) -> None:
 
 
 def lock_folder(path: Path, *, as_what: str, otherwise: str) -> FileLock:
-    """Make a folder and lock it for this process; the lock file names the process for other
-    processes to read.
+    """Make a folder and lock it for this process.
+
+    The lock file names the process, for other processes to read.
 
     Raises:
         ValueError: another process holds the lock, in which case the message ends with `otherwise`,
@@ -245,8 +246,8 @@ def open_regular(file: Path) -> BinaryIO:
 
 def read_regular(file: Path) -> bytes:
     """Return the content of a file; see `open_regular`."""
-    with open_regular(file) as opened:
-        return opened.read()
+    with open_regular(file) as content:
+        return content.read()
 
 
 def _make_not_regular_error(file: Path) -> OSError:
@@ -306,8 +307,8 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
     A missing file has no lines. Raises OSError for anything but a regular file, as `open_regular`.
     """
-    with suppress(FileNotFoundError), open_regular(file) as opened:
-        lines = io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="\n")
+    with suppress(FileNotFoundError), open_regular(file) as content:
+        lines = io.TextIOWrapper(content, encoding="utf-8", errors="replace", newline="\n")
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 value = None

@@ -64,9 +64,8 @@ def _enter() -> None:
 
 
 def _is_permitted() -> bool:
-    """Try in a child: where only a part is permitted, this process would be stuck in the user
-    namespace.
-    """
+    """Try in a child whether the system permits both namespaces."""
+    # Where it permits only the first, this process would be stuck in the user namespace.
     child = os.fork()
     if child == 0:
         try:

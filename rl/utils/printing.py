@@ -82,7 +82,7 @@ def say(text: str, *, stream: TextIO | None = None) -> None:
     cannot be written for another reason, such as a full disk.
     """
     stream = sys.stdout if stream is None else stream
-    # The process was started without one.
+    # The process was started without a standard output.
     if stream is None:
         return
     with _ignore_closed_reader(stream):

@@ -70,7 +70,7 @@ def kill(process: ProcessId) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return a name such as SIGKILL, or the number of a signal without one."""
+    """Return a name such as SIGKILL; for a signal without a name its number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,8 @@
 """Proxies of the environment (http_proxy, HTTPS_PROXY, ...), which this machine needs not.
 
 Libraries send each request through the proxy that the environment names, also to this machine,
-unless NO_PROXY exempts it. A proxy on another machine cannot answer such a request, and one that is
-down makes clients wait for ever.
+unless NO_PROXY exempts it. A proxy on another machine cannot answer such a request, and a proxy
+that is down makes clients wait for ever.
 """
 
 from __future__ import annotations

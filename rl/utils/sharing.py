@@ -122,25 +122,25 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     # A container is in `memo` before its items are copied, as it may hold itself.
     if kind is dict:
-        made: Any = memo.setdefault(id(value), {})
+        new: Any = memo.setdefault(id(value), {})
         for key, item in value.items():
-            made[key] = _copy(item, memo)
+            new[key] = _copy(item, memo)
     elif kind is list:
-        made = memo.setdefault(id(value), [])
-        made.extend(_copy(item, memo) for item in value)
+        new = memo.setdefault(id(value), [])
+        new.extend(_copy(item, memo) for item in value)
     elif kind is tuple:
         items = tuple(_copy(item, memo) for item in value)
-        made = value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        new = value if all(a is b for a, b in zip(items, value, strict=True)) else items
     elif kind is set:
-        made = memo.setdefault(id(value), set(value))
+        new = memo.setdefault(id(value), set(value))
     elif kind is MappingProxyType:
         content: dict[Any, Any] = {}
-        made = memo[id(value)] = MappingProxyType(content)
+        new = memo[id(value)] = MappingProxyType(content)
         for key, item in value.items():
             content[key] = _copy(item, memo)
     else:
-        made = _copy_object(value, memo)
-    return made
+        new = _copy_object(value, memo)
+    return new
 
 
 def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
@@ -169,28 +169,28 @@ def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
         return value
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
     items, pairs = list(items or ()), list(pairs or ())
-    # `memo` knows objects by id, so temporary ones have to live on.
+    # `memo` knows objects by id, so temporary objects have to live on.
     memo.setdefault(id(memo), []).append((reduced, items, pairs))
-    made = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
+    new = memo[id(value)] = function(*[_copy(arg, memo) for arg in args])
     if state is not None:
-        _set_state(made, _copy(state, memo))
+        _set_state(new, _copy(state, memo))
     for item in items:
-        made.append(_copy(item, memo))
+        new.append(_copy(item, memo))
     for key, item in pairs:
-        made[key] = _copy(item, memo)
-    return made
+        new[key] = _copy(item, memo)
+    return new
 
 
-def _set_state(made: Any, state: Any) -> None:
+def _set_state(new: Any, state: Any) -> None:
     """Set the state of an object as pickle does."""
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+    if hasattr(new, "__setstate__"):
+        new.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     if attributes:
-        vars(made).update(attributes)
+        vars(new).update(attributes)
     for name, item in (slots or {}).items():
-        setattr(made, name, item)
+        setattr(new, name, item)
 
 
 def _is_shared(value: Any) -> bool:

@@ -43,7 +43,7 @@ class WorkerThread:
     def __init__(self, name: str, *, max_queued: int | None = None) -> None:
         """`max_queued` bounds the functions that wait; `submit` raises queue.Full beyond it."""
         self._max_queued = max_queued
-        # Not a Queue: a finalizer that the garbage collector runs within `put` may submit too.
+        # Its `put` is safe in finalizers, which the garbage collector runs at any time.
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
