@@ -39,8 +39,8 @@ REMOTE_S = 4.0
 async def add_hang_report(error: Exception, roles: Sequence[RoleProcesses]) -> None:
     """Write the stacks of all processes of these roles if a timeout ends the run.
 
-    The error names the file. Its message gets the busy stacks of the role that gave no answer, or of
-    all roles.
+    The error names the file. Its message gets the busy stacks of the role that gave no answer, or
+    of all roles.
     """
     logs = roles[0].logs if roles else None
     # Monarch also takes a process for dead that does not answer it, such as a stopped process.
