@@ -133,7 +133,8 @@ def _judge(
     # A run that was told to stop, or failed, has written so. A run that was killed could not.
     if end is not None:
         reason = str(end.get("reason", "for an unknown reason"))
-        if (signal_name := _signal_of(reason)) is not None:
+        signal_name = _find_signal(reason)
+        if signal_name is not None:
             return "ended", [], f"the run was stopped by {signal_name}; {go_on}"
         return "ended", [f"the run was ended by an error: {reason}"], go_on
     controller = next((state for state in states if state.role == "controller"), None)
@@ -155,7 +156,7 @@ def _find_end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return None
 
 
-def _signal_of(reason: str) -> str | None:
+def _find_signal(reason: str) -> str | None:
     """Return the name of the signal by which a user has stopped the run, from its reason."""
     if reason.startswith("KeyboardInterrupt"):
         return "Ctrl-C"

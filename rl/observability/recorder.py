@@ -175,7 +175,8 @@ class Recorder:
                 entries += self._choose_evaluated(groups, head)
         self._append(entries)
 
-        if self.config.enable and (rates := result.pass_rates()):
+        rates = result.pass_rates()
+        if self.config.enable and rates:
             file = self.path.with_name(PASS_RATES)
             with optional_write(file):
                 write_pass_rates(file, rates)
@@ -390,6 +391,7 @@ class BackgroundWriter:
                 logger.warning("%s: not done after %g s", self._name, self._close_s)
                 writing.cancel()
                 self._hangs = True
-            elif not writing.cancelled() and (error := writing.exception()):
+            elif not writing.cancelled() and writing.exception():
+                error = writing.exception()
                 logger.warning("%s: %r", self._name, error, exc_info=error)
         return not self._hangs

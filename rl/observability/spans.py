@@ -209,14 +209,16 @@ class SpanRecorder:
             )
 
         # A reader that finds two different numbers has read during a write.
-        version = _format_number(self._policy_version)
+        latest = _format_number(self._policy_version)
         head = (
-            f'{{"write": {self._num_writes}, {self._process}, "policy_version": {version}, '
+            f'{{"write": {self._num_writes}, {self._process}, "policy_version": {latest}, '
             f'"failed": {self._failed}, "changed_s": {now_s!r}, "open": ['
         )
         tail = f'], "end": {self._num_writes}}}'
-        while len(text := head + ", ".join(open_spans) + tail) >= STATE_BYTES:
+        text = head + ", ".join(open_spans) + tail
+        while len(text) >= STATE_BYTES:
             open_spans.pop()
+            text = head + ", ".join(open_spans) + tail
         # A run goes on without its recording.
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, f"{text:<{STATE_BYTES - 1}}\n".encode(), 0)

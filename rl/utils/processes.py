@@ -217,11 +217,12 @@ def process_states() -> dict[str, Any]:
     """Return the random states of Python, numpy and PyTorch, if these are imported."""
     states: dict[str, Any] = {"python": random.getstate()}
     # A thread may be importing one of them: then no random number has been drawn from it yet.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with suppress(AttributeError):
-        if (numpy := sys.modules.get("numpy")) is not None:
+        if numpy is not None:
             states["numpy"] = numpy.random.get_state()
     with suppress(AttributeError):
-        if (torch := sys.modules.get("torch")) is not None:
+        if torch is not None:
             states["torch"] = torch.get_rng_state()
             if torch.cuda.is_initialized():
                 states["cuda"] = torch.cuda.get_rng_state()
@@ -231,9 +232,10 @@ def process_states() -> dict[str, Any]:
 def restore_process_states(states: Mapping[str, Any]) -> None:
     """Set the states that `process_states` returned, for the libraries that are imported."""
     random.setstate(states["python"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if "numpy" in states and numpy is not None:
         numpy.random.set_state(states["numpy"])
-    if (torch := sys.modules.get("torch")) is not None:
+    if torch is not None:
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_initialized():
@@ -263,10 +265,10 @@ def handling_end_signals(
     before: dict[int, Any] = {}
     # Python sets handlers in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()
-    for number in END_SIGNALS if is_main else ():
-        handler = signal.getsignal(number)
+    for end_signal in END_SIGNALS if is_main else ():
+        handler = signal.getsignal(end_signal)
         if handler is not signal.SIG_IGN:
-            before[number] = handler
+            before[end_signal] = handler
     last: tuple[int, float] | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
