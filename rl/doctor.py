@@ -21,7 +21,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -99,8 +99,11 @@ def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:
     lines = [f"{folder}: {status}; {_describe_progress(run, records)}"]
     for state, liveness in states.items():
         lines.append(_describe(state, liveness))
-    lines += [f"  event: {json.dumps(event)}" for event in events[-SHOWN_EVENTS:]]
-    lines += [f"PROBLEM: {problem}" for problem in problems]
+    for event in events[-SHOWN_EVENTS:]:
+        lines.append(f"  event: {json.dumps(event)}")
+    # At the end, where they are seen without scrolling.
+    for problem in problems:
+        lines.append(f"PROBLEM: {problem}")
     if last_line is not None:
         lines.append(last_line)
     return RunHealth(status=status, problems=tuple(problems), text="\n".join(lines), states=states)
@@ -137,13 +140,21 @@ def _judge(
         if signal_name is not None:
             return "ended", [], f"the run was stopped by {signal_name}; {go_on}"
         return "ended", [f"the run was ended by an error: {reason}"], go_on
-    controller = next((state for state in states if state.role == "controller"), None)
+
+    controller = _find_controller(states)
     if controller is not None and states[controller] == "dead":
         return "ended", ["the controller is dead, and the run has not finished"], go_on
 
     problems = _find_problems(states, controller, expected_s)
     healthy = f"no problem found; the controller may wait up to {expected_s:.0f} s for one thing"
     return "running", problems, None if problems else healthy
+
+
+def _find_controller(states: Iterable[ProcessState]) -> ProcessState | None:
+    for state in states:
+        if state.role == "controller":
+            return state
+    return None
 
 
 def _find_end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -168,6 +179,7 @@ def _find_signal(reason: str) -> str | None:
 
 
 def _check_liveness(state: ProcessState) -> str:
+    # The pid is of another machine, or of another container's namespace.
     if not state.is_here:
         return "elsewhere"
     activity = read_kernel_state(state.process)
@@ -188,22 +200,30 @@ def _find_problems(
 ) -> list[str]:
     if controller is None:
         return ["the controller has recorded nothing"]
-    dead = [state.name for state, liveness in states.items() if liveness == "dead"]
-    stopped = [state.name for state, liveness in states.items() if liveness == "STOPPED"]
-    problems = [f"{name} is dead" for name in dead]
-    problems += [f"{name} is stopped by a signal" for name in stopped]
+    dead, stopped = [], []
+    for state, liveness in states.items():
+        if liveness == "dead":
+            dead.append(f"{state.name} is dead")
+        elif liveness == "STOPPED":
+            stopped.append(f"{state.name} is stopped by a signal")
+    problems = [*dead, *stopped]
 
     expected = f"expected are at most {expected_s:.0f} s"
     silent_s = controller.get_age_s(controller.changed_s)
-    waits = [wait for wait in controller.open if wait.name.startswith(f"{WAITS}trainer")]
-    waits_s = max((controller.get_age_s(wait.since_s) for wait in waits), default=0.0)
+    waits_s, waits_for = 0.0, ""
+    for wait in controller.open:
+        if wait.name.startswith(f"{WAITS}trainer"):
+            waits_s = max(waits_s, controller.get_age_s(wait.since_s))
+            waits_for = waits_for or wait.name
+
+    # Only one of the two, as a long wait may be the reason of the silence.
     if silent_s > expected_s:
         problems.append(
             f"in the controller nothing has begun or ended for {silent_s:.0f} s, {expected}; open "
             f"spans: {controller.describe()}"
         )
     elif waits_s > expected_s:
-        problems.append(f"the controller {waits[0].name} for {waits_s:.0f} s, {expected}")
+        problems.append(f"the controller {waits_for} for {waits_s:.0f} s, {expected}")
     return problems
 
 
@@ -227,6 +247,7 @@ def _estimate_longest_wait(config_json: Path, records: Sequence[Mapping[str, flo
 
 
 async def _report_stacks(health: RunHealth, logs: Path) -> str:
+    # The stacks of a run that has ended are gone with its processes.
     states = [state for state, how in health.states.items() if how not in ("dead", "ended")]
     return format_reports(await collect_reports(states, logs)).rstrip()
 

@@ -53,6 +53,7 @@ def _print_findings(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 def _choose_names(folders: Sequence[Path]) -> list[str]:
     """Return the names of the folders, with one parent, or all parents, where they are equal."""
     paths = [folder.resolve() for folder in folders]
+    # Runs of two experiments may have the same name.
     for num_parts in (1, 2):
         names = ["/".join(path.parts[-num_parts:]) for path in paths]
         if len(set(names)) == len(names):
