@@ -130,7 +130,7 @@ def _real_assets(given: str) -> Path:
     """Return the folder of smollm2's weights; raise ValueError if there is none."""
     from rl.models.assets import resolve_assets
     from rl.models.hf import HFFolder
-    from rl.observability.run_files import STARTING_POINTS
+    from rl.observability.run_folder import STARTING_POINTS
 
     return HFFolder(
         resolve_assets(given, cache=Path("outputs", STARTING_POINTS)), tokenizer=True

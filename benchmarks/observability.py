@@ -132,7 +132,7 @@ class Sides:
 
     def _await_loggers(self) -> None:
         until = time.monotonic() + CAUGHT_UP_S
-        for thread in self._told.threads:
+        for thread in self._told.loggers:
             while thread.num_lost:
                 assert time.monotonic() < until, (
                     f"{thread.name} has not written step {self._num_steps + 1}"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rl.config.json import value_at
 from rl.observability.events import is_event
 from rl.observability.metrics import parse_number, read_record
-from rl.observability.run_files import (
+from rl.observability.run_folder import (
     CONFIG,
     DEFAULTS,
     ENVIRONMENT,

@@ -11,15 +11,13 @@ Shape legend: P problems, G samples of each.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,11 +38,10 @@ from rl.types import (
     Turn,
 )
 from rl.utils.clock import BusyClock, now_s
-from rl.utils.excerpts import shown
+from rl.utils.printing import shown
+from rl.utils.threads import all_or_cancel
 
 logger = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 WHOLE_DISTRIBUTION = refused("the trainer's logprobs are of the whole distribution")
 
@@ -130,7 +127,8 @@ class Episodes:
             )
             # Episodes that wait for nothing need no task of their own.
             at_once = all(environment.ends_at_once for environment in chain(*environments))
-            rollouts = iter([await e for e in episodes] if at_once else await all_or_none(episodes))
+            ended = [await e for e in episodes] if at_once else await all_or_cancel(episodes)
+            rollouts = iter(ended)
             return [[next(rollouts) for _ in group] for group in environments]
 
     @property
@@ -230,16 +228,3 @@ def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) ->
         return None
     key = f"{seed} problem {problem.id} sample {sample} turn {turn}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
-
-
-async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the results in order; after an error or a cancellation cancel all, and wait until they
-    have ended.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl.tasks.rows import WrittenNumber, plain_value
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 
 MAX_SHOWN_CHARS = 200
 """Longest excerpt of a value in an error's text."""

@@ -51,7 +51,7 @@ from rl.rollouts.replies import join_answer, split_reply
 from rl.tasks.verifiers_task import HARNESS_ID
 from rl.tools.tool import BadCall, parse_calls
 from rl.types import Message, Observation, Reply
-from rl.utils.excerpts import shortened
+from rl.utils.printing import shortened
 from rl.utils.sharing import copy_data
 
 __all__ = ["ConversationHarness"]

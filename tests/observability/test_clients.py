@@ -41,7 +41,7 @@ import asyncio, json, logging, sys
 from pathlib import Path
 from rl.utils.compat import exit_process
 from rl.observability.metrics import MetricsWriter
-from rl.observability.run_files import METRICS
+from rl.observability.run_folder import METRICS
 from rl.observability.console import ConsoleConfig
 from rl.observability.loggers import WandbConfig
 from rl.observability.sinks import SinksConfig, check_sinks, open_sinks

@@ -11,7 +11,7 @@ import pytest
 
 from examples.controller_loop import train
 from rl.observability.metrics import read_metrics
-from rl.observability.run_files import read_status
+from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import read_state, saved_steps
 from rl.types import LoopPosition
 from tests.support.faulty_configs import chaos

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rl.config.json import leaves
-from rl.observability.bottleneck import typical
-from rl.observability.run_files import DEFAULTS
+from rl.observability.machine import typical
+from rl.observability.run_folder import DEFAULTS
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.rollouts import shorten

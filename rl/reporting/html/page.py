@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl.observability.bottleneck import bottleneck, typical
+from rl.observability.machine import bottleneck, typical
 from rl.observability.spans import read_states
 from rl.reporting.data import RunData, read_run
 from rl.reporting.findings import KINDS, find

@@ -22,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 
 from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
 from rl.observability.metrics import parse_number, to_json
-from rl.observability.run_files import STARTING_POINTS
+from rl.observability.run_folder import STARTING_POINTS
 
 CHUNK_TOKENS = 60_000
 """Approximate tokens of a chunk, which is unpacked to show one rollout."""
