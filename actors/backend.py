@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, ActorTimeoutError, CallGroup
-from actors.recovery import RestartsUsedUpError, Role
+from actors.calls import ActorLostError, ActorTimeoutError
+from actors.group import ActorGroup
+from actors.recovery import RestartsUsedUpError
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
@@ -32,7 +33,9 @@ def _on_engine(
     @wraps(method)
     async def on_engine(self: TrainerClient, /, *args: P.args, **options: P.kwargs) -> ResultT:
         call: Callable[..., Coroutine[Any, Any, list[ResultT]]] = self.trainer.call
-        return (await call(method.__name__, *args, **options))[0]
+        files = ("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter")
+        timeout = "checkpoint_s" if method.__name__ in files else "train_s"
+        return (await call(method.__name__, *args, timeout=timeout, **options))[0]
 
     return on_engine
 
@@ -40,7 +43,7 @@ def _on_engine(
 class TrainerClient:
     """A `Trainer` over the ranks of a `PolicyTrainer`, with the methods of its engine."""
 
-    def __init__(self, trainer: CallGroup) -> None:
+    def __init__(self, trainer: ActorGroup) -> None:
         self.trainer = trainer
 
     forward_backward = _on_engine(TrainingEngine.forward_backward)
@@ -55,7 +58,7 @@ class TrainerClient:
     save_adapter = _on_engine(TrainingEngine.save_adapter)
 
     async def finish_saving(self) -> None:
-        await self.trainer.call("finish_saving")
+        await self.trainer.call("finish_saving", needs_devices=False, timeout="checkpoint_s")
 
 
 class GeneratorClient:
@@ -63,7 +66,7 @@ class GeneratorClient:
     answers.
     """
 
-    def __init__(self, generator: CallGroup) -> None:
+    def __init__(self, generator: ActorGroup) -> None:
         self.generator = generator
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -78,7 +81,12 @@ class GeneratorClient:
         call_id = uuid.uuid4().hex
         try:
             answers = await self.generator.call(
-                "generate", list(prompts), sampling=sampling, call_id=call_id, begun=begun
+                "generate",
+                list(prompts),
+                sampling=sampling,
+                call_id=call_id,
+                begun=begun,
+                timeout="generate_s",
             )
         except (asyncio.CancelledError, ActorTimeoutError):
             # In the background: requests that cannot be aborted run to their end unobserved.
@@ -93,12 +101,14 @@ class GeneratorClient:
 
         A call that still waits for a shared device is not aborted.
         """
-        num_ended, *_ = await self.generator.call("abort", None)
+        num_ended, *_ = await self.generator.call(
+            "abort", None, needs_devices=False, timeout="close_s"
+        )
         return int(num_ended)
 
     async def _end(self, call_id: str) -> None:
         try:
-            await self.generator.call("abort", [call_id])
+            await self.generator.call("abort", [call_id], needs_devices=False, timeout="close_s")
         except RunError as error:
             logger.debug(
                 "a call to %s that was given up was not ended: %s", self.generator.name, error
@@ -115,7 +125,7 @@ class RewardClient:
 
     def __init__(
         self,
-        reward: Role,
+        reward: ActorGroup,
         *,
         num_procs: int,
         longest_s: Callable[[int], float] = lambda num_rollouts: 0.0,
@@ -139,7 +149,7 @@ class RewardClient:
         try:
             while True:
                 try:
-                    actors = await self._reward.current()
+                    await self._reward.wait_until_up()
                 except RestartsUsedUpError as error:
                     ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
                     raise RestartsUsedUpError(
@@ -148,11 +158,11 @@ class RewardClient:
                 # The process first scores what it was sent before, so all of its rollouts count.
                 work_s = self._longest_s(self._num_asked[rank])
                 try:
-                    ((scores,),) = await actors.at_rank(rank).call(
-                        "score", [group], alone, extra_s=work_s
+                    ((scores,),) = await self._reward.call(
+                        "score", [group], alone, rank=rank, timeout="score_s", extra_s=work_s
                     )
                     return list(scores)
-                except ActorLostError as error:
-                    self._reward.lose(actors, error)
+                except ActorLostError:
+                    continue  # `wait_until_up` raises the loss if nothing is restarted.
         finally:
             self._num_asked[rank] -= len(group)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from actors.calls import (
     ActorCallError,
-    ActorGroup,
     ActorLostError,
     ActorTimeoutError,
     deadline,
@@ -28,12 +28,13 @@ from actors.calls import (
 from actors.config import ClusterConfig
 from actors.device_lock import DeviceLock
 from actors.generator import generator_env
+from actors.group import ActorGroup
 from actors.launch import Launcher, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityText
 from actors.placement import Placement, count_gpus, place_actors, trains_on_gpu
 from actors.pool import GeneratorPool
-from actors.recovery import AddEvent, Role, Supervisor, no_event
+from actors.recovery import AddEvent, Supervisor, no_event
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
@@ -63,9 +64,9 @@ class Cluster:
     replaced. `reward` is None if `config.reward.num_procs` is 0.
     """
 
-    trainer: Role
+    trainer: ActorGroup
     pool: GeneratorPool
-    reward: Role | None = None
+    reward: ActorGroup | None = None
     network: str
     """Line that says whether the actors have a network of their own; set by `start`."""
 
@@ -127,10 +128,12 @@ class Cluster:
         trainer, *started = await self._start_all()
         if self.placements.reward is not None:
             reward = started.pop()
-            self.reward = Role(reward, start=self._restart_reward, supervisor=self._supervisor)
-        self.trainer = Role(trainer)
-        members: Sequence[Role] = [
-            Role(group, start=partial(self._restart_generator, number), supervisor=self._supervisor)
+            self.reward = replace(reward, start=self._restart_reward, supervisor=self._supervisor)
+        self.trainer = trainer
+        members: Sequence[ActorGroup] = [
+            replace(
+                group, start=partial(self._restart_generator, number), supervisor=self._supervisor
+            )
             for number, group in enumerate(started)
         ]
         if config.launch.share_gpus:
@@ -220,7 +223,9 @@ class Cluster:
         # A generator that is being restarted needs no clean end.
         await self.launcher.end_background(timeout_s=self.config.timeouts.close_s)
         roles = [self.trainer, *up, *([] if self.reward is None else [self.reward])]
-        ends = [*(role.group.call("close") for role in roles), self.store.stop()]
+        # A process that is lost now is not restarted.
+        groups = [replace(role, start=None, hold_devices=None) for role in roles]
+        ends = [*(group.call("close", timeout="close_s") for group in groups), self.store.stop()]
         for problem in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(problem, Exception):
                 logger.warning("not a clean end, its processes are killed: %s", problem)
@@ -231,7 +236,7 @@ class Cluster:
         """
         running = asyncio.ensure_future(training)
         try:
-            await self.trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
+            await self.trainer.wait_while_alive(running, "training", grace_s=TRAINER_GRACE_S)
         finally:
             # The training must have ended before anything is restarted.
             running.cancel()
@@ -268,7 +273,8 @@ class Cluster:
         for cause in causes(error):
             if isinstance(cause, ActorLostError) and cause.role == self.trainer.name:
                 return first_line(cause)
-        if dead := await self.trainer.group.seen_dead(DEATH_GRACE_S):
+        dead = await self.trainer.wait_for_death(within_s=DEATH_GRACE_S)
+        if dead:
             return f"rank {', '.join(map(str, dead))} is dead: its process ended"
         for role in self.launcher.roles:
             if role.name == self.trainer.name and len(role.local) < role.mesh.size():
@@ -280,7 +286,7 @@ class Cluster:
         return None
 
     async def _replace_trainer(self) -> None:
-        self.trainer.replace(await self._start_trainer_again())
+        self.trainer.take_over(await self._start_trainer_again())
         await self.pool.use_store()
 
     async def _start_trainer_again(self) -> ActorGroup:
@@ -345,7 +351,7 @@ class Cluster:
 
         async def start(role: RoleProcesses) -> ActorGroup:
             group = self._group(at, role, config=config, rubric=self._rubric)
-            await group.call("setup", extra_s=config.start_timeout_s)
+            await group.call("setup", timeout="setup_s", extra_s=config.start_timeout_s)
             return group
 
         return await self._spawn(at, start, imports=("actors.reward",))
@@ -353,16 +359,18 @@ class Cluster:
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.
         if not self.config.launch.share_gpus:
-            await group.call("setup", self._hf_assets_path)
+            await group.call("setup", self._hf_assets_path, timeout="setup_s")
         return group
 
     async def _set_up_in_turns(self, trainer: ActorGroup, generators: Sequence[ActorGroup]) -> None:
         """Set up trainer and generators that share devices, one after the other."""
-        await trainer.call("setup", self._hf_assets_path)
-        await trainer.call("sleep")
-        await asyncio.gather(*(group.call("setup", self._hf_assets_path) for group in generators))
-        await asyncio.gather(*(group.call("sleep") for group in generators))
-        await trainer.call("wake")
+        await trainer.call("setup", self._hf_assets_path, timeout="setup_s")
+        await trainer.call("sleep", timeout="sync_s")
+        await asyncio.gather(
+            *(group.call("setup", self._hf_assets_path, timeout="setup_s") for group in generators)
+        )
+        await asyncio.gather(*(group.call("sleep", timeout="sync_s") for group in generators))
+        await trainer.call("wake", timeout="sync_s")
 
     async def _spawn(
         self,
@@ -402,7 +410,7 @@ class Cluster:
             name=at.role, mesh=role.mesh, timeouts=timeouts, processes=role.local
         )
         try:
-            group = await processes.unless_lost(finish(), "start")
+            group = await processes.wait_unless_lost(finish(), "start")
         except ActorLostError as error:
             told = self.launcher.with_signal(error)
             if told is error:

@@ -1,6 +1,6 @@
 """The generators of a run: the way of weights to them, and their replacement when they are lost.
 
-    pool = GeneratorPool([Role(group, start=...), ...], trainer=trainer, store=store, parity=text)
+    pool = GeneratorPool(generators, trainer=trainer, store=store, parity=text)
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
     await pool.serve(await pool.push())
 
@@ -19,16 +19,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from actors.calls import (
+    LOOK_EVERY_S,
     PEER_GRACE_S,
-    ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    CallGroup,
     first_line,
 )
-from actors.deaths import LOOK_EVERY_S
+from actors.group import ActorGroup
 from actors.parity import ParityText
-from actors.recovery import PARITY_ERRORS, Role
+from actors.recovery import PARITY_ERRORS
 from rl.types import ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
@@ -47,9 +46,9 @@ class GeneratorPool:
 
     def __init__(
         self,
-        members: Sequence[Role],
+        members: Sequence[ActorGroup],
         *,
-        trainer: Role,
+        trainer: ActorGroup,
         store: WeightStore,
         parity: ParityText | None = None,
         drains: bool = False,
@@ -83,9 +82,11 @@ class GeneratorPool:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for member in self.members:
-                if member.is_up and (dead := member.group.dead()):
+                dead = member.find_dead() if member.is_up else []
+                if dead:
                     message = f"rank {', '.join(map(str, dead))} is dead: its process ended"
-                    member.lose(member.group, ActorLostError(message, role=member.name, ranks=dead))
+                    error = ActorLostError(message, role=member.name, ranks=dead)
+                    member.lose(error, mesh=member.mesh)
 
     def up(self) -> list[int]:
         """Return the numbers of the generators that can be called; raise RunError if one was lost
@@ -111,12 +112,14 @@ class GeneratorPool:
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
-            self.trainer.call("push_model_state_dict", model_id=model_id, version=version)
+            self.trainer.call(
+                "push_model_state_dict", model_id=model_id, version=version, timeout="sync_s"
+            )
         )
         expected = None
         if self.parity is not None:
             expected = asyncio.ensure_future(
-                self.trainer.call("compute_logprobs", [self.parity.sample])
+                self.trainer.call("compute_logprobs", [self.parity.sample], timeout="train_s")
             )
         try:
             pushed = self.store.announce(await push).version
@@ -143,21 +146,20 @@ class GeneratorPool:
         await self.wait_until_one_is_up()
         # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot
         # here.
-        await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
+        await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
     async def join(self, group: ActorGroup) -> ActorGroup:
         """Give a restarted generator the weights that the other generators hold, and return it."""
-        joining = Role(group)
         async with self._pulling:
-            await joining.call("use_store", self.store)
+            await group.call("use_store", self.store, timeout="sync_s")
             lost: Sequence[ActorLostError] = ()
             if self._version is not None:
                 try:
-                    self._served, lost = await self._pull_from_living(self._version, [joining])
+                    self._served, lost = await self._pull_from_living(self._version, [group])
                 except ActorLostError as error:
                     # The trainer is lost: all generators wait for the next version.
-                    logger.info("%s joins without weights: %s", joining.name, error)
+                    logger.info("%s joins without weights: %s", group.name, error)
             if lost:
                 raise lost[0]
             # The member has this group before another task runs: no await follows.
@@ -178,37 +180,38 @@ class GeneratorPool:
         """Abort all requests and switch to the new store; call it in `without_weights`."""
         await asyncio.gather(*(self._use_store(member) for member in self.members if member.is_up))
 
-    async def _use_store(self, member: Role) -> None:
-        group = member.group
+    async def _use_store(self, member: ActorGroup) -> None:
+        mesh = member.mesh
         try:
-            await member.call("abort", None)
-            await member.call("use_store", self.store)
+            await member.call("abort", None, needs_devices=False, timeout="close_s")
+            await member.call("use_store", self.store, timeout="sync_s")
         except ActorLostError as error:
             logger.info("%s", error)  # its replacement gets the store when it joins
         except ActorTimeoutError as error:
             # The generator hangs: restart it instead of the trainer.
-            member.lose(group, ActorLostError(str(error), role=member.name))
+            member.lose(ActorLostError(str(error), role=member.name), mesh=mesh)
 
     async def _pull_from_living(
-        self, version: int, generators: Sequence[CallGroup]
+        self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
         """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
-        what, trainer = f"pull of version {version}", self.trainer.group
+        what, trainer = f"pull of version {version}", self.trainer
         try:
             # A dead trainer's memory gives nothing, which a generator would only notice at its
             # deadline.
-            return await trainer.while_alive(self.pull(version, generators=generators), what)
+            return await trainer.wait_while_alive(self.pull(version, generators=generators), what)
         except (ActorLostError, *PARITY_ERRORS):
             raise
         except RunError as error:
             # A generator may be the first to notice that the trainer is dead.
-            if dead := await trainer.seen_dead(PEER_GRACE_S):
+            dead = await trainer.wait_for_death(within_s=PEER_GRACE_S)
+            if dead:
                 message = f"{trainer.name}.{what} failed: {first_line(error)}"
                 raise ActorLostError(message, role=trainer.name, ranks=dead) from error
             raise
 
     async def pull(
-        self, version: int, *, generators: Sequence[CallGroup]
+        self, version: int, *, generators: Sequence[ActorGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
         """Let every generator pull the version, and check each; also return the errors of lost
         generators.
@@ -223,7 +226,15 @@ class GeneratorPool:
             calls = []
             for generator in generators:
                 extra_s = generator.timeouts.generate_s if self._drains else 0.0
-                calls.append(generator.call("pull_model_state_dict", snapshot, extra_s=extra_s))
+                calls.append(
+                    generator.call(
+                        "pull_model_state_dict",
+                        snapshot,
+                        pulls=version,
+                        timeout="sync_s",
+                        extra_s=extra_s,
+                    )
+                )
             answers, lost = await _answers(generators, calls)
             pulled = {g.name: [box for of_rank in ranks for box in of_rank] for g, ranks in answers}
             check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
@@ -240,7 +251,7 @@ class GeneratorPool:
         return result, [*lost, *lost_later]
 
     async def _compare(
-        self, version: int, generators: Sequence[CallGroup]
+        self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
         """Return the largest difference of a generator's logprobs from the trainer's, in nats a
         token.
@@ -255,7 +266,10 @@ class GeneratorPool:
         # The trainer's logprobs first, as trainer and generators may have to take turns on a
         # device.
         logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
-        calls = [g.call("compute_logprobs", [self.parity.token_ids]) for g in generators]
+        calls = [
+            generator.call("compute_logprobs", [self.parity.token_ids], timeout="train_s")
+            for generator in generators
+        ]
         answers, lost = await _answers(generators, calls)
         found = {g.name: ranks[0][0] for g, ranks in answers}
         if not found:
@@ -264,8 +278,8 @@ class GeneratorPool:
 
 
 async def _answers(
-    groups: Sequence[CallGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
-) -> tuple[list[tuple[CallGroup, list[Any]]], list[ActorLostError]]:
+    groups: Sequence[ActorGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
+) -> tuple[list[tuple[ActorGroup, list[Any]]], list[ActorLostError]]:
     """Await a call to each group; return the answers with their groups, and the errors of lost
     groups.
     """

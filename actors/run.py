@@ -388,7 +388,9 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     found = []
     try:
         for group, dtype, number in asked:
-            limits, *_ = await group.call("measure_machine", dtype, number * itemsize)
+            limits, *_ = await group.call(
+                "measure_machine", dtype, number * itemsize, timeout="setup_s"
+            )
             logger.info("%s: %s", group.name, limits)
             found.append(limits)
     except ActorCallError as error:

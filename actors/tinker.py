@@ -24,6 +24,7 @@ from actors.calls import ActorCallError, ActorLostError
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
+from actors.group import TimeoutName
 from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
@@ -213,7 +214,13 @@ def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Return the call of an endpoint of the trainer, which rank 0 answers."""
 
     async def of_model(self: ActorWorkers, /, *args: Any, **options: Any) -> Any:
-        return (await self._cluster.trainer.call(endpoint, *args, **options))[0]
+        limits = {
+            "create_model": "setup_s",
+            "save_model": "checkpoint_s",
+            "load_model": "checkpoint_s",
+        }
+        timeout: TimeoutName = limits.get(endpoint, "train_s")
+        return (await self._cluster.trainer.call(endpoint, *args, timeout=timeout, **options))[0]
 
     return of_model
 
@@ -310,7 +317,9 @@ class ActorWorkers:
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         assert top_k == 0, "the base model says that there are none"
         with _own_errors():
-            answers = await next(self._generators).call("compute_logprobs", [prompt])
+            answers = await next(self._generators).call(
+                "compute_logprobs", [prompt], timeout="train_s"
+            )
         logprobs: np.ndarray = answers[0][0].copy()
         logprobs[0] = np.nan
         none = np.empty((len(prompt), 0))

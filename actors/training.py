@@ -22,7 +22,7 @@ from pathlib import Path
 from actors.backend import TrainerClient
 from actors.calls import may_hang
 from actors.checks import has_lora
-from actors.recovery import Role
+from actors.group import ActorGroup
 from actors.run import Run
 from actors.starting_weights import load_start
 from losses.types import uses_proximal_logprobs
@@ -214,11 +214,11 @@ def _position(source: LoadSource) -> LoopPosition | None:
     return replace(source.position, evaluated=False)
 
 
-def _can_answer(trainer: Role, error: Exception) -> bool:
+def _can_answer(trainer: ActorGroup, error: Exception) -> bool:
     """Return whether a call to the trainer makes sense: no process of this host is dead and none
     may hang.
     """
-    return not trainer.group.dead() and not may_hang(trainer.name, after=error)
+    return not trainer.find_dead() and not may_hang(trainer.name, after=error)
 
 
 @asynccontextmanager

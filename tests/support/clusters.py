@@ -14,9 +14,9 @@ from actors.backend import TrainerClient
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
+from actors.group import ActorGroup
 from actors.members import LogSettings
 from actors.parity import ParityText
-from actors.recovery import Role
 from actors.reward import RewardActor
 from actors.router import Router
 from actors.run import make_router
@@ -144,8 +144,8 @@ class RunningCluster:
         return roles
 
 
-def processes(role: Role) -> dict[int, ProcessId]:
-    return dict(role.group.processes)
+def processes(group: ActorGroup) -> dict[int, ProcessId]:
+    return dict(group.processes)
 
 
 def assert_equal_bits(ours: Any, theirs: Any) -> None:
