@@ -5,59 +5,51 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from actors.calls import ActorLostError, ActorTimeoutError
 from actors.group import ActorGroup
 from actors.recovery import RestartsUsedUpError
-from rl.training.engine import TrainingEngine
+from rl.engine_client import EngineClient, FileUse
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
 from rl.utils.threads import all_or_cancel
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+T = TypeVar("T")
 
 
-def _on_engine(
-    method: Callable[Concatenate[TrainingEngine, P], ResultT],
-) -> Callable[Concatenate[TrainerClient, P], Coroutine[Any, Any, ResultT]]:
-    """Return the call of a method of the engine on all ranks; rank 0 answers."""
-
-    @wraps(method)
-    async def on_engine(self: TrainerClient, /, *args: P.args, **options: P.kwargs) -> ResultT:
-        call: Callable[..., Coroutine[Any, Any, list[ResultT]]] = self.trainer.call
-        files = ("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter")
-        timeout = "checkpoint_s" if method.__name__ in files else "train_s"
-        return (await call(method.__name__, *args, timeout=timeout, **options))[0]
-
-    return on_engine
-
-
-class TrainerClient:
-    """A `Trainer` over the ranks of a `PolicyTrainer`, with the methods of its engine."""
+class TrainerClient(EngineClient):
+    """A `Trainer` over the ranks of a `PolicyTrainer`; rank 0 answers."""
 
     def __init__(self, trainer: ActorGroup) -> None:
         self.trainer = trainer
 
-    forward_backward = _on_engine(TrainingEngine.forward_backward)
-    forward = _on_engine(TrainingEngine.forward)
-    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
-    optim_step = _on_engine(TrainingEngine.optim_step)
-    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint)
-    load_checkpoint = _on_engine(TrainingEngine.load_checkpoint)
-    export_hf = _on_engine(TrainingEngine.export_hf)
-    save_adapter = _on_engine(TrainingEngine.save_adapter)
+    async def call_engine(
+        self,
+        method: Callable[..., T],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> T:
+        """Call the endpoint of `PolicyTrainer` with the name of the engine's method."""
+        answers = await self.trainer.call(
+            method.__name__,
+            *args,
+            timeout="train_s" if files is None else "checkpoint_s",
+            model_id=model_id,
+            **options,
+        )
+        answer: T = answers[0]
+        return answer
 
     async def finish_saving(self) -> None:
+        # Another role may have the devices: a checkpoint is written from host memory.
         await self.trainer.call("finish_saving", needs_devices=False, timeout="checkpoint_s")
 
 

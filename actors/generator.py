@@ -7,37 +7,26 @@ config holds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
 from actors.vllm.engine import GeneratorEngine
-from actors.vllm.requests import GeneratorError
+from actors.vllm.requests import Begun, GeneratorError
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
-from rl.types import BoxSum
+from rl.types import BoxSum, Completion, SamplingParams
 from rl.utils.processes import use_threads
 from rl.weights.store import Snapshot, WeightStore
-
-
-def _on_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Return the endpoint of an engine's method, with the same arguments."""
-
-    @concurrent_endpoint
-    @span(method.__name__)
-    async def on_engine(self: VLLMGenerator, *args: Any, **options: Any) -> Any:
-        return await getattr(self._running(), method.__name__)(*args, **options)
-
-    return on_engine
 
 
 class VLLMGenerator(Actor, Configurable):
@@ -80,13 +69,42 @@ class VLLMGenerator(Actor, Configurable):
         await engine.start()
         self.engine = engine
 
-    # Calls overlap. A call of `generate` whose caller has gone goes on until `abort` of its
-    # `call_id` ends it.
-    generate = _on_engine(GeneratorEngine.generate)
-    abort = _on_engine(GeneratorEngine.abort)
-    compute_logprobs = _on_engine(GeneratorEngine.compute_logprobs)
-    sleep = _on_engine(GeneratorEngine.sleep)
-    wake = _on_engine(GeneratorEngine.wake)
+    # Endpoints of `GeneratorEngine`. Calls overlap: a call of `generate` whose caller has gone goes
+    # on until `abort` of its `call_id` ends it.
+
+    @concurrent_endpoint
+    @span("generate")
+    async def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        call_id: str = "",
+        begun: Begun | None = None,
+    ) -> list[list[Completion]]:
+        return await self._require_engine().generate(
+            prompts, sampling=sampling, call_id=call_id, begun=begun
+        )
+
+    @concurrent_endpoint
+    @span("abort")
+    async def abort(self, call_ids: Sequence[str] | None = None) -> int:
+        return await self._require_engine().abort(call_ids)
+
+    @concurrent_endpoint
+    @span("compute_logprobs")
+    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return await self._require_engine().compute_logprobs(sequences)
+
+    @concurrent_endpoint
+    @span("sleep")
+    async def sleep(self) -> None:
+        await self._require_engine().sleep()
+
+    @concurrent_endpoint
+    @span("wake")
+    async def wake(self) -> None:
+        await self._require_engine().wake()
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
@@ -97,7 +115,7 @@ class VLLMGenerator(Actor, Configurable):
         """
         pull = partial(self._pull, self.store, snapshot)
         with span("pull", version=snapshot.version):
-            return await self._running().update_weights(pull, version=snapshot.version)
+            return await self._require_engine().update_weights(pull, version=snapshot.version)
 
     @concurrent_endpoint
     @span("use_store")
@@ -120,7 +138,7 @@ class VLLMGenerator(Actor, Configurable):
         measure = partial(
             machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device()
         )
-        return await self._running().aside(measure)
+        return await self._require_engine().aside(measure)
 
     async def _pull(
         self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]
@@ -154,7 +172,7 @@ class VLLMGenerator(Actor, Configurable):
         if self.engine is not None:
             await self.engine.close()
 
-    def _running(self) -> GeneratorEngine:
+    def _require_engine(self) -> GeneratorEngine:
         if self.engine is None:
             raise RuntimeError("the generator is not set up: call setup first")
         return self.engine

@@ -28,7 +28,7 @@ from actors.calls import (
 from actors.group import ActorGroup
 from actors.parity import ParityText
 from actors.recovery import PARITY_ERRORS
-from rl.types import ServeResult
+from rl.types import RUN, ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
@@ -107,7 +107,7 @@ class GeneratorPool:
             ]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def push(self, *, model_id: str | None = None, version: int | None = None) -> int:
+    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given."""
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.

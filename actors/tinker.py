@@ -10,21 +10,20 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
+from actors.backend import TrainerClient
 from actors.calls import ActorCallError, ActorLostError
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
-from actors.group import TimeoutName
 from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
@@ -56,8 +55,7 @@ class TinkerTrainer(PolicyTrainer):
     class Config(PolicyTrainer.Config):
         pass
 
-    def engine_of(self, model_id: str | None) -> TrainingEngine:
-        assert model_id is not None
+    def engine_of(self, model_id: str) -> TrainingEngine:
         return self._models[model_id]
 
     @concurrent_endpoint
@@ -210,21 +208,6 @@ class ActorBackend(TinkerBackend):
         return ActorWorkers(cluster, left=left)
 
 
-def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return the call of an endpoint of the trainer, which rank 0 answers."""
-
-    async def of_model(self: ActorWorkers, /, *args: Any, **options: Any) -> Any:
-        limits = {
-            "create_model": "setup_s",
-            "save_model": "checkpoint_s",
-            "load_model": "checkpoint_s",
-        }
-        timeout: TimeoutName = limits.get(endpoint, "train_s")
-        return (await self._cluster.trainer.call(endpoint, *args, timeout=timeout, **options))[0]
-
-    return of_model
-
-
 @contextmanager
 def _own_errors() -> Iterator[None]:
     """Turn errors of one request, which leave the generator alive, into those that end nothing
@@ -244,21 +227,12 @@ def _num_tokens(groups: Sequence[Sequence[Completion]]) -> int:
     return sum(len(one.token_ids) for group in groups for one in group)
 
 
-class ActorWorkers:
+class ActorWorkers(TrainerClient):
     """`Workers` that are the actors of a cluster."""
-
-    create_model = _of_model("create_model")
-    delete_model = _of_model("delete_model")
-    save_model = _of_model("save_model")
-    load_model = _of_model("load_model")
-    forward_backward = _of_model("forward_backward")
-    forward = _of_model("forward")
-    drop_gradient = _of_model("drop_gradient")
-    optim_step = _of_model("optim_step")
-    compute_logprobs = _of_model("compute_logprobs")
 
     def __init__(self, cluster: Cluster, *, left: ExitStack) -> None:
         """`left` is closed after the actors."""
+        super().__init__(cluster.trainer)
         self._cluster = cluster
         self._left = left
         self._pool = cluster.pool
@@ -267,6 +241,22 @@ class ActorWorkers:
         self.num_sequences = cluster.config.generator.max_num_seqs * len(cluster.pool.members)
         self._numbers = itertools.count(1)
         self._versions: set[int] = set()
+
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        await self.trainer.call("create_model", model_id, lora, timeout="setup_s")
+
+    async def delete_model(self, model_id: str) -> None:
+        await self.trainer.call("delete_model", model_id, timeout="train_s")
+
+    async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self.trainer.call(
+            "save_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+        )
+
+    async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self.trainer.call(
+            "load_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+        )
 
     async def push(self, *, model_id: str) -> int:
         # No more than `keep_versions`: `GeneratorPool.serve` deletes the oldest beyond them.

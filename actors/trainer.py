@@ -13,24 +13,26 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, Endpoint, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
+from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.memory import use_growing_segments
 from rl.training.sleep import TrainerSleep
+from rl.types import RUN
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.store import Shard, WeightStore
@@ -38,30 +40,23 @@ from rl.weights.store import Shard, WeightStore
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 STOP_TIMEOUT_S = 10.0
 
 
-def _on_engine(
-    method: Callable[..., Any], *, span_name: str | None = None, changes_weights: bool = False
-) -> Any:
-    """Return the endpoint of an engine's method, with the same arguments; rank 0 answers, other
-    ranks return None.
+_CHANGES_WEIGHTS = (TrainingEngine.optim_step, TrainingEngine.load_checkpoint)
+
+
+def serve_method(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, span_name: str = ""
+) -> Endpoint[P, T]:
+    """Return the endpoint of a client's method, which `call_engine` answers in the actor.
+
+    Rank 0 answers, other ranks return None.
     """
-    name = method.__name__
-
-    @concurrent_endpoint
-    @span(span_name or name)
-    async def on_engine(
-        self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any
-    ) -> Any:
-        call = partial(getattr(self.engine_of(model_id), name), *args, **options)
-        steps_early = name == "forward_backward" and self.config.optimizer.early_step_in_backward
-        changes = changes_weights or steps_early
-        answer = await (self._change_weights(call) if changes else self._compute(call))
-        return answer if self._rank == 0 else None
-
-    return on_engine
+    served: Endpoint[P, T] = concurrent_endpoint(span(span_name or method.__name__)(method))
+    return served
 
 
 class PolicyTrainer(Actor, Configurable):
@@ -112,8 +107,8 @@ class PolicyTrainer(Actor, Configurable):
             raise RuntimeError("the trainer is asleep: call wake first")
         return self._turns.engine
 
-    def engine_of(self, model_id: str | None) -> TrainingEngine:
-        assert model_id is None, "a run's trainer has no models by id"
+    def engine_of(self, model_id: str) -> TrainingEngine:
+        assert model_id == RUN, "a run's trainer has no models by id"
         return self.engine
 
     @property
@@ -128,18 +123,36 @@ class PolicyTrainer(Actor, Configurable):
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
-    forward_backward = _on_engine(TrainingEngine.forward_backward)
-    forward = _on_engine(TrainingEngine.forward)
-    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
-    optim_step = _on_engine(TrainingEngine.optim_step, changes_weights=True)
-    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint, span_name="save")
-    load_checkpoint = _on_engine(
-        TrainingEngine.load_checkpoint, span_name="load", changes_weights=True
-    )
-    export_hf = _on_engine(TrainingEngine.export_hf, span_name="export")
-    save_adapter = _on_engine(TrainingEngine.save_adapter, span_name="export")
+    forward_backward = serve_method(EngineClient.forward_backward)
+    forward = serve_method(EngineClient.forward)
+    drop_gradient = serve_method(EngineClient.drop_gradient)
+    optim_step = serve_method(EngineClient.optim_step)
+    compute_logprobs = serve_method(EngineClient.compute_logprobs)
+    compute_reference_logprobs = serve_method(EngineClient.compute_reference_logprobs)
+    save_checkpoint = serve_method(EngineClient.save_checkpoint, span_name="save")
+    load_checkpoint = serve_method(EngineClient.load_checkpoint, span_name="load")
+    export_hf = serve_method(EngineClient.export_hf, span_name="export")
+    save_adapter = serve_method(EngineClient.save_adapter, span_name="export")
+
+    async def call_engine(
+        self,
+        method: Callable[..., T],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> T | None:
+        """Call a method of the engine in its thread; see `EngineClient.call_engine`."""
+        call = bind_method(self.engine_of(model_id), method, *args, **options)
+        steps_early = (
+            method == TrainingEngine.forward_backward
+            and self.config.optimizer.early_step_in_backward
+        )
+        if steps_early or method in _CHANGES_WEIGHTS:
+            answer = await self._change_weights(call)
+        else:
+            answer = await self._compute(call)
+        return answer if self._rank == 0 else None
 
     @concurrent_endpoint
     @span("finish_saving")
@@ -149,9 +162,7 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("push")
-    async def push_model_state_dict(
-        self, model_id: str | None = None, version: int | None = None
-    ) -> Shard:
+    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
         """Put this rank's shards into the store under the current or the given version; not yet
         announced.
 

@@ -81,9 +81,7 @@ class EngineClient(ABC):
     async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
-        return await self.call_engine(
-            TrainingEngine.forward, samples, loss=loss, model_id=model_id
-        )
+        return await self.call_engine(TrainingEngine.forward, samples, loss=loss, model_id=model_id)
 
     async def drop_gradient(self, *, model_id: str = RUN) -> None:
         await self.call_engine(TrainingEngine.drop_gradient, model_id=model_id)
@@ -102,9 +100,7 @@ class EngineClient(ABC):
     async def compute_logprobs(
         self, samples: Sequence[TrainingSample], *, model_id: str = RUN
     ) -> list[np.ndarray]:
-        return await self.call_engine(
-            TrainingEngine.compute_logprobs, samples, model_id=model_id
-        )
+        return await self.call_engine(TrainingEngine.compute_logprobs, samples, model_id=model_id)
 
     async def compute_reference_logprobs(
         self, samples: Sequence[TrainingSample], *, model_id: str = RUN

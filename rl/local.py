@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import whole_tensor
+from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
@@ -54,26 +55,7 @@ GATHER_S = 0.005
 """Seconds that a call of `generate` waits for others to join it, with several models."""
 
 
-def _engine_call(
-    method: Callable[..., ResultT], *, span_name: str | None = None
-) -> Callable[..., Coroutine[Any, Any, ResultT]]:
-    """Return the asynchronous form of an engine's method."""
-    name = method.__name__
-
-    @wraps(method)
-    async def asynchronous(
-        self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any
-    ) -> ResultT:
-        return await self._run_in(
-            "trainer",
-            span_name or name,
-            lambda: getattr(self.engine_of(model_id), name)(*args, **options),
-        )
-
-    return asynchronous
-
-
-class LocalBackend:
+class LocalBackend(EngineClient):
     """A `Trainer`, a `TokenGenerator` and a `Publisher`.
 
     The trainer's calls run one after another in one thread and the generator's in another, so that
@@ -295,18 +277,23 @@ class LocalBackend:
 
         return await self._run_in("generator", "prompt_logprobs", compute)
 
-    # Trainer
+    # Trainer: the methods of `EngineClient`
 
-    forward_backward = _engine_call(TrainingEngine.forward_backward)
-    forward = _engine_call(TrainingEngine.forward)
-    drop_gradient = _engine_call(TrainingEngine.drop_gradient)
-    optim_step = _engine_call(TrainingEngine.optim_step)
-    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _engine_call(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _engine_call(TrainingEngine.save_checkpoint, span_name="save")
-    load_checkpoint = _engine_call(TrainingEngine.load_checkpoint, span_name="load")
-    export_hf = _engine_call(TrainingEngine.export_hf, span_name="export")
-    save_adapter = _engine_call(TrainingEngine.save_adapter, span_name="export")
+    async def call_engine(
+        self,
+        method: Callable[..., ResultT],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> ResultT:
+        """Call a method of the engine in the trainer's thread."""
+
+        def call() -> ResultT:
+            # The model is looked up in the thread, after the calls that may delete it.
+            return bind_method(self.engine_of(model_id), method, *args, **options)()
+
+        return await self._run_in("trainer", files or method.__name__, call)
 
     # Models by id
 

@@ -57,7 +57,7 @@ class FakeTrainer(Mortal):
         return shard_of(self.policy.version)
 
     async def _save_checkpoint(
-        self, folder: str, *, position: Any, model_only: bool = False, wait: bool = True
+        self, folder: str, *, position: Any, model_only: bool = False, **options: Any
     ) -> None:
         save_fake(
             Path(folder), version=self.policy.version, model_only=model_only, position=position
