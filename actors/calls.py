@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from actors.compat import SupervisionError
 from rl.utils.errors import RunError, causes
-from rl.utils.processes import ProcessId, is_alive, signal_name
+from rl.utils.processes import signal_name
 
 REPORT_GRACE_S = 3.0
 """Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s.
@@ -36,10 +34,10 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead (`ranks`, where known), or its actor cannot go on: restart the
-    group.
+    """Actors that cannot go on, so that the group has to be restarted.
 
-    `is_dead` is False where a process has only not answered, as far as anybody knows.
+    `ranks` are those of dead processes, where they are known. `is_dead` is False where a process
+    has only not answered, as far as anybody knows.
     """
 
     def __init__(
@@ -55,8 +53,12 @@ class ActorLostError(ActorCallError):
 async def deadline(
     timeout_s: float, what: str, *, option: str = "", role: str = ""
 ) -> AsyncIterator[None]:
-    """Limit the block to `timeout_s`, and name what was waited for in its errors, with the option
-    of the limit.
+    """Limit the block to `timeout_s`; its errors name what was waited for, and the option.
+
+    Example:
+        >>> async with deadline(600.0, "starting role 'trainer'", option="timeouts.start_s"):
+        ...     await answers
+        ActorTimeoutError: starting role 'trainer': no answer within 600 s (timeouts.start_s)
 
     Raises:
         ActorTimeoutError: the time is over.
@@ -70,28 +72,27 @@ async def deadline(
         limit = f"{timeout_s:g} s ({option})" if option else f"{timeout_s:g} s"
         raise ActorTimeoutError(f"{what}: no answer within {limit}", role=role) from error
     except SupervisionError as error:
+        # Monarch also raises it for a stopped process, of which no end is known.
         is_dead = end_of_process(str(error)) is not None
-        raise _lost_or_failed(
-            f"{what}: {describe_loss(error)}", role=role, is_dead=is_dead
-        ) from error
+        raise _make_error(f"{what}: {describe_loss(error)}", role=role, is_dead=is_dead) from error
     except ValueError as error:  # Monarch's, if a host does not start processes
-        if (end := end_of_process(str(error))) is None:
+        end = end_of_process(str(error))
+        if end is None:
             raise ActorCallError(f"{what}: {error}") from error
-        raise _lost_or_failed(
-            f"{what}: a process is dead: {end}", role=role, is_dead=True
-        ) from error
+        raise _make_error(f"{what}: a process is dead: {end}", role=role, is_dead=True) from error
 
 
-def _lost_or_failed(message: str, *, role: str, is_dead: bool) -> ActorCallError:
+def _make_error(message: str, *, role: str, is_dead: bool) -> ActorCallError:
     return ActorLostError(message, role=role, is_dead=is_dead) if role else ActorCallError(message)
 
 
 def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
     """Return the index of a rank in each dimension of a mesh, to slice it."""
-    index, left = {}, rank
+    index, rest = {}, rank
+    # The last dimension varies fastest: ranks of a host are neighbours.
     for dim, size in reversed(mesh.sizes.items()):
-        left, index[dim] = divmod(left, size)
-    assert not left, f"there are {mesh.size()} ranks, there is no rank {rank}"
+        rest, index[dim] = divmod(rest, size)
+    assert not rest, f"there are {mesh.size()} ranks, there is no rank {rank}"
     return index
 
 
@@ -118,15 +119,19 @@ def may_hang(role: str, *, after: BaseException) -> bool:
 
 
 def end_of_process(report: str) -> str | None:
-    """Return how a process ended, such as "killed by SIGKILL", from a text of Monarch; None if it
-    does not say so.
+    """Return how a process ended, from a text of Monarch; None if the text does not say so.
+
+    Example:
+        >>> end_of_process("the process this actor was running on failed: Killed(sig=9)")
+        'killed by SIGKILL'
     """
-    if killed := re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report):
+    # Monarch has no field for it: these are its words in several kinds of reports.
+    killed = re.search(r"Killed\W*(?:signal|sig)\W*(\d+)", report)
+    if killed:
         return f"killed by {signal_name(int(killed[1]))}"
-    if ended := re.search(
-        r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report
-    ):
-        return f"it ended with status {ended[1]}"
+    exited = re.search(r"(?:Stopped|Exited)\W*(?:exit_code|exit|code|status)\W*?(-?\d+)", report)
+    if exited:
+        return f"it ended with status {exited[1]}"
     return None
 
 
@@ -145,55 +150,3 @@ def describe_loss(error: SupervisionError) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; a remote traceback may follow it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class DeathWatch:
-    """Look-out for deaths of the processes that the calls of an event loop wait for.
-
-    Twice a second it looks at each process once, whether one call or thousands wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._watched: dict[asyncio.Future[None], Collection[ProcessId]] = {}
-        self._num_watches: Counter[ProcessId] = Counter()
-        self._timer: asyncio.TimerHandle | None = None
-        """The next look; None while nothing is watched."""
-
-    @contextmanager
-    def watch(self, processes: Collection[ProcessId]) -> Iterator[asyncio.Future[None]]:
-        """Yield a future that is done as soon as one of the processes is dead."""
-        loop = asyncio.get_running_loop()
-        death: asyncio.Future[None] = loop.create_future()
-        self._watched[death] = processes
-        self._num_watches.update(processes)
-        if self._timer is None:
-            self._timer = loop.call_later(LOOK_EVERY_S, self._look)
-
-        try:
-            yield death
-        finally:
-            death.cancel()
-            del self._watched[death]
-            for process in processes:
-                self._num_watches[process] -= 1
-                if not self._num_watches[process]:
-                    del self._num_watches[process]
-
-    def _look(self) -> None:
-        dead = {process for process in self._num_watches if not is_alive(process)}
-        if dead:
-            for death, processes in self._watched.items():
-                if not death.done() and not dead.isdisjoint(processes):
-                    death.set_result(None)
-
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(LOOK_EVERY_S, self._look) if self._watched else None
-
-
-# Futures and timers belong to one event loop, and tests run many in one process.
-_WATCHES: WeakKeyDictionary[asyncio.AbstractEventLoop, DeathWatch] = WeakKeyDictionary()
-
-
-def get_death_watch() -> DeathWatch:
-    """Return the watch of the running event loop."""
-    return _WATCHES.setdefault(asyncio.get_running_loop(), DeathWatch())

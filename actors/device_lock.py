@@ -61,13 +61,15 @@ class DeviceLock:
             pulls: version of the weights that the call pulls; None if it uses those that are there.
         """
         async with self._changed:
+            # Calls under way need the devices to the end: the other side has no turn before.
             await self._changed.wait_for(lambda: self._holder == side or self._num_calls == 0)
             if self._holder != side:
-                await self._hand_over(side)
+                await self._switch_to(side)
             if side == "generators" and pulls is None and not self._have_weights:
                 await self._pull_again()
             self._num_calls += 1
 
+        # Outside of the condition: calls of one side overlap.
         try:
             yield
             if pulls is not None:
@@ -77,7 +79,7 @@ class DeviceLock:
                 self._num_calls -= 1
                 self._changed.notify_all()
 
-    async def _hand_over(self, side: Side) -> None:
+    async def _switch_to(self, side: Side) -> None:
         # One side frees its memory before the other takes it: both do not fit on a device.
         await self._call_all(self._holder, "sleep")
         self._have_weights = False

@@ -30,12 +30,15 @@ from rl.weights.store import Snapshot, WeightStore
 
 
 class VLLMGenerator(Actor, Configurable):
-    """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0
-    answers.
+    """Actor of one generator rank.
+
+    Endpoints are called on all ranks with equal arguments; rank 0 answers.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorConfig):
+        """Settings of the engine, and the number of generators."""
+
         num_replicas: int = 1
         """Number of generators, each with its own processes, devices and copy of the weights."""
 
@@ -108,10 +111,10 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
-        """Pull a version's weights in place between two engine steps; return checksums of what is
-        then there.
+        """Pull a version's weights in place between two engine steps; return their checksums.
 
-        `on_update` decides what happens to running requests.
+        The sums are of the weights that the engine has then. `on_update` decides what happens to
+        running requests.
         """
         pull = partial(self._pull, self.store, snapshot)
         with span("pull", version=snapshot.version):
@@ -122,7 +125,9 @@ class VLLMGenerator(Actor, Configurable):
     async def use_store(self, store: WeightStore) -> None:
         """Use this store from now on; the previous store is lost, and pulls from it fail."""
         before, self.store = self.store, store
-        for pull in (pulling := list(self._pulling)):
+        # A pull from dead processes would otherwise end with its deadline only.
+        pulling = list(self._pulling)
+        for pull in pulling:
             pull.cancel()
         if pulling:
             await asyncio.wait(pulling)
@@ -143,9 +148,8 @@ class VLLMGenerator(Actor, Configurable):
     async def _pull(
         self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]
     ) -> tuple[BoxSum, ...]:
-        """Pull from the store that was used when the call arrived; its turn may come after
-        `use_store`.
-        """
+        """Pull from the store that was used when the call arrived."""
+        # The engine may come to this pull after `use_store`: the old store's actors are dead.
         if store is not self.store:
             raise GeneratorError(
                 f"the weight store was lost before version {snapshot.version} was pulled"
@@ -156,7 +160,9 @@ class VLLMGenerator(Actor, Configurable):
         try:
             return await pulling
         except asyncio.CancelledError as error:
-            if (caller := asyncio.current_task()) is not None and caller.cancelling():
+            # `use_store` cancels the pull alone; a cancelled caller has to stop.
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
                 raise
             raise GeneratorError(
                 f"the weight store was lost while version {snapshot.version} was pulled"
@@ -178,7 +184,7 @@ class VLLMGenerator(Actor, Configurable):
         return self.engine
 
 
-def generator_env(config: VLLMGenerator.Config) -> dict[str, str]:
+def make_generator_env(config: VLLMGenerator.Config) -> dict[str, str]:
     """Return the environment variables that vllm reads when it is imported."""
     # vLLM runs on OMP_NUM_THREADS threads, or one where it is unset.
     return ENVIRONMENT | {"OMP_NUM_THREADS": str(config.num_threads)}

@@ -10,14 +10,25 @@ is dead. The last is noticed within a second, so that no caller waits half an ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections import Counter
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from monarch.actor import ActorError
 
 from actors.calls import (
+    LOOK_EVERY_S,
     PEER_GRACE_S,
     REPORT_GRACE_S,
     ActorCallError,
@@ -26,7 +37,6 @@ from actors.calls import (
     describe_loss,
     end_of_process,
     first_line,
-    get_death_watch,
     mesh_index,
 )
 from actors.compat import SupervisionError
@@ -126,6 +136,7 @@ class ActorGroup:
             ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as
                 itself.
         """
+        # Nothing is awaited before the send: the order of the calls is that of the messages.
         if self.hold_devices is not None and needs_devices:
             return self._call_on_devices(
                 endpoint, *args, timeout=timeout, extra_s=extra_s, rank=rank, pulls=pulls, **kwargs
@@ -135,6 +146,7 @@ class ActorGroup:
 
         mesh, processes = self.mesh, self.processes
         if rank is not None:
+            # The death of another rank is none of this call's.
             mesh = mesh.slice(**mesh_index(mesh, rank))
             processes = {rank: processes[rank]} if rank in processes else {}
         answers = getattr(mesh, endpoint).call(*args, **kwargs)
@@ -181,7 +193,7 @@ class ActorGroup:
             return [value for _, value in values.items()]
         except TimeoutError as error:
             if not deadline.expired():
-                raise
+                raise  # It is the actor's own.
             place = "" if call.rank is None else f" of rank {call.rank} of {call.mesh.size()}"
             message = f"{name}{place} gave no answer within {limit_s:g} s (timeouts.{timeout})"
             raise ActorTimeoutError(message, role=self.name) from error
@@ -190,7 +202,7 @@ class ActorGroup:
             if len(call.processes) > 1:
                 dead = await _wait_for_death(call.processes, within_s=PEER_GRACE_S)
                 if dead:
-                    raise self._lost(dead, call) from error
+                    raise self._make_lost_error(dead, call) from error
             if isinstance(error.exception, RunError):
                 raise error.exception from error
             raise ActorCallError(f"{name} failed:\n{error}") from error
@@ -237,12 +249,13 @@ class ActorGroup:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 dead = _find_dead(call.processes)
+                # Monarch's own report names the signal; it may come after the death shows here.
                 await asyncio.wait({waiting}, timeout=grace_s)
             if waiting.done():
                 return waiting.result()
         finally:
             waiting.cancel()
-        raise self._lost(dead, call)
+        raise self._make_lost_error(dead, call)
 
     async def wait_unless_lost(self, work: Awaitable[T], what: str) -> T:
         """Wait for work that needs all processes of the group; a death may show as any error.
@@ -257,12 +270,13 @@ class ActorGroup:
         except ActorLostError:
             raise
         except Exception as error:
+            # A peer of the dead may fail first, with the error of a broken connection.
             dead = await _wait_for_death(call.processes, within_s=PEER_GRACE_S)
             if dead:
-                raise self._lost(dead, call) from error
+                raise self._make_lost_error(dead, call) from error
             raise
 
-    def _lost(self, dead: Sequence[int], call: _Call) -> ActorLostError:
+    def _make_lost_error(self, dead: Sequence[int], call: _Call) -> ActorLostError:
         ranks = ", ".join(map(str, dead))
         message = (
             f"{self.name}.{call.endpoint} failed: rank {ranks} of {call.mesh.size()} is dead: "
@@ -313,10 +327,12 @@ class ActorGroup:
 
     def take_over(self, restarted: ActorGroup) -> None:
         """Call the actors of a restarted group from now on."""
+        # Calls under way wait for the lost actors still, and fail with them.
         self.mesh, self.processes, self.failure = restarted.mesh, restarted.processes, None
 
     async def wait_until_up(self) -> None:
         """Wait for a restart that is under way; raise `failure`, if there is one."""
+        # The restarted actors may be lost before this task runs again.
         while self.restarting is not None:
             await asyncio.wait({self.restarting})
         if self.failure is not None:
@@ -335,3 +351,59 @@ async def _wait_for_death(processes: Mapping[int, ProcessId], *, within_s: float
         await asyncio.sleep(within_s / 20)
         dead = _find_dead(processes)
     return dead
+
+
+class DeathWatch:
+    """Look-out for deaths of the processes that the calls of an event loop wait for.
+
+    Twice a second it looks at each process once, whether one call or thousands wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[asyncio.Future[None], Collection[ProcessId]] = {}
+        self._num_watches: Counter[ProcessId] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        """The next look; None while nothing is watched."""
+
+    @contextmanager
+    def watch(self, processes: Collection[ProcessId]) -> Iterator[asyncio.Future[None]]:
+        """Yield a future that is done as soon as one of the processes is dead."""
+        loop = asyncio.get_running_loop()
+        death: asyncio.Future[None] = loop.create_future()
+        self._watched[death] = processes
+        self._num_watches.update(processes)
+        # One timer for all calls: a step has thousands under way, of the same few processes.
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_EVERY_S, self._check_processes)
+
+        try:
+            yield death
+        finally:
+            death.cancel()
+            del self._watched[death]
+            for process in processes:
+                self._num_watches[process] -= 1
+                if not self._num_watches[process]:
+                    del self._num_watches[process]
+
+    def _check_processes(self) -> None:
+        dead = {process for process in self._num_watches if not is_alive(process)}
+        if dead:
+            for death, processes in self._watched.items():
+                if not death.done() and not dead.isdisjoint(processes):
+                    death.set_result(None)
+
+        # An event loop without calls looks at nothing.
+        self._timer = None
+        if self._watched:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LOOK_EVERY_S, self._check_processes)
+
+
+# Futures and timers belong to one event loop, and tests run many in one process.
+_WATCHES: WeakKeyDictionary[asyncio.AbstractEventLoop, DeathWatch] = WeakKeyDictionary()
+
+
+def get_death_watch() -> DeathWatch:
+    """Return the watch of the running event loop."""
+    return _WATCHES.setdefault(asyncio.get_running_loop(), DeathWatch())

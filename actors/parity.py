@@ -32,6 +32,8 @@ class LogprobParityError(WeightStoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityText:
+    """Fixed text whose logprobs trainer and generators compute with the same weights."""
+
     token_ids: np.ndarray
     """[T] int32."""
     max_diff: float
@@ -89,8 +91,9 @@ def make_parity_text(
     answer = renderer.reply(shown, prompt_ids=prompt.token_ids)[:-1]
     token_ids = np.concatenate([prompt.token_ids, answer])
     # The end of the text: a policy has learnt most about the answer.
-    kept = token_ids[-min(config.num_tokens, max_tokens) :]
+    text = token_ids[-min(config.num_tokens, max_tokens) :]
     bound = config.max_logprob_diff
     if bound is None:
+        # The coarsest dtype decides: its rounding is most of the difference.
         bound = 0.0 if same_kernels else max(BOUNDS[dtype] for dtype in dtypes)
-    return ParityText(token_ids=kept, max_diff=bound)
+    return ParityText(token_ids=text, max_diff=bound)

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from actors.calls import (
@@ -53,7 +54,8 @@ class GeneratorPool:
         parity: ParityText | None = None,
         drains: bool = False,
     ) -> None:
-        """
+        """Make a pool of running generators.
+
         Args:
             members: the generators. Their restarts end with `join`.
             parity: text of the logprob parity; None compares checksums only.
@@ -88,20 +90,25 @@ class GeneratorPool:
                     error = ActorLostError(message, role=member.name, ranks=dead)
                     member.lose(error, mesh=member.mesh)
 
-    def up(self) -> list[int]:
-        """Return the numbers of the generators that can be called; raise RunError if one was lost
-        too often.
+    def list_up(self) -> list[int]:
+        """Return the numbers of the generators that can be called.
+
+        Raises:
+            RunError: a generator was lost too often.
         """
+        # Also while others are up: a role that cannot be restarted ends the run.
         for member in self.members:
             if member.failure is not None:
                 raise member.failure
         return [number for number, member in enumerate(self.members) if member.is_up]
 
     async def wait_until_one_is_up(self) -> None:
-        """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too
-        often.
+        """Wait for a generator, at most until a restart's deadline.
+
+        Raises:
+            RunError: a generator was lost too often.
         """
-        while not self.up():
+        while not self.list_up():
             restarts = [
                 member.restarting for member in self.members if member.restarting is not None
             ]
@@ -124,6 +131,7 @@ class GeneratorPool:
         try:
             pushed = self.store.announce(await push).version
         except BaseException:
+            # Nobody will await the logprobs of a version that does not exist.
             if expected is not None:
                 await _give_up(expected)
             raise
@@ -138,8 +146,9 @@ class GeneratorPool:
             ActorLostError: the trainer is lost.
             RunError: a pull has failed, or a generator was lost too often.
         """
+        # A generator that joins meanwhile waits, and pulls this version.
         async with self._pulling:
-            up = [self.members[number] for number in self.up()]
+            up = [self.members[number] for number in self.list_up()]
             self._version = policy_version
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
@@ -166,18 +175,17 @@ class GeneratorPool:
             return group
 
     @asynccontextmanager
-    async def without_weights(self) -> AsyncIterator[None]:
-        """Prevent pulls while the store is replaced, and forget all versions of the trainer that
-        was lost.
-        """
+    async def block_pulls(self) -> AsyncIterator[None]:
+        """Prevent pulls while the store is replaced; forget all versions of the lost trainer."""
         async with self._pulling:
             self._version = None
+            # A version number may return with other weights: its logprobs must not.
             while self._expected:
                 await _give_up(self._expected.popitem()[1])
             yield
 
     async def use_store(self) -> None:
-        """Abort all requests and switch to the new store; call it in `without_weights`."""
+        """Abort all requests and switch to the new store; call it in `block_pulls`."""
         await asyncio.gather(*(self._use_store(member) for member in self.members if member.is_up))
 
     async def _use_store(self, member: ActorGroup) -> None:
@@ -213,8 +221,9 @@ class GeneratorPool:
     async def pull(
         self, version: int, *, generators: Sequence[ActorGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
-        """Let every generator pull the version, and check each; also return the errors of lost
-        generators.
+        """Let every generator pull the version, and check each.
+
+        The errors of lost generators are returned: the others go on without them.
 
         Raises:
             WeightParityError: names generator, tensor and version.
@@ -225,6 +234,7 @@ class GeneratorPool:
         try:
             calls = []
             for generator in generators:
+                # Running completions end first, each within the limit of a whole call.
                 extra_s = generator.timeouts.generate_s if self._drains else 0.0
                 calls.append(
                     generator.call(
@@ -235,8 +245,8 @@ class GeneratorPool:
                         extra_s=extra_s,
                     )
                 )
-            answers, lost = await _answers(generators, calls)
-            pulled = {g.name: [box for of_rank in ranks for box in of_rank] for g, ranks in answers}
+            answers, lost = await _gather_answers(generators, calls)
+            pulled = {group.name: list(chain.from_iterable(ranks)) for group, ranks in answers}
             check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
             started = now_s()
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
@@ -253,9 +263,7 @@ class GeneratorPool:
     async def _compare(
         self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
-        """Return the largest difference of a generator's logprobs from the trainer's, in nats a
-        token.
-        """
+        """Return the largest difference of a generator's logprobs from the trainer's, in nats."""
         if self.parity is None:
             return None, []
         if version not in self._expected:
@@ -270,19 +278,17 @@ class GeneratorPool:
             generator.call("compute_logprobs", [self.parity.token_ids], timeout="train_s")
             for generator in generators
         ]
-        answers, lost = await _answers(generators, calls)
+        answers, lost = await _gather_answers(generators, calls)
         found = {g.name: ranks[0][0] for g, ranks in answers}
         if not found:
             return None, lost
         return self.parity.check(policy_version=version, expected_T=logprobs_T, found=found), lost
 
 
-async def _answers(
+async def _gather_answers(
     groups: Sequence[ActorGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
 ) -> tuple[list[tuple[ActorGroup, list[Any]]], list[ActorLostError]]:
-    """Await a call to each group; return the answers with their groups, and the errors of lost
-    groups.
-    """
+    """Return the answers of calls to groups, each with its group, and the errors of lost groups."""
 
     async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:
         try:
@@ -291,12 +297,14 @@ async def _answers(
             return error
 
     results = await asyncio.gather(*map(answer_of, calls))
-    answers = [
-        (group, result)
-        for group, result in zip(groups, results, strict=True)
-        if not isinstance(result, ActorLostError)
-    ]
-    return answers, [result for result in results if isinstance(result, ActorLostError)]
+    answers: list[tuple[ActorGroup, list[Any]]] = []
+    lost: list[ActorLostError] = []
+    for group, result in zip(groups, results, strict=True):
+        if isinstance(result, ActorLostError):
+            lost.append(result)
+        else:
+            answers.append((group, result))
+    return answers, lost
 
 
 async def _give_up(answer: asyncio.Future[list[Any]]) -> None:

@@ -31,7 +31,7 @@ PARITY_ERRORS = (LogprobParityError, WeightParityError)
 """Errors that a restart would not cure: the new process would compute the same wrong numbers."""
 
 
-def no_event(event: str, /, **fields: Any) -> None:
+def ignore_event(event: str, /, **fields: Any) -> None:
     pass
 
 
@@ -47,7 +47,7 @@ class Supervisor:
         config: RecoveryConfig,
         *,
         in_background: InBackground = asyncio.create_task,
-        events: AddEvent = no_event,
+        events: AddEvent = ignore_event,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -70,6 +70,7 @@ class Supervisor:
             RestartsUsedUpError: names role, number, window and `reason`; raised from `cause`.
         """
         config, now_s = self.config, self._now_s()
+        # A long run may lose a process now and then; many losses in an hour have one cause.
         earlier = [at for at in self._restarts.get(role, ()) if now_s - at < config.window_s]
         num_earlier = max(len(earlier), at_least - 1)
         if num_earlier >= config.max_restarts:
@@ -94,8 +95,7 @@ class Supervisor:
         cause: BaseException | None = None,
         at_least: int = 1,
     ) -> T:
-        """Return the result of `start`, which is called again after pauses if the role is lost
-        during it.
+        """Return the result of `start`; call it again, after pauses, if the role is lost again.
 
         `start` has deadlines of its own. `cause` and `at_least` are those of `count`, for the first
         call.
@@ -105,6 +105,7 @@ class Supervisor:
             LogprobParityError, WeightParityError: see `PARITY_ERRORS`.
         """
         lost_at = self._now_s()
+        # Each failed start counts as another loss, also where the starts outlast the window.
         for counted in itertools.count(at_least):
             number, pause_s = self.count(role, reason=reason, cause=cause, at_least=counted)
             again = f"starting it again in {pause_s:g} s" if pause_s else "starting it again"
@@ -121,7 +122,7 @@ class Supervisor:
             try:
                 started = await start()
             except PARITY_ERRORS:
-                raise
+                raise  # The run would go on with wrong numbers.
             except RunError as error:
                 logger.info("%s was not started", role, exc_info=True)
                 reason, cause = first_line(error), error

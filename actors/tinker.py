@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
-from actors.backend import TrainerClient
+from actors.backend import TrainerClient, make_router
 from actors.calls import ActorCallError, ActorLostError
-from actors.cluster import Cluster
+from actors.cluster import Cluster, start_cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.guard import temporary_files
@@ -29,7 +30,6 @@ from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.placement import count_gpus, place_actors, trains_on_gpu
 from actors.reward import RewardActor
-from actors.run import make_router
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import named_as_options
@@ -55,30 +55,37 @@ class TinkerTrainer(PolicyTrainer):
     class Config(PolicyTrainer.Config):
         pass
 
-    def engine_of(self, model_id: str) -> TrainingEngine:
-        return self._models[model_id]
+    _models: TrainedModels | None = None
+    """None until `setup`."""
+
+    @property
+    def models(self) -> TrainedModels:
+        if self._models is None:
+            raise RuntimeError("the trainer is not set up: call setup first")
+        return self._models
+
+    def find_engine(self, model_id: str) -> TrainingEngine:
+        return self.models[model_id]
 
     @concurrent_endpoint
     @span("create_model")
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self._compute(self._models.create, model_id, lora)
+        await self._compute(self.models.create, model_id, lora)
 
     @concurrent_endpoint
     @span("delete_model")
     async def delete_model(self, model_id: str) -> None:
-        await self._change_weights(self._models.delete, model_id)
+        await self._change_weights(self.models.delete, model_id)
 
     @concurrent_endpoint
     @span("save")
     async def save_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._compute(partial(self._models.save, optimizer=optimizer), model_id, folder)
+        await self._compute(partial(self.models.save, optimizer=optimizer), model_id, folder)
 
     @concurrent_endpoint
     @span("load")
     async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._change_weights(
-            partial(self._models.load, optimizer=optimizer), model_id, folder
-        )
+        await self._change_weights(partial(self.models.load, optimizer=optimizer), model_id, folder)
 
     def _open(self, hf_assets_path: str) -> None:
         self._models = TrainedModels(
@@ -86,7 +93,7 @@ class TinkerTrainer(PolicyTrainer):
         )
 
     def _close(self) -> None:
-        self._models.close()
+        self.models.close()
 
 
 class ActorBackend(TinkerBackend):
@@ -94,6 +101,8 @@ class ActorBackend(TinkerBackend):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
+        """Settings of trainer, generators and weight store behind a Tinker server."""
+
         trainer: TinkerTrainer.Config = field(default_factory=TinkerTrainer.Config)
         """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to
         the client.
@@ -188,7 +197,7 @@ class ActorBackend(TinkerBackend):
             # Other hosts see the folder of the logs, which servers may share.
             own = left.enter_context(temporary_folder(logs / "weights"))
             store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=own)
-            cluster = Cluster(
+            cluster = await start_cluster(
                 self._cluster,
                 launcher=launcher,
                 model_spec=base.spec,
@@ -197,11 +206,10 @@ class ActorBackend(TinkerBackend):
                 logs=LogSettings(folder=logs, console_level="WARNING"),
                 trainer_arguments={"model_spec": base.spec},
             )
-            await cluster.start()
-            print_line(
-                cluster.network, stream=sys.stderr
-            )  # the first line on stdout is the address
+            # The first line on stdout is the address.
+            print_line(cluster.network, stream=sys.stderr)
         except BaseException:
+            # No caller has workers to close yet.
             with left:
                 await launcher.stop_all()
             raise
@@ -209,10 +217,8 @@ class ActorBackend(TinkerBackend):
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """Turn errors of one request, which leave the generator alive, into those that end nothing
-    else.
-    """
+def _translate_errors() -> Iterator[None]:
+    """Turn errors of a request that leave the generator alive into those that end nothing else."""
     try:
         yield
     except DivergedError as error:
@@ -223,8 +229,8 @@ def _own_errors() -> Iterator[None]:
         raise
 
 
-def _num_tokens(groups: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(one.token_ids) for group in groups for one in group)
+def _count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.token_ids) for completion in chain.from_iterable(groups))
 
 
 class ActorWorkers(TrainerClient):
@@ -269,6 +275,7 @@ class ActorWorkers(TrainerClient):
         try:
             await self._pool.push(model_id=model_id, version=version)
         except WeightStoreError as error:
+            # Some ranks may have put their part of it.
             await self._cluster.store.delete(version)
             if isinstance(error, SharedMemoryError):
                 raise LimitReachedError(
@@ -292,13 +299,14 @@ class ActorWorkers(TrainerClient):
         sampling: SamplingParams,
         begun: list[list[Completion]] | None = None,
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
-        with _own_errors():
+        with _translate_errors():
             groups = await self._router.generate(prompts, sampling=sampling, begun=begun)
-        if all(one.finish_reason != "abort" for group in groups for one in group):
+        completions = chain.from_iterable(groups)
+        if all(completion.finish_reason != "abort" for completion in completions):
             return groups
         go_on = partial(self.generate_in_turns, prompts, sampling=sampling, begun=groups)
         return Interrupted(
-            resume=go_on, has_advanced=_num_tokens(groups) > _num_tokens(begun or ())
+            resume=go_on, has_advanced=_count_tokens(groups) > _count_tokens(begun or ())
         )
 
     async def interrupt(self) -> None:
@@ -306,10 +314,11 @@ class ActorWorkers(TrainerClient):
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         assert top_k == 0, "the base model says that there are none"
-        with _own_errors():
+        with _translate_errors():
             answers = await next(self._generators).call(
                 "compute_logprobs", [prompt], timeout="train_s"
             )
+        # The first token has no logprob: the engine says 0, `PromptLogprobs` NaN.
         logprobs: np.ndarray = answers[0][0].copy()
         logprobs[0] = np.nan
         none = np.empty((len(prompt), 0))

@@ -43,9 +43,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 STOP_TIMEOUT_S = 10.0
-
-
 _CHANGES_WEIGHTS = (TrainingEngine.optim_step, TrainingEngine.load_checkpoint)
+"""Methods that wait for a push that is under way."""
 
 
 def serve_method(
@@ -60,10 +59,22 @@ def serve_method(
 
 
 class PolicyTrainer(Actor, Configurable):
-    """Every endpoint is called on all ranks with the same arguments."""
+    """Actor of one trainer rank.
+
+    Every endpoint is called on all ranks with the same arguments; rank 0 answers.
+
+    Example:
+        >>> arguments = {"config": config, "model_spec": spec, "store": store}
+        >>> trainer = mesh.spawn("trainer", PolicyTrainer, **arguments)
+        >>> await trainer.setup.call("outputs/starting_points/qwen3-tiny")
+        >>> await trainer.forward_backward.call(samples, loss=GRPOLoss())
+        >>> await trainer.optim_step.call()
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TrainingEngine.Config):
+        """Settings of the engine, and of the processes that it runs in."""
+
         num_procs: int = 1
         """Ranks; the degrees of `parallelism` multiply to it."""
         num_threads: int = 1
@@ -90,6 +101,10 @@ class PolicyTrainer(Actor, Configurable):
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
+        self._rank: int | None = None
+        """Known from `setup` on."""
+        self._sleep: TrainerSleep | None = None
+        """The engine and its sleep, from `setup` on."""
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
@@ -103,19 +118,18 @@ class PolicyTrainer(Actor, Configurable):
     @property
     def engine(self) -> TrainingEngine:
         """The engine; raises RuntimeError while the trainer sleeps."""
-        if self._turns.asleep:
+        if self._require_engine().asleep:
             raise RuntimeError("the trainer is asleep: call wake first")
-        return self._turns.engine
+        return self._require_engine().engine
 
-    def engine_of(self, model_id: str) -> TrainingEngine:
+    def find_engine(self, model_id: str) -> TrainingEngine:
         assert model_id == RUN, "a run's trainer has no models by id"
         return self.engine
 
     @property
     def policy_version(self) -> int | None:
         """Policy version of the weights, which spans record; None before `setup`."""
-        turns: TrainerSleep | None = getattr(self, "_turns", None)
-        return None if turns is None else turns.engine.policy_version
+        return None if self._sleep is None else self._sleep.engine.policy_version
 
     @endpoint
     @span("setup")
@@ -123,6 +137,7 @@ class PolicyTrainer(Actor, Configurable):
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
+    # Methods of the engine. A subclass changes them in an engine of its own (`make_engine`).
     forward_backward = serve_method(EngineClient.forward_backward)
     forward = serve_method(EngineClient.forward)
     drop_gradient = serve_method(EngineClient.drop_gradient)
@@ -143,15 +158,17 @@ class PolicyTrainer(Actor, Configurable):
         **options: Any,
     ) -> T | None:
         """Call a method of the engine in its thread; see `EngineClient.call_engine`."""
-        call = bind_method(self.engine_of(model_id), method, *args, **options)
+        call = bind_method(self.find_engine(model_id), method, *args, **options)
         steps_early = (
             method == TrainingEngine.forward_backward
             and self.config.optimizer.early_step_in_backward
         )
+        # A push copies the weights while the engine computes on: they must stay as they are.
         if steps_early or method in _CHANGES_WEIGHTS:
             answer = await self._change_weights(call)
         else:
             answer = await self._compute(call)
+        # All ranks have the same results, and each answer is copied between processes.
         return answer if self._rank == 0 else None
 
     @concurrent_endpoint
@@ -163,12 +180,12 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("push")
     async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
-        """Put this rank's shards into the store under the current or the given version; not yet
-        announced.
+        """Put this rank's shards into the store under the current or the given version.
 
-        The engine computes on meanwhile. Calls that change weights, made later, wait.
+        The version is not announced yet. The engine computes on meanwhile. Calls that change
+        weights, made later, wait.
         """
-        engine = self.engine_of(model_id)
+        engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def begin() -> tuple[int, dict[str, Tensor]]:
@@ -184,6 +201,7 @@ class PolicyTrainer(Actor, Configurable):
                 version=number, state_dict=state_dict, buffer_names=engine.buffer_names()
             )
         finally:
+            # Also after an error: the next change of the weights would wait forever.
             self._pushes.discard(pushed)
             pushed.set_result(None)
 
@@ -200,18 +218,18 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("sleep")
     async def sleep(self) -> int:
-        """Leave the device to another role and return the freed bytes; raise ValueError with an
-        accumulated gradient.
+        """Leave the device to another role; return the freed bytes.
 
-        Until `wake`, every other endpoint but `close` raises.
+        Raises ValueError if a gradient is accumulated. Until `wake`, every other endpoint but
+        `close` raises.
         """
-        return await self._change_weights(self._turns.sleep)
+        return await self._change_weights(self._require_engine().sleep)
 
     @concurrent_endpoint
     @span("wake")
     async def wake(self) -> int:
         """Return to the device, bit for bit; return the moved bytes."""
-        return await self._compute(self._turns.wake)
+        return await self._compute(self._require_engine().wake)
 
     @concurrent_endpoint
     @span("close")
@@ -246,6 +264,7 @@ class PolicyTrainer(Actor, Configurable):
                 "setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
+        # Only a trainer that computes with vLLM's kernels imports vLLM.
         if self.model_spec.batch_invariant and torch.cuda.is_available():
             from actors.vllm.compat import use_vllms_kernels
 
@@ -253,11 +272,16 @@ class PolicyTrainer(Actor, Configurable):
         self._open(hf_assets_path)
 
     def _open(self, hf_assets_path: str) -> None:
-        self._turns = TrainerSleep(self.make_engine(hf_assets_path))
+        self._sleep = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
         logger.info(
             "ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9
         )
 
     def _close(self) -> None:
-        self._turns.engine.close()
+        self._require_engine().engine.close()
+
+    def _require_engine(self) -> TrainerSleep:
+        if self._sleep is None:
+            raise RuntimeError("the trainer is not set up: call setup first")
+        return self._sleep

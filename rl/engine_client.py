@@ -62,6 +62,8 @@ class EngineClient(ABC):
             files: use of files by the call, which may take longer than a computation.
         """
 
+    # Methods are passed as functions, not by name: an editor and mypy follow them to the engine.
+
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],

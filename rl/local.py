@@ -136,13 +136,14 @@ class LocalBackend(EngineClient):
             ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(
                 model
             )
+        # Parameters come with the first served weights; buffers such as tables of RoPE do not.
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=self._device))
         reset_buffers(model)
         return model.requires_grad_(False)
 
-    def engine_of(self, model_id: str) -> TrainingEngine:
+    def find_engine(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self.models[model_id]
 
     async def __aenter__(self) -> LocalBackend:
@@ -162,10 +163,10 @@ class LocalBackend(EngineClient):
         await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
-        """End both threads after the trainer's running call and the generator's next token;
-        idempotent.
+        """End both threads; idempotent.
 
-        Queued and later calls raise RuntimeError.
+        The trainer's running call ends first, and the generator's next token. Queued and later
+        calls raise RuntimeError.
         """
         self._closed.set()
         for thread in self.threads.values():
@@ -175,13 +176,11 @@ class LocalBackend(EngineClient):
     async def _run_in(
         self, thread: str, name: str, function: Callable[..., ResultT], *args: Any
     ) -> ResultT:
-        """Return the result of a function in a thread, unless the call is cancelled before its
-        turn.
-        """
+        """Return the result of a function in a thread, unless the call is cancelled before."""
         self._check_open()
 
         def run() -> ResultT:
-            self._check_open()
+            self._check_open()  # The backend may have been closed while this was queued.
             with span(name):
                 return function(*args)
 
@@ -227,9 +226,8 @@ class LocalBackend(EngineClient):
         try:
             if self._has_models:
                 self._calls.waiting.append(own)
-                await asyncio.sleep(
-                    GATHER_S
-                )  # also where no call can join, so that calls keep their order
+                # Also where no call can join, so that calls keep their order.
+                await asyncio.sleep(GATHER_S)
             await self._run_in("generator", "generate", self._answer, own, interruption)
         except BaseException:
             own.cancelled.set()
@@ -244,14 +242,14 @@ class LocalBackend(EngineClient):
         return by_prompt(own.completions, sampling=own.sampling)
 
     def _answer(self, own: DrawCall, interruption: int) -> None:
-        """Draw a call's completions until an interruption, together with those of the waiting calls
-        that fit.
+        """Draw a call's completions until an interruption.
+
+        Waiting calls that fit are drawn together with it.
         """
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        is_interrupted = (
-            self._num_interruptions != interruption
-        )  # while it was queued behind others
+        # It may have been interrupted while it was queued behind others.
+        is_interrupted = self._num_interruptions != interruption
         if own.completions is None and own.error is None and not is_interrupted:
             group = own.group or self._calls.group(own)
 
@@ -263,8 +261,9 @@ class LocalBackend(EngineClient):
                 if group.drawing.draw(self._model, pauses):
                     group.finish(group.drawing.completions(self._served_version))
             except DivergedWeightsError as error:
-                for one in group.calls:
-                    one.error = error
+                # Each of them gets the error when its own turn comes.
+                for call in group.calls:
+                    call.error = error
             self._check_open()  # `close` may have cut the completions short.
         if own.error is not None:
             raise own.error
@@ -291,7 +290,7 @@ class LocalBackend(EngineClient):
 
         def call() -> ResultT:
             # The model is looked up in the thread, after the calls that may delete it.
-            return bind_method(self.engine_of(model_id), method, *args, **options)()
+            return bind_method(self.find_engine(model_id), method, *args, **options)()
 
         return await self._run_in("trainer", files or method.__name__, call)
 
@@ -314,13 +313,14 @@ class LocalBackend(EngineClient):
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
-        """Copy the present weights, and return their version: the policy version of a run, with
-        adapters merged.
+        """Copy the present weights, and return their version.
+
+        The version of a run's weights, whose adapters are merged, is its policy version.
         """
         return await self._run_in("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:
-        engine = self.engine_of(model_id)
+        engine = self.find_engine(model_id)
         buffers = persistent_buffers(engine.policy.model)
         lora: LoRA.Config | None = None
         if model_id == RUN:
@@ -328,13 +328,12 @@ class LocalBackend(EngineClient):
         else:
             version, weights = next(self._numbers), dict(engine.policy.trained_parameters) | buffers
             lora = self.models.lora(model_id)
+        # Copies: the next step changes the weights while the sampler reads these.
+        copies: dict[str, Tensor] = {}
         with torch.no_grad():
-            copies = {
-                name: whole_tensor(tensor)
-                .detach()
-                .to(self._device, tensor.dtype if name in buffers else self._dtype, copy=True)
-                for name, tensor in weights.items()
-            }
+            for name, tensor in weights.items():
+                dtype = tensor.dtype if name in buffers else self._dtype
+                copies[name] = whole_tensor(tensor).detach().to(self._device, dtype, copy=True)
         self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
         self._pushed[version] = lora, copies
         return version
@@ -352,15 +351,16 @@ class LocalBackend(EngineClient):
         return ServeResult()
 
     def _serve(self, policy_version: int) -> None:
-        kept = list(self._pushed)
-        if policy_version not in kept:
+        versions = list(self._pushed)
+        if policy_version not in versions:
             if policy_version == self._served_version:
                 return
             raise ValueError(
                 f"policy_version={policy_version} was not pushed, or a later push is served: "
-                f"served is {self._served_version}, pushed since {kept}"
+                f"served is {self._served_version}, pushed since {versions}"
             )
         lora, tensors = self._pushed[policy_version]
+        # Without adapters, or with others, the sampled model has other modules.
         if lora != self._lora:
             self._model, self._lora = self._make_model(lora), lora
         if lora is not None:
@@ -373,5 +373,5 @@ class LocalBackend(EngineClient):
         assert not unknown, f"the sampled model has no tensors {unknown}"
         self._served_version = policy_version
         if not self._has_models:
-            for version in kept[: kept.index(policy_version) + 1]:
+            for version in versions[: versions.index(policy_version) + 1]:
                 del self._pushed[version]

@@ -210,7 +210,7 @@ def test_generator_killed_while_generating_loses_no_token(running):
         victim = processes(running.pool.members[0])[0]
         kill(victim)
         drawn = await drawing
-        up = running.pool.up()
+        up = running.pool.list_up()
         await running.all_up()
         return undisturbed, drawn, up, victim, await running.draw()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors import calls
+from actors import group as actor_group
 from actors.calls import ActorLostError
 from actors.config import Timeouts
 from actors.group import ActorGroup
@@ -49,7 +49,7 @@ def looks(monkeypatch):
         return process not in dead
 
     dead: set[ProcessId] = set()
-    monkeypatch.setattr(calls, "is_alive", look)
+    monkeypatch.setattr(actor_group, "is_alive", look)
     return looked, dead
 
 
@@ -76,7 +76,6 @@ def test_each_process_is_looked_at_twice_a_second_however_many_calls_wait(looks)
 
 def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):
     _, dead = looks
-    monkeypatch.setattr("actors.group.is_alive", lambda process: process not in dead)
 
     async def wait() -> None:
         waiting = [
@@ -97,13 +96,13 @@ def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):
 
 
 def test_death_of_a_real_process_is_noticed_by_every_event_loop(monkeypatch):
-    monkeypatch.setattr(calls, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(actor_group, "LOOK_EVERY_S", 0.01)
 
     async def wait() -> None:
         with subprocess.Popen(["sleep", "60"]) as sleeper:
             process = identify(sleeper.pid)
             assert process is not None
-            with calls.get_death_watch().watch([process]) as death:
+            with actor_group.get_death_watch().watch([process]) as death:
                 sleeper.kill()
                 await asyncio.wait_for(death, 10)
 

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from actors.run import run_limits
+from actors.limits import measure_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
 from tests.support.mortal import Mortal
@@ -36,7 +36,7 @@ def limits_of(config, *, lost=""):
             actor.die()
     groups = [actor.group() for actor in actors]
     cluster: Any = SimpleNamespace(trainer=groups[0], pool=SimpleNamespace(members=groups[1:]))
-    return asyncio.run(run_limits(config, cluster, spec=config.model)), asked
+    return asyncio.run(measure_limits(config, cluster, spec=config.model)), asked
 
 
 def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.backend import RewardClient
+from actors.backend import RewardClient, make_router
 from actors.calls import (
     LOOK_EVERY_S,
     REPORT_GRACE_S,
@@ -21,7 +21,6 @@ from actors.group import ActorGroup
 from actors.parity import LogprobParityError, ParityText
 from actors.pool import GeneratorPool
 from actors.recovery import RestartsUsedUpError, Supervisor
-from actors.run import make_router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from rl.weights.store import WeightStore
@@ -105,11 +104,11 @@ class PoolRun:
         ]
 
     async def all_up(self) -> None:
-        while len(self.pool.up()) < len(self.pool.members):
+        while len(self.pool.list_up()) < len(self.pool.members):
             await asyncio.sleep(0.1)
 
     def versions(self) -> list[int | None]:
-        return [self[number].version for number in self.pool.up()]
+        return [self[number].version for number in self.pool.list_up()]
 
 
 def run_pool(steps, **settings):
@@ -131,7 +130,7 @@ def test_restarted_generator_serves_only_after_pulling_the_current_version():
         room.watch()
         room[0].die()
         await asyncio.sleep(0.6)
-        assert room.pool.up() == [1]
+        assert room.pool.list_up() == [1]
         await room.serve(1)
         with pytest.raises(
             ActorLostError, match=r"^generator_0\.generate failed: it is being started again$"
@@ -194,7 +193,7 @@ def test_failed_engine_in_a_living_process_counts_as_lost():
     async def steps(room):
         await room.serve(0)
         room[0].engine_failed = True
-        return await room.ask(1, 2), room.pool.up(), room.told
+        return await room.ask(1, 2), room.pool.list_up(), room.told
 
     answers, up, told = run_pool(steps)
     assert answers == [1, 2]
@@ -292,11 +291,11 @@ def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_versio
         room[0].die()
         asking = asyncio.create_task(room.ask(1, 2))
         await asyncio.sleep(START_S / 2)
-        async with room.pool.without_weights():
+        async with room.pool.block_pulls():
             room.store.forget()
             await room.pool.use_store()
             await asyncio.sleep(START_S)  # a generator that starts meanwhile does not join
-            assert room.pool.up() == [1]
+            assert room.pool.list_up() == [1]
         await asking
         await room.all_up()
         assert "pull_model_state_dict" not in room[0].asked
@@ -313,10 +312,10 @@ def test_generator_that_does_not_take_the_new_store_is_lost():
         await room.serve(0)
         lost = room[0]
         lost.silent_about = "abort"
-        async with room.pool.without_weights():
+        async with room.pool.block_pulls():
             room.store.forget()
             await room.pool.use_store()
-        assert room.pool.up() == [1]
+        assert room.pool.list_up() == [1]
         await room.serve(1)
         await room.all_up()
         assert room[0] is not lost
@@ -365,7 +364,7 @@ def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(s
             await asyncio.sleep(rng.uniform(0, 10))
             await room.serve(version)
             served = version
-            living = [n for n in room.pool.up() if not room.pool.members[n].find_dead()]
+            living = [n for n in room.pool.list_up() if not room.pool.members[n].find_dead()]
             assert {room[n].version for n in living} <= {version}
         await asyncio.gather(asking, killing)
         return num_answers

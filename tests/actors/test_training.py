@@ -8,9 +8,8 @@ import pytest
 
 from actors.calls import ActorLostError
 from actors.cluster import TRAINER_GRACE_S, Cluster
-from actors.controller import Controller
-from actors.starting_weights import load_start
-from actors.training import Training
+from actors.controller import Controller, Training
+from actors.run import load_weights
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
@@ -51,7 +50,7 @@ class Loading:
 def load(trainer, folder, *, may_set_aside=True, source=None):
     plan: Any = SimpleNamespace(start=SimpleNamespace(warmed_up=None))
     return asyncio.run(
-        load_start(
+        load_weights(
             trainer,
             config=tiny(),
             plan=plan,
@@ -107,7 +106,7 @@ def train(
     trainers = [FakeTrainer(dies_at=at) for at in (*dies_at, None)]
     with RunFolder.create(tmp_path, name) as folder:
         run = fake_run(config, folder, trainers)
-        asyncio.run(Training(run, stop=StopRequest()).run())
+        asyncio.run(Training(run, stop=StopRequest()).train())
         assert run.cluster.trainer.mesh is trainers[-1]
         assert folder.learning_curve.exists()
         records = read_metrics(folder.metrics)
@@ -150,7 +149,7 @@ def test_checkpoint_found_damaged_during_recovery_is_an_event(tmp_path):
                 await super().restart_trainer(error, at_least=at_least)
 
         run = fake_run(config, folder, [FakeTrainer(dies_at=3), second], make_cluster=Damaging)
-        asyncio.run(Training(run, stop=StopRequest()).run())
+        asyncio.run(Training(run, stop=StopRequest()).train())
         told = [(event["event"], event.get("set_aside")) for event in read_events(folder.events)]
     assert told == [("checkpoint_damaged", "step-2.damaged"), ("went_back", None)]
     assert second.loaded == []
@@ -179,7 +178,7 @@ def test_death_of_an_idle_trainer_ends_the_attempt_after_its_cleanup():
 
     async def steps() -> float:
         cluster: Any = SimpleNamespace(trainer=trainer.group())
-        running = asyncio.ensure_future(Cluster.while_trainer_lives(cluster, training()))
+        running = asyncio.ensure_future(Cluster.run_training(cluster, training()))
         await asyncio.sleep(5)
         trainer.die()
         with pytest.raises(ActorLostError, match=r"^trainer\.training failed: rank 0 of 1 is dead"):

@@ -8,12 +8,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.backend import RewardClient, TrainerClient
+from actors.backend import RewardClient, TrainerClient, make_router
 from actors.config import RecoveryConfig, RunConfig
 from actors.plan import Plan
 from actors.pool import GeneratorPool
 from actors.recovery import Supervisor
-from actors.run import Run, make_router
+from actors.run import Run
 from rl.models.qwen3 import model_registry
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
@@ -104,7 +104,7 @@ class FakeCluster:
         self.pool = GeneratorPool([FakeGenerator().group()], trainer=self.trainer, store=self.store)
         self._next = iter(trainers[1:])
 
-    async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
+    async def run_training(self, training: Coroutine[Any, Any, None]) -> None:
         await training
 
     async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
