@@ -279,10 +279,13 @@ class GeneratorPool:
             for generator in generators
         ]
         answers, lost = await _gather_answers(generators, calls)
-        found = {g.name: ranks[0][0] for g, ranks in answers}
-        if not found:
+        if not answers:
             return None, lost
-        return self.parity.check(policy_version=version, expected_T=logprobs_T, found=found), lost
+        of_generators = {group.name: ranks[0][0] for group, ranks in answers}
+        diff = self.parity.check(
+            policy_version=version, expected_T=logprobs_T, of_generators=of_generators
+        )
+        return diff, lost
 
 
 async def _gather_answers(

@@ -181,10 +181,10 @@ class ActorBackend(TinkerBackend):
     async def _start_workers(self, base: Base) -> Workers:
         if Launcher.current is not None:
             raise RuntimeError("this process has actors already: close what runs them first")
-        config, left = self.config, ExitStack()
+        config, resources = self.config, ExitStack()
         if not config.launch.on_cluster:
-            left.enter_context(temporary_files())
-        folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
+            resources.enter_context(temporary_files())
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         logs = (
             Path(config.log_folder).expanduser().absolute()
             if config.log_folder
@@ -195,8 +195,10 @@ class ActorBackend(TinkerBackend):
             make_folder(logs, "the folder of the logs")
             remove_leftovers(logs)
             # Other hosts see the folder of the logs, which servers may share.
-            own = left.enter_context(temporary_folder(logs / "weights"))
-            store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=own)
+            weights = resources.enter_context(temporary_folder(logs / "weights"))
+            store: WeightStore = config.weights.build(
+                dtype=config.generator.dtype, run_folder=weights
+            )
             cluster = await start_cluster(
                 self._cluster,
                 launcher=launcher,
@@ -210,10 +212,10 @@ class ActorBackend(TinkerBackend):
             print_line(cluster.network, stream=sys.stderr)
         except BaseException:
             # No caller has workers to close yet.
-            with left:
+            with resources:
                 await launcher.stop_all()
             raise
-        return ActorWorkers(cluster, left=left)
+        return ActorWorkers(cluster, resources=resources)
 
 
 @contextmanager
@@ -236,11 +238,11 @@ def _count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
 class ActorWorkers(TrainerClient):
     """`Workers` that are the actors of a cluster."""
 
-    def __init__(self, cluster: Cluster, *, left: ExitStack) -> None:
-        """`left` is closed after the actors."""
+    def __init__(self, cluster: Cluster, *, resources: ExitStack) -> None:
+        """`resources` are closed after the actors."""
         super().__init__(cluster.trainer)
         self._cluster = cluster
-        self._left = left
+        self._resources = resources
         self._pool = cluster.pool
         self._generators = itertools.cycle(cluster.pool.members)
         self._router = make_router(cluster.pool)
@@ -266,10 +268,10 @@ class ActorWorkers(TrainerClient):
 
     async def push(self, *, model_id: str) -> int:
         # No more than `keep_versions`: `GeneratorPool.serve` deletes the oldest beyond them.
-        most, version = self._cluster.store.config.keep_versions, next(self._numbers)
-        if len(self._versions) >= most:
+        limit, version = self._cluster.store.config.keep_versions, next(self._numbers)
+        if len(self._versions) >= limit:
             raise LimitReachedError(
-                f"there are {most} snapshots in memory, which is the limit "
+                f"there are {limit} snapshots in memory, which is the limit "
                 "(weights.keep_versions): end a session that has some, or save the weights"
             )
         try:
@@ -326,7 +328,7 @@ class ActorWorkers(TrainerClient):
 
     async def aclose(self) -> None:
         """End the actors, then kill processes that are left."""
-        with self._left:
+        with self._resources:
             try:
                 await self._cluster.close()
             finally:

@@ -219,29 +219,29 @@ class LocalBackend(EngineClient):
         self._num_interruptions += 1
 
     async def _go_on(
-        self, own: DrawCall
+        self, call: DrawCall
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Draw a call's completions from where it is."""
-        interruption, num_tokens = self._num_interruptions, own.num_drawn
+        interruption, num_tokens = self._num_interruptions, call.num_drawn
         try:
             if self._has_models:
-                self._calls.waiting.append(own)
+                self._calls.waiting.append(call)
                 # Also where no call can join, so that calls keep their order.
                 await asyncio.sleep(GATHER_S)
-            await self._run_in("generator", "generate", self._answer, own, interruption)
+            await self._run_in("generator", "generate", self._answer, call, interruption)
         except BaseException:
-            own.cancelled.set()
+            call.cancelled.set()
             raise
         finally:
             if self._has_models:
-                self._calls.waiting.remove(own)
-        if own.completions is None:
+                self._calls.waiting.remove(call)
+        if call.completions is None:
             return Interrupted(
-                resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens
+                resume=partial(self._go_on, call), has_advanced=call.num_drawn > num_tokens
             )
-        return by_prompt(own.completions, sampling=own.sampling)
+        return by_prompt(call.completions, sampling=call.sampling)
 
-    def _answer(self, own: DrawCall, interruption: int) -> None:
+    def _answer(self, call: DrawCall, interruption: int) -> None:
         """Draw a call's completions until an interruption.
 
         Waiting calls that fit are drawn together with it.
@@ -250,8 +250,8 @@ class LocalBackend(EngineClient):
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
         # It may have been interrupted while it was queued behind others.
         is_interrupted = self._num_interruptions != interruption
-        if own.completions is None and own.error is None and not is_interrupted:
-            group = own.group or self._calls.group(own)
+        if call.completions is None and call.error is None and not is_interrupted:
+            group = call.group or self._calls.group(call)
 
             def pauses() -> bool:
                 is_stopped = self._closed.is_set() or not group.is_wanted
@@ -262,11 +262,11 @@ class LocalBackend(EngineClient):
                     group.finish(group.drawing.completions(self._served_version))
             except DivergedWeightsError as error:
                 # Each of them gets the error when its own turn comes.
-                for call in group.calls:
-                    call.error = error
+                for member in group.calls:
+                    member.error = error
             self._check_open()  # `close` may have cut the completions short.
-        if own.error is not None:
-            raise own.error
+        if call.error is not None:
+            raise call.error
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""
