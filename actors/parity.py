@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from actors.config import ParityConfig
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstration_sample
 from rl.types import Prompt, TrainingSample
 from rl.weights.types import WeightStoreError
-
-if TYPE_CHECKING:
-    from actors.config import ParityConfig
 
 BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "float8": 0.3}
 """Mean difference in nats a token, by the coarsest of the compute dtypes: a few times the rounding.

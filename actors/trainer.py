@@ -247,7 +247,8 @@ class PolicyTrainer(Actor, Configurable):
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.
         def change() -> T:
-            if pushes := list(self._pushes):
+            pushes = list(self._pushes)
+            if pushes:
                 with span("waits for a push"):
                     concurrent.futures.wait(pushes)  # each has a deadline
             return function(*args)

@@ -111,6 +111,8 @@ class EngineClient(ABC):
             TrainingEngine.compute_reference_logprobs, samples, model_id=model_id
         )
 
+    # Calls that use files, for which actors have another deadline (`timeouts.checkpoint_s`)
+
     async def save_checkpoint(
         self,
         folder: str,

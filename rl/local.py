@@ -203,6 +203,7 @@ class LocalBackend(EngineClient):
             RuntimeError: no weights were published yet, or the backend is closed.
         """
         done = await self.generate_in_turns(prompts, sampling=sampling)
+        # An interruption gives another owner a turn; this call goes on after it.
         while isinstance(done, Interrupted):
             done = await done.resume()
         return done
@@ -364,6 +365,7 @@ class LocalBackend(EngineClient):
         if lora != self._lora:
             self._model, self._lora = self._make_model(lora), lora
         if lora is not None:
+            # Cast once: all adapters share the base's frozen weights.
             for name, tensor in list(self.models.frozen.items()):
                 if name not in self._frozen:
                     self._frozen[name] = tensor.to(self._dtype)
@@ -372,6 +374,7 @@ class LocalBackend(EngineClient):
         unknown = self._model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
         assert not unknown, f"the sampled model has no tensors {unknown}"
         self._served_version = policy_version
+        # A run samples from its newest weights; sessions keep their snapshots until `forget`.
         if not self._has_models:
             for version in versions[: versions.index(policy_version) + 1]:
                 del self._pushed[version]

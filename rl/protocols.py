@@ -32,6 +32,7 @@ from rl.types import (
 class TokenGenerator(Protocol):
     """Source of completions, sampled from the weights that were served last."""
 
+    # Token ids in and out, not text: the trainer gets the very tokens that were sampled.
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
@@ -80,6 +81,7 @@ class Trainer(Protocol):
         (1, 0.42)
     """
 
+    # Sums, not means: the gradient of a step does not depend on how it is cut into calls.
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],
@@ -149,6 +151,7 @@ class Publisher(Protocol):
     The trainer may compute meanwhile, and step after the push.
     """
 
+    # Two calls, so that a loop can begin its next step while the generators pull.
     async def push(self) -> int:
         """Copy the trainer's weights to the weight store and return their policy version.
 
