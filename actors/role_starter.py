@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.calls import ActorLostError, deadline, first_line
 from actors.config import ClusterConfig
-from actors.generator import make_generator_env
+from actors.generator import generator_env
 from actors.group import ActorGroup
 from actors.launch import Launcher, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
@@ -178,7 +178,7 @@ class RoleStarter:
             return await self._set_up(group)
 
         return await self._spawn(
-            at, start, imports=self._list_engine_imports(), env=make_generator_env(config)
+            at, start, imports=self._list_engine_imports(), env=generator_env(config)
         )
 
     async def start_reward(self) -> ActorGroup:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generator import VLLMGenerator, make_generator_env
+from actors.generator import VLLMGenerator, generator_env
 from rl.models.generate import generate
 from rl.rollouts.samples import demonstration_sample
 from rl.types import SamplingParams
@@ -42,7 +42,7 @@ class Served:
     def __init__(self, meshes, folder):
         self._meshes = meshes
         trainer_mesh = meshes.spawn_mesh(1)
-        generator_mesh = meshes.spawn_mesh(2, env=make_generator_env(CONFIG))
+        generator_mesh = meshes.spawn_mesh(2, env=generator_env(CONFIG))
         store = WeightStore.Config(timeout_s=60).build(dtype="float32")
         meshes.run(store.start(trainer_mesh))
         self.store = store
