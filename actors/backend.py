@@ -1,69 +1,77 @@
-"""Implementations of `rl.protocols` by calls to actors."""
+"""Clients of a run's actors, which implement `rl.protocols` by calls; the router of prompts."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, ActorTimeoutError, CallGroup
-from actors.recovery import RestartsUsedUpError, Role
-from rl.training.engine import TrainingEngine
+from actors.calls import ActorLostError, ActorTimeoutError
+from actors.config import Strategy
+from actors.group import ActorGroup
+from actors.pool import GeneratorPool
+from actors.recovery import RestartsUsedUpError
+from actors.reward import RewardActor
+from rl.engine_client import EngineClient, FileUse
+from rl.protocols import ResumableGenerator, Rewarder
+from rl.rollouts.rewards import RewardProcess, longest_s
+from rl.rollouts.rubric import Rubric
 from rl.types import Completion, Rollout, SamplingParams, Score
 from rl.utils.errors import RunError
 from rl.utils.threads import all_or_cancel
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+T = TypeVar("T")
+
+MAX_SESSIONS = 65_536
+"""Number of remembered sessions; the least recently used one is forgotten first."""
 
 
-def _on_engine(
-    method: Callable[Concatenate[TrainingEngine, P], ResultT],
-) -> Callable[Concatenate[TrainerClient, P], Coroutine[Any, Any, ResultT]]:
-    """Return the call of a method of the engine on all ranks; rank 0 answers."""
+class TrainerClient(EngineClient):
+    """A `Trainer` over the ranks of a `PolicyTrainer`; rank 0 answers."""
 
-    @wraps(method)
-    async def on_engine(self: TrainerClient, /, *args: P.args, **options: P.kwargs) -> ResultT:
-        call: Callable[..., Coroutine[Any, Any, list[ResultT]]] = self.trainer.call
-        return (await call(method.__name__, *args, **options))[0]
-
-    return on_engine
-
-
-class TrainerClient:
-    """A `Trainer` over the ranks of a `PolicyTrainer`, with the methods of its engine."""
-
-    def __init__(self, trainer: CallGroup) -> None:
+    def __init__(self, trainer: ActorGroup) -> None:
         self.trainer = trainer
 
-    forward_backward = _on_engine(TrainingEngine.forward_backward)
-    forward = _on_engine(TrainingEngine.forward)
-    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
-    optim_step = _on_engine(TrainingEngine.optim_step)
-    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint)
-    load_checkpoint = _on_engine(TrainingEngine.load_checkpoint)
-    export_hf = _on_engine(TrainingEngine.export_hf)
-    save_adapter = _on_engine(TrainingEngine.save_adapter)
+    async def call_engine(
+        self,
+        method: Callable[..., T],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> T:
+        """Call the endpoint of `PolicyTrainer` with the name of the engine's method."""
+        answers = await self.trainer.call(
+            method.__name__,
+            *args,
+            timeout="train_s" if files is None else "checkpoint_s",
+            model_id=model_id,
+            **options,
+        )
+        answer: T = answers[0]
+        return answer
 
     async def finish_saving(self) -> None:
-        await self.trainer.call("finish_saving")
+        # Another role may have the devices: a checkpoint is written from host memory.
+        await self.trainer.call("finish_saving", needs_devices=False, timeout="checkpoint_s")
 
 
 class GeneratorClient:
-    """A `ResumableGenerator` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks
-    answers.
-    """
+    """A `ResumableGenerator` over the tensor-parallel ranks of one `VLLMGenerator`."""
 
-    def __init__(self, generator: CallGroup) -> None:
+    def __init__(self, generator: ActorGroup) -> None:
         self.generator = generator
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -75,14 +83,21 @@ class GeneratorClient:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
+        # The actor does not see that a caller has gone: the id lets this client end the call.
         call_id = uuid.uuid4().hex
         try:
             answers = await self.generator.call(
-                "generate", list(prompts), sampling=sampling, call_id=call_id, begun=begun
+                "generate",
+                list(prompts),
+                sampling=sampling,
+                call_id=call_id,
+                begun=begun,
+                timeout="generate_s",
             )
         except (asyncio.CancelledError, ActorTimeoutError):
             # In the background: requests that cannot be aborted run to their end unobserved.
             ending = asyncio.create_task(self._end(call_id))
+            # The event loop holds tasks weakly.
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             raise
@@ -93,29 +108,32 @@ class GeneratorClient:
 
         A call that still waits for a shared device is not aborted.
         """
-        num_ended, *_ = await self.generator.call("abort", None)
+        num_ended, *_ = await self.generator.call(
+            "abort", None, needs_devices=False, timeout="close_s"
+        )
         return int(num_ended)
 
     async def _end(self, call_id: str) -> None:
         try:
-            await self.generator.call("abort", [call_id])
+            await self.generator.call("abort", [call_id], needs_devices=False, timeout="close_s")
         except RunError as error:
+            # The caller has its error; this was only to free the generator.
             logger.debug(
                 "a call to %s that was given up was not ended: %s", self.generator.name, error
             )
 
 
 class RewardClient:
-    """A `Rewarder` over the processes of a `RewardActor`: each group goes to the process with the
-    fewest rollouts.
+    """A `Rewarder` over the processes of a `RewardActor`.
 
-    The run stops if an answer takes longer than `timeouts.score_s` and `longest_s` together: the
-    time limits of the reward functions for a number of rollouts (`rl.rollouts.rewards.longest_s`).
+    Each group goes to the process with the fewest rollouts. The run stops if an answer takes longer
+    than `timeouts.score_s` and `longest_s` together: the time limits of the reward functions for a
+    number of rollouts (`rl.rollouts.rewards.longest_s`).
     """
 
     def __init__(
         self,
-        reward: Role,
+        reward: ActorGroup,
         *,
         num_procs: int,
         longest_s: Callable[[int], float] = lambda num_rollouts: 0.0,
@@ -131,15 +149,13 @@ class RewardClient:
         return await all_or_cancel(self._score(group, alone=alone) for group in groups)
 
     async def _score(self, group: Sequence[Rollout], *, alone: bool) -> list[Score]:
-        """Return the scores of one group; ask again after a restart if a process of the role is
-        lost.
-        """
+        """Return the scores of one group; ask again after a restart if a process is lost."""
         rank = self._num_asked.index(min(self._num_asked))
         self._num_asked[rank] += len(group)
         try:
             while True:
                 try:
-                    actors = await self._reward.current()
+                    await self._reward.wait_until_up()
                 except RestartsUsedUpError as error:
                     ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for rollout in group))
                     raise RestartsUsedUpError(
@@ -148,11 +164,191 @@ class RewardClient:
                 # The process first scores what it was sent before, so all of its rollouts count.
                 work_s = self._longest_s(self._num_asked[rank])
                 try:
-                    ((scores,),) = await actors.at_rank(rank).call(
-                        "score", [group], alone, extra_s=work_s
+                    ((scores,),) = await self._reward.call(
+                        "score", [group], alone, rank=rank, timeout="score_s", extra_s=work_s
                     )
                     return list(scores)
-                except ActorLostError as error:
-                    self._reward.lose(actors, error)
+                except ActorLostError:
+                    continue  # `wait_until_up` raises the loss if nothing is restarted.
         finally:
+            # Also after a cancellation: the process would get less work than others forever.
             self._num_asked[rank] -= len(group)
+
+
+@asynccontextmanager
+async def open_rewarder(
+    reward: ActorGroup | None, *, config: RewardActor.Config, rubric: Rubric
+) -> AsyncIterator[Rewarder]:
+    """Yield the client of the reward processes, or a scoring process of this one without them."""
+    if reward is not None:
+        limit = partial(
+            longest_s,
+            rubric,
+            time_limit_s=config.time_limit_s,
+            start_timeout_s=config.start_timeout_s,
+        )
+        yield RewardClient(reward, num_procs=config.num_procs, longest_s=limit)
+        return
+
+    process = RewardProcess(
+        rubric=rubric,
+        time_limit_s=config.time_limit_s,
+        max_concurrency=config.max_concurrency,
+        start_timeout_s=config.start_timeout_s,
+    )
+    await process.start()
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+class CallSeeds:
+    """Seeds of calls that bring none: of the run's seed, the policy version and the call's number.
+
+    Generators cannot draw them: replicas with one seed would draw the same numbers, and so would a
+    restarted generator. A run that goes on from a checkpoint counts its calls anew, at a later
+    version.
+    """
+
+    def __init__(
+        self, seed: int = 0, *, policy_version: Callable[[], int | None] = lambda: None
+    ) -> None:
+        self._seed = seed
+        self._policy_version = policy_version
+        self._numbers = itertools.count()
+
+    def draw(self) -> int:
+        """Return a seed below 2**62 that no other call of this run has."""
+        key = f"{self._seed} version {self._policy_version()} call {next(self._numbers)}"
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % 2**62
+
+
+class Router:
+    """A `ResumableGenerator` over replicas.
+
+    Prompts of one call are spread over the replicas; equal prompts of a call stay together, so that
+    their samples get different seeds. The completions do not depend on the choice of the replica,
+    even if one replica continues what another began, or draws again what a lost one had not
+    finished.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[ResumableGenerator],
+        *,
+        pool: GeneratorPool,
+        strategy: Strategy = "least_loaded",
+        seeds: CallSeeds | None = None,
+    ) -> None:
+        """Make a router over replicas.
+
+        Args:
+            pool: tells which replicas can be called; prompts of a lost replica go to another one.
+            strategy: least_loaded: the replica with the fewest samples under way; round_robin: in
+                turn; sticky: all calls of one session go to the same replica, which has their keys
+                and values, and calls without a session to the least loaded one.
+            seeds: of calls without a seed.
+        """
+        self.replicas = list(replicas)
+        self._seeds = CallSeeds() if seeds is None else seeds
+        self.strategy = strategy
+        self._pool = pool
+        self.num_running = [0] * len(self.replicas)
+        """Unfinished samples, by replica."""
+        self._turn = 0
+        self._replica_of_session: OrderedDict[str, int] = OrderedDict()
+
+    async def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
+    ) -> list[list[Completion]]:
+        if begun is not None and len(begun) != len(prompts):
+            raise ValueError(
+                f"begun has completions of {len(begun)} prompts, there are {len(prompts)}"
+            )
+        groups: dict[int, list[Completion]] = {}
+        if sampling.seed is None:
+            # One seed for the whole call: another replica draws the same completions again.
+            sampling = replace(sampling, seed=self._seeds.draw())
+
+        async def spread(places: Iterable[int]) -> None:
+            """Send these prompts of the call, given by index, to the replicas that are up."""
+            await self._pool.wait_until_one_is_up()
+            # No await follows until the load is counted: other calls see it when they choose.
+            places_of: dict[int, list[int]] = {}
+            replica_of_prompt: dict[bytes, int] = {}
+            for place in places:
+                # A generator numbers equal prompts of a call; two replicas would draw alike.
+                key = np.asarray(prompts[place], dtype=np.int32).tobytes()
+                if key not in replica_of_prompt:
+                    replica_of_prompt[key] = self._choose(session)
+                replica = replica_of_prompt[key]
+                self.num_running[replica] += sampling.num_samples
+                places_of.setdefault(replica, []).append(place)
+            await all_or_cancel(ask(replica, places) for replica, places in places_of.items())
+
+        async def ask(replica: int, places: Sequence[int]) -> None:
+            try:
+                answers = await self.replicas[replica].generate(
+                    [prompts[place] for place in places],
+                    sampling=sampling,
+                    session=session,
+                    begun=None if begun is None else [begun[place] for place in places],
+                )
+            except ActorLostError as error:
+                logger.info("%d prompts go to another generator: %s", len(places), error)
+            else:
+                groups.update(zip(places, answers, strict=True))
+                return
+            finally:
+                self.num_running[replica] -= sampling.num_samples * len(places)
+            await spread(places)
+
+        await spread(range(len(prompts)))
+        return [groups[place] for place in range(len(prompts))]
+
+    async def abort(self) -> int:
+        """Abort on every replica; prompts of a lost replica are sent again."""
+        return sum(await all_or_cancel(self._abort(replica) for replica in self._pool.list_up()))
+
+    async def _abort(self, replica: int) -> int:
+        try:
+            return await self.replicas[replica].abort()
+        except ActorLostError:
+            return 0
+
+    def _choose(self, session: str | None) -> int:
+        up = self._pool.list_up()
+        if self.strategy == "round_robin":
+            self._turn += 1
+            return up[(self._turn - 1) % len(up)]
+        least_loaded = min(up, key=lambda number: self.num_running[number])
+        if self.strategy == "least_loaded" or session is None:
+            return least_loaded
+        # Popped and set again: the order of the dict is that of the last use.
+        replica = self._replica_of_session.pop(session, least_loaded)
+        if replica not in up:
+            replica = least_loaded
+        self._replica_of_session[session] = replica
+        if len(self._replica_of_session) > MAX_SESSIONS:
+            self._replica_of_session.popitem(last=False)
+        return replica
+
+
+def make_router(
+    pool: GeneratorPool, *, strategy: Strategy = "least_loaded", seed: int = 0
+) -> Router:
+    """Return the router of a run with this seed."""
+    seeds = CallSeeds(seed, policy_version=lambda: pool.policy_version)
+    return Router(
+        [GeneratorClient(member) for member in pool.members],
+        strategy=strategy,
+        pool=pool,
+        seeds=seeds,
+    )

@@ -1,36 +1,76 @@
-"""Controller: runs a config from its check to its learning curve, in this process; the actors work
-in theirs.
+"""Controller: runs a config from its check to its learning curve.
+
+The controller is this process; the actors work in theirs. A run on its actors goes on through
+losses of the trainer (`Training`), each time from its latest checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from actors.checks import Machine
+from actors.backend import TrainerClient
+from actors.calls import may_hang
+from actors.checks import Machine, has_lora
 from actors.config import RunConfig
+from actors.group import ActorGroup
 from actors.placement import count_gpus, fit_to_devices, place_actors
-from actors.plan import describe_source, make_plan
-from actors.run import FROM_THE_BEGINNING, CheckedRun, checked_run, started_run
-from actors.training import Training
+from actors.plan import Plan, describe_source, make_plan
+from actors.run import FROM_THE_BEGINNING, Run, load_weights, open_folder, start_run
+from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.json import changed_fields, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
+from rl.loop.loop import Loop, RolloutSetup
+from rl.loop.state import StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.observability.console import print_line, summary
-from rl.observability.metrics import read_metrics
+from rl.observability.events import read_events
+from rl.observability.machine import LimitSink
+from rl.observability.metrics import (
+    MetricsWriter,
+    Sink,
+    cut_back,
+    draw_learning_curve,
+    read_metrics,
+)
+from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
-from rl.training.checkpoint_files import saved_steps
-from rl.utils.errors import RunError
+from rl.observability.sinks import RunSinks, open_sinks
+from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint
+from rl.training.checkpoint_files import (
+    ADAPTER_FOLDER,
+    HF_FOLDER,
+    damaged_folders,
+    saved_steps,
+)
+from rl.types import LoopPosition
+from rl.utils.errors import RunError, StopRequestedError
+from rl.utils.files import remove
 from rl.utils.printing import say
 from rl.utils.processes import rare_collections
 
+logger = logging.getLogger(__name__)
+
 
 class Controller(Configurable):
+    """The program behind `rl.train`: runs a config to its end, or tries or explains it.
+
+    Example:
+        >>> config = configs.sum_digits.tiny()
+        >>> run = ResolvedRun(module="sum_digits", function="tiny", config=config)
+        >>> Controller(config=config, run=run).run()
+        PosixPath('outputs/sum_digits-tiny-20261128-181835')
+    """
+
     Config: TypeAlias = RunConfig
 
     def __init__(self, *, config: RunConfig, run: ResolvedRun) -> None:
@@ -39,35 +79,35 @@ class Controller(Configurable):
         self.source = run
 
     def run(self) -> Path:
-        """Run to the end and return the run's folder; with `launch.dry_run`, the parent of the
-        folder.
+        """Run to the end and return the run's folder, after a dry run its parent.
 
         A dry run of `--resume` reads the run's checkpoint, and says what would be loaded.
 
         Raises:
-            ValueError: the config cannot run; nothing was started (`checked_run`).
+            ValueError: the config cannot run; nothing was started (`open_folder`).
             RunError: the run stopped.
         """
         config = self.config = fit_to_devices(self.config, num_gpus=count_gpus())
         if config.launch.dry_run:
-            self._try(config)
+            self._try_run(config)
             for placement in place_actors(config, num_gpus=count_gpus()).all:
                 say(placement.describe())
             return Path(config.dump_folder)
-        with checked_run(config, source=replace(self.source, config=config)) as checked:
-            started = time.monotonic()
-            self._train(checked)
-            run_s = time.monotonic() - started
-        folder = checked.folder
+        source = replace(self.source, config=config)
+        with open_folder(config, source=source) as (folder, plan):
+            began_s = time.monotonic()
+            self._train(plan, folder)
+            run_s = time.monotonic() - began_s
         records = read_metrics(folder.metrics)
         print_line(summary(records, folder=folder, run_s=run_s, config=to_dict(config)))
         return folder.path
 
-    def _try(self, config: RunConfig) -> None:
+    def _try_run(self, config: RunConfig) -> None:
         """Check the run, and print what it would load; a resumed run's folder is only read."""
         resumes, folder = self.source.resumes, None
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+            # That this run is a dry one is no change of the config.
             real_run = replace(config, launch=replace(config.launch, dry_run=False))
             for change in changed_fields(folder.config_json, real_run):
                 say(f"changed: {change}")
@@ -78,8 +118,7 @@ class Controller(Configurable):
             say(FROM_THE_BEGINNING)
 
     def explain(self, form: ExplanationForm) -> int:
-        """Print the run that this config describes, and what is refused of it; return the exit
-        status.
+        """Print the run of this config and what is refused of it; return the exit status.
 
         Nothing is started or written (docs/configuration.md).
         """
@@ -87,11 +126,11 @@ class Controller(Configurable):
 
         return show(self.source, form=form, here=Machine.here())
 
-    def _train(self, checked: CheckedRun) -> None:
-        folder, stop = checked.folder, StopRequest()
+    def _train(self, plan: Plan, folder: RunFolder) -> None:
         try:
+            # Collections would take a fifth of this process's time, and find nothing.
             with rare_collections():
-                asyncio.run(self._main(checked, stop))
+                asyncio.run(self._train_on_actors(plan, folder))
         except BaseException as error:
             if saved_steps(folder.checkpoints):
                 print_line(f"continue with --resume {folder.path}", stream=sys.stderr)
@@ -102,7 +141,204 @@ class Controller(Configurable):
             stopped.where = ", ".join(getattr(error, "__notes__", ()))
             raise stopped from error
 
-    async def _main(self, checked: CheckedRun, stop: StopRequest) -> None:
-        async with started_run(checked, stop=stop) as run:
-            await Training(run, stop=stop).run()
+    async def _train_on_actors(self, plan: Plan, folder: RunFolder) -> None:
+        stop = StopRequest()
+        async with start_run(self.config, plan=plan, folder=folder, stop=stop) as run:
+            await Training(run, stop=stop).train()
             run.folder.mark_finished()
+
+
+class Training:
+    """The training of one run: attempts from the latest checkpoint until one of them ends.
+
+        load     the run's latest checkpoint, or what the config starts from (`load_weights`)
+        loop     from the state in that checkpoint
+        export   Hugging Face folder, adapter, learning curve
+
+    After the loss of the trainer all of this begins again, with the same generators; a resumed run
+    does the same.
+    """
+
+    def __init__(self, run: Run, *, stop: StopRequest) -> None:
+        """`stop` asks the loop to end between two steps."""
+        self.run = run
+        self.config, self.plan, self.folder = run.config, run.plan, run.folder
+        self.stop = stop
+        self._has_begun = self.plan.resumed is not None or self.folder.metrics.exists()
+        """True if the folder may hold records of this run."""
+        self._starts: list[int] = []
+        """Step after which each attempt began."""
+        self._damaged = {event.get("set_aside") for event in read_events(self.folder.events)}
+        """Names of the folders that were set aside and reported."""
+
+    async def train(self) -> None:
+        """Train to the end.
+
+        Raises:
+            StopRequestedError: the run was asked to stop.
+            RunError: the run cannot go on.
+        """
+        async with open_sinks(
+            self.config.sinks,
+            folder=self.folder.path,
+            title=self.folder.path.name,
+            num_steps=self.config.loop.num_steps,
+            settings=to_dict(self.config),
+        ) as sinks:
+            while True:
+                try:
+                    await self._run_attempt(sinks)
+                    return
+                except RunError as error:
+                    if self.stop.was_asked:
+                        raise
+                    # Attempts that begin at the same step made no progress between their losses.
+                    from_here = self._starts.count(self._starts[-1]) if self._starts else 1
+                    await self.run.cluster.restart_trainer(error, at_least=from_here)
+                    logger.warning(
+                        "the trainer is there again; the run goes back to its last checkpoint"
+                    )
+
+    async def _run_attempt(self, sinks: RunSinks) -> None:
+        run, trainer = self.run, self.run.trainer
+        source = await load_weights(
+            trainer,
+            config=self.config,
+            plan=self.plan,
+            find=self._find_checkpoint,
+            may_set_aside=self._is_own,
+        )
+        position = None if source is None else _take_position(source)
+        self._starts.append(0 if position is None else position.step)
+        self._report_damaged()
+        # Only after the load: from a damaged checkpoint the run goes back further.
+        if self._has_begun:
+            self._go_back(source)
+        self._has_begun = True
+        with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
+            loop = self._build_loop(metrics=metrics, sinks=sinks, position=position, source=source)
+            in_background = self.config.trainer.checkpoint.async_mode != "disabled"
+            async with _finish_last_save(run, in_background=in_background):
+                await run.cluster.run_training(loop.run())
+        ends = [self._export(trainer)]
+        if self.config.loop.num_steps or self.config.loop.eval_every:
+            # In a thread: importing matplotlib takes as long as the export.
+            draws = asyncio.to_thread(
+                draw_learning_curve, self.folder.metrics, self.folder.learning_curve
+            )
+            ends.append(draws)
+        await asyncio.gather(*ends)
+
+    def _find_checkpoint(self) -> LoadSource | None:
+        """Return the latest checkpoint of the run, or else the one of the config."""
+        folder, asked = self.folder.checkpoints, self.plan.source
+        if self._has_begun and self.config.trainer.checkpoint.saves:
+            own = own_checkpoint(folder, num_steps=self.config.loop.num_steps)
+            if own is not None:
+                return asked if asked is not None and asked.path == own.path else own
+        if asked is None or asked.path.is_dir():
+            return asked
+        return find_load_source(self.config.trainer.checkpoint, repairs=True)
+
+    def _is_own(self, source: LoadSource) -> bool:
+        """Return whether a damaged checkpoint is in the run's own folder, and not another run's."""
+        return (
+            self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
+        )
+
+    def _report_damaged(self) -> None:
+        for path in damaged_folders(self.folder.checkpoints):
+            if path.name not in self._damaged:
+                self._damaged.add(path.name)
+                self.run.events.add("checkpoint_damaged", set_aside=path.name)
+
+    def _go_back(self, source: LoadSource | None) -> None:
+        """Drop the records of steps after the checkpoint."""
+        position = None if source is None or not source.whole else source.position
+        # The step may be of another run's checkpoint, which the records do not belong to.
+        step = self._starts[-1]
+        logger.info("going on after step %d", step)
+        cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
+        self.run.events.add("went_back", to_step=step)
+
+    def _build_loop(
+        self,
+        *,
+        metrics: MetricsWriter,
+        sinks: RunSinks,
+        position: LoopPosition | None,
+        source: LoadSource | None,
+    ) -> Loop:
+        config, plan, run = self.config, self.plan, self.run
+        outputs: list[Sink] = [metrics, sinks]
+        # The checkpoint of another run is none of this folder: its step is saved here again.
+        in_folder = source is not None and source.path.parent == self.folder.checkpoints
+        loop: Loop = config.loop.build(
+            trainer=run.trainer,
+            publisher=run.publisher,
+            rollouts=RolloutSetup(
+                generator=run.generator,
+                rewarder=run.rewarder,
+                renderer=plan.renderer,
+                task=plan.task,
+                max_sequence_tokens=config.generator.max_model_len,
+                seed=config.seed,
+                thread=plan.environments.thread,
+            ),
+            sinks=outputs if run.limits is None else [LimitSink(limits=run.limits, sinks=outputs)],
+            checkpoints=StepCheckpoints(
+                trainer=run.trainer,
+                config=config.trainer.checkpoint,
+                folder=str(self.folder.checkpoints),
+                records=metrics,
+                can_answer=partial(_is_responsive, run.cluster.trainer),
+                problems=plan.problems,
+                last_saved=position.step if position is not None and in_folder else None,
+            ),
+            recorder=Recorder(self.folder.rollouts, config=config.recorder),
+            watch=sinks.console.watch,
+            position=position,
+            proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
+            stop=self.stop,
+        )
+        return loop
+
+    async def _export(self, trainer: TrainerClient) -> None:
+        checkpoint, folder = self.config.trainer.checkpoint, self.folder.checkpoints
+        exports: list[tuple[Path, Callable[[str], Awaitable[None]]]] = []
+        if checkpoint.exports:
+            exports.append((folder / HF_FOLDER, trainer.export_hf))
+        if checkpoint.saves and has_lora(self.config):
+            exports.append((folder / ADAPTER_FOLDER, trainer.save_adapter))
+        for path, export in exports:
+            if path.exists():
+                # It is of this run's earlier end: another run's was refused before the start.
+                remove(path)
+            await export(str(path))
+
+
+def _take_position(source: LoadSource) -> LoopPosition | None:
+    """Return the position of the loop that saved the checkpoint, or None."""
+    if source.position is None or source.whole:
+        return source.position
+    # The checkpoint is another run's: this run has no record of its evaluation.
+    return replace(source.position, evaluated=False)
+
+
+def _is_responsive(trainer: ActorGroup, error: Exception) -> bool:
+    """Return whether no process of the trainer is dead, as far as this host shows, or may hang."""
+    return not trainer.find_dead() and not may_hang(trainer.name, after=error)
+
+
+@asynccontextmanager
+async def _finish_last_save(run: Run, *, in_background: bool) -> AsyncIterator[None]:
+    """Let the trainer finish a background save before a run ends early."""
+    try:
+        yield
+    except Exception as error:
+        is_stop = isinstance(error, StopRequestedError)
+        if in_background and (is_stop or _is_responsive(run.cluster.trainer, error)):
+            # The trainer itself may be the reason of another end.
+            with nullcontext() if is_stop else suppress(RunError):
+                await run.trainer.finish_saving()
+        raise

@@ -7,46 +7,38 @@ config holds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from actors.vllm.config import ENVIRONMENT, GeneratorConfig
 from actors.vllm.engine import GeneratorEngine
-from actors.vllm.requests import GeneratorError
+from actors.vllm.requests import Begun, GeneratorError
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
-from rl.types import BoxSum
+from rl.types import BoxSum, Completion, SamplingParams
 from rl.utils.processes import use_threads
 from rl.weights.store import Snapshot, WeightStore
 
 
-def _on_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Return the endpoint of an engine's method, with the same arguments."""
-
-    @concurrent_endpoint
-    @span(method.__name__)
-    async def on_engine(self: VLLMGenerator, *args: Any, **options: Any) -> Any:
-        return await getattr(self._running(), method.__name__)(*args, **options)
-
-    return on_engine
-
-
 class VLLMGenerator(Actor, Configurable):
-    """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0
-    answers.
+    """Actor of one generator rank.
+
+    Endpoints are called on all ranks with equal arguments; rank 0 answers.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorConfig):
+        """Settings of the engine, and the number of generators."""
+
         num_replicas: int = 1
         """Number of generators, each with its own processes, devices and copy of the weights."""
 
@@ -80,31 +72,62 @@ class VLLMGenerator(Actor, Configurable):
         await engine.start()
         self.engine = engine
 
-    # Calls overlap. A call of `generate` whose caller has gone goes on until `abort` of its
-    # `call_id` ends it.
-    generate = _on_engine(GeneratorEngine.generate)
-    abort = _on_engine(GeneratorEngine.abort)
-    compute_logprobs = _on_engine(GeneratorEngine.compute_logprobs)
-    sleep = _on_engine(GeneratorEngine.sleep)
-    wake = _on_engine(GeneratorEngine.wake)
+    # Endpoints of `GeneratorEngine`. Calls overlap: a call of `generate` whose caller has gone goes
+    # on until `abort` of its `call_id` ends it.
+
+    @concurrent_endpoint
+    @span("generate")
+    async def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        call_id: str = "",
+        begun: Begun | None = None,
+    ) -> list[list[Completion]]:
+        return await self._require_engine().generate(
+            prompts, sampling=sampling, call_id=call_id, begun=begun
+        )
+
+    @concurrent_endpoint
+    @span("abort")
+    async def abort(self, call_ids: Sequence[str] | None = None) -> int:
+        return await self._require_engine().abort(call_ids)
+
+    @concurrent_endpoint
+    @span("compute_logprobs")
+    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return await self._require_engine().compute_logprobs(sequences)
+
+    @concurrent_endpoint
+    @span("sleep")
+    async def sleep(self) -> None:
+        await self._require_engine().sleep()
+
+    @concurrent_endpoint
+    @span("wake")
+    async def wake(self) -> None:
+        await self._require_engine().wake()
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, snapshot: Snapshot) -> tuple[BoxSum, ...]:
-        """Pull a version's weights in place between two engine steps; return checksums of what is
-        then there.
+        """Pull a version's weights in place between two engine steps; return their checksums.
 
-        `on_update` decides what happens to running requests.
+        The sums are of the weights that the engine has then. `on_update` decides what happens to
+        running requests.
         """
         pull = partial(self._pull, self.store, snapshot)
         with span("pull", version=snapshot.version):
-            return await self._running().update_weights(pull, version=snapshot.version)
+            return await self._require_engine().update_weights(pull, version=snapshot.version)
 
     @concurrent_endpoint
     @span("use_store")
     async def use_store(self, store: WeightStore) -> None:
         """Use this store from now on; the previous store is lost, and pulls from it fail."""
         before, self.store = self.store, store
-        for pull in (pulling := list(self._pulling)):
+        # A pull from dead processes would otherwise end with its deadline only.
+        pulling = list(self._pulling)
+        for pull in pulling:
             pull.cancel()
         if pulling:
             await asyncio.wait(pulling)
@@ -120,14 +143,13 @@ class VLLMGenerator(Actor, Configurable):
         measure = partial(
             machine_limits, dtype=dtype, num_bytes=num_bytes, device=world.default_device()
         )
-        return await self._running().aside(measure)
+        return await self._require_engine().aside(measure)
 
     async def _pull(
         self, store: WeightStore, snapshot: Snapshot, state_dict: dict[str, Tensor]
     ) -> tuple[BoxSum, ...]:
-        """Pull from the store that was used when the call arrived; its turn may come after
-        `use_store`.
-        """
+        """Pull from the store that was used when the call arrived."""
+        # The engine may come to this pull after `use_store`: the old store's actors are dead.
         if store is not self.store:
             raise GeneratorError(
                 f"the weight store was lost before version {snapshot.version} was pulled"
@@ -138,7 +160,9 @@ class VLLMGenerator(Actor, Configurable):
         try:
             return await pulling
         except asyncio.CancelledError as error:
-            if (caller := asyncio.current_task()) is not None and caller.cancelling():
+            # `use_store` cancels the pull alone; a cancelled caller has to stop.
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
                 raise
             raise GeneratorError(
                 f"the weight store was lost while version {snapshot.version} was pulled"
@@ -154,7 +178,7 @@ class VLLMGenerator(Actor, Configurable):
         if self.engine is not None:
             await self.engine.close()
 
-    def _running(self) -> GeneratorEngine:
+    def _require_engine(self) -> GeneratorEngine:
         if self.engine is None:
             raise RuntimeError("the generator is not set up: call setup first")
         return self.engine

@@ -29,6 +29,7 @@ from monarch.actor import MeshFailure, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
 from actors.calls import (
+    LOOK_EVERY_S,
     ActorCallError,
     ActorLostError,
     ActorTimeoutError,
@@ -37,7 +38,6 @@ from actors.calls import (
 )
 from actors.compat import quiet_client_start, settle_monarch
 from actors.config import LaunchConfig, Timeouts
-from actors.deaths import LOOK_EVERY_S
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
 from actors.isolation import inside, isolate, network_env

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from actors.config import ParityConfig
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstration_sample
 from rl.types import Prompt, TrainingSample
 from rl.weights.types import WeightStoreError
-
-if TYPE_CHECKING:
-    from actors.config import ParityConfig
 
 BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "float8": 0.3}
 """Mean difference in nats a token, by the coarsest of the compute dtypes: a few times the rounding.
@@ -32,6 +29,8 @@ class LogprobParityError(WeightStoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityText:
+    """Fixed text whose logprobs trainer and generators compute with the same weights."""
+
     token_ids: np.ndarray
     """[T] int32."""
     max_diff: float
@@ -42,27 +41,33 @@ class ParityText:
         return demonstration_sample(self.token_ids[:1], self.token_ids[1:])
 
     def check(
-        self, *, policy_version: int, expected_T: np.ndarray, found: Mapping[str, np.ndarray]
+        self,
+        *,
+        policy_version: int,
+        expected_T: np.ndarray,
+        of_generators: Mapping[str, np.ndarray],
     ) -> float:
         """Return the largest mean difference of a generator, in nats a token.
 
         Args:
             expected_T: the trainer's logprobs, [T] float32; entry 0 belongs to no token.
-            found: each generator's logprobs, by name.
+            of_generators: each generator's logprobs, by name.
 
         Raises:
             LogprobParityError: names generator, version, the difference and the bound.
         """
-        diffs = {name: np.abs(logprobs_T - expected_T)[1:] for name, logprobs_T in found.items()}
-        for name, diff in diffs.items():
-            if not float(diff.mean()) <= self.max_diff:
+        means = []
+        for name, logprobs_T in of_generators.items():
+            mean_diff = float(np.abs(logprobs_T - expected_T)[1:].mean())
+            if not mean_diff <= self.max_diff:  # NaN is no parity either.
                 raise LogprobParityError(
                     f"logprob parity: with policy version {policy_version} {name} differs from the "
-                    f"trainer by {float(diff.mean()):.3g} nats a token on a fixed text of "
+                    f"trainer by {mean_diff:.3g} nats a token on a fixed text of "
                     f"{len(self.token_ids)} tokens, more than {self.max_diff:g} "
                     "(parity.max_logprob_diff)"
                 )
-        return max(float(diff.mean()) for diff in diffs.values())
+            means.append(mean_diff)
+        return max(means)
 
 
 def make_parity_text(
@@ -89,8 +94,9 @@ def make_parity_text(
     answer = renderer.reply(shown, prompt_ids=prompt.token_ids)[:-1]
     token_ids = np.concatenate([prompt.token_ids, answer])
     # The end of the text: a policy has learnt most about the answer.
-    kept = token_ids[-min(config.num_tokens, max_tokens) :]
+    text = token_ids[-min(config.num_tokens, max_tokens) :]
     bound = config.max_logprob_diff
     if bound is None:
+        # The coarsest dtype decides: its rounding is most of the difference.
         bound = 0.0 if same_kernels else max(BOUNDS[dtype] for dtype in dtypes)
-    return ParityText(token_ids=kept, max_diff=bound)
+    return ParityText(token_ids=text, max_diff=bound)

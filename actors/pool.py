@@ -1,6 +1,6 @@
 """The generators of a run: the way of weights to them, and their replacement when they are lost.
 
-    pool = GeneratorPool([Role(group, start=...), ...], trainer=trainer, store=store, parity=text)
+    pool = GeneratorPool(generators, trainer=trainer, store=store, parity=text)
     generator = Router([GeneratorClient(member) for member in pool.members], pool=pool)
     await pool.serve(await pool.push())
 
@@ -16,20 +16,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from actors.calls import (
+    LOOK_EVERY_S,
     PEER_GRACE_S,
-    ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    CallGroup,
     first_line,
 )
-from actors.deaths import LOOK_EVERY_S
+from actors.group import ActorGroup
 from actors.parity import ParityText
-from actors.recovery import PARITY_ERRORS, Role
-from rl.types import ServeResult
+from actors.recovery import PARITY_ERRORS
+from rl.types import RUN, ServeResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError
 from rl.weights.checksum import check_sums
@@ -47,14 +47,15 @@ class GeneratorPool:
 
     def __init__(
         self,
-        members: Sequence[Role],
+        members: Sequence[ActorGroup],
         *,
-        trainer: Role,
+        trainer: ActorGroup,
         store: WeightStore,
         parity: ParityText | None = None,
         drains: bool = False,
     ) -> None:
-        """
+        """Make a pool of running generators.
+
         Args:
             members: the generators. Their restarts end with `join`.
             parity: text of the logprob parity; None compares checksums only.
@@ -83,44 +84,54 @@ class GeneratorPool:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for member in self.members:
-                if member.is_up and (dead := member.group.dead()):
+                dead = member.find_dead() if member.is_up else []
+                if dead:
                     message = f"rank {', '.join(map(str, dead))} is dead: its process ended"
-                    member.lose(member.group, ActorLostError(message, role=member.name, ranks=dead))
+                    error = ActorLostError(message, role=member.name, ranks=dead)
+                    member.lose(error, mesh=member.mesh)
 
-    def up(self) -> list[int]:
-        """Return the numbers of the generators that can be called; raise RunError if one was lost
-        too often.
+    def list_up(self) -> list[int]:
+        """Return the numbers of the generators that can be called.
+
+        Raises:
+            RunError: a generator was lost too often.
         """
+        # Also while others are up: a role that cannot be restarted ends the run.
         for member in self.members:
             if member.failure is not None:
                 raise member.failure
         return [number for number, member in enumerate(self.members) if member.is_up]
 
     async def wait_until_one_is_up(self) -> None:
-        """Wait for a generator; restarts have deadlines. Raise RunError if a generator was lost too
-        often.
+        """Wait for a generator, at most until a restart's deadline.
+
+        Raises:
+            RunError: a generator was lost too often.
         """
-        while not self.up():
+        while not self.list_up():
             restarts = [
                 member.restarting for member in self.members if member.restarting is not None
             ]
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def push(self, *, model_id: str | None = None, version: int | None = None) -> int:
+    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
         """Push the weights of the run, or those of a model by id under the version given."""
         # Both calls are sent here and now, before anything else that the trainer is asked for. The
         # logprobs are awaited while the generators pull.
         push = asyncio.ensure_future(
-            self.trainer.call("push_model_state_dict", model_id=model_id, version=version)
+            self.trainer.call(
+                "push_model_state_dict", model_id=model_id, version=version, timeout="sync_s"
+            )
         )
         expected = None
         if self.parity is not None:
             expected = asyncio.ensure_future(
-                self.trainer.call("compute_logprobs", [self.parity.sample])
+                self.trainer.call("compute_logprobs", [self.parity.sample], timeout="train_s")
             )
         try:
             pushed = self.store.announce(await push).version
         except BaseException:
+            # Nobody will await the logprobs of a version that does not exist.
             if expected is not None:
                 await _give_up(expected)
             raise
@@ -135,83 +146,84 @@ class GeneratorPool:
             ActorLostError: the trainer is lost.
             RunError: a pull has failed, or a generator was lost too often.
         """
+        # A generator that joins meanwhile waits, and pulls this version.
         async with self._pulling:
-            up = [self.members[number] for number in self.up()]
+            up = [self.members[number] for number in self.list_up()]
             self._version = policy_version
             self._served, _ = await self._pull_from_living(policy_version, up)
         # If all were lost in the pull: a generator that joins has pulled this version.
         await self.wait_until_one_is_up()
         # The Tinker backend never has more than `keep_versions` versions, so it loses no snapshot
         # here.
-        await self.trainer.group.while_alive(self.store.prune(), "pruning of old versions")
+        await self.trainer.wait_while_alive(self.store.prune(), "pruning of old versions")
         return self._served
 
     async def join(self, group: ActorGroup) -> ActorGroup:
         """Give a restarted generator the weights that the other generators hold, and return it."""
-        joining = Role(group)
         async with self._pulling:
-            await joining.call("use_store", self.store)
+            await group.call("use_store", self.store, timeout="sync_s")
             lost: Sequence[ActorLostError] = ()
             if self._version is not None:
                 try:
-                    self._served, lost = await self._pull_from_living(self._version, [joining])
+                    self._served, lost = await self._pull_from_living(self._version, [group])
                 except ActorLostError as error:
                     # The trainer is lost: all generators wait for the next version.
-                    logger.info("%s joins without weights: %s", joining.name, error)
+                    logger.info("%s joins without weights: %s", group.name, error)
             if lost:
                 raise lost[0]
             # The member has this group before another task runs: no await follows.
             return group
 
     @asynccontextmanager
-    async def without_weights(self) -> AsyncIterator[None]:
-        """Prevent pulls while the store is replaced, and forget all versions of the trainer that
-        was lost.
-        """
+    async def block_pulls(self) -> AsyncIterator[None]:
+        """Prevent pulls while the store is replaced; forget all versions of the lost trainer."""
         async with self._pulling:
             self._version = None
+            # A version number may return with other weights: its logprobs must not.
             while self._expected:
                 await _give_up(self._expected.popitem()[1])
             yield
 
     async def use_store(self) -> None:
-        """Abort all requests and switch to the new store; call it in `without_weights`."""
+        """Abort all requests and switch to the new store; call it in `block_pulls`."""
         await asyncio.gather(*(self._use_store(member) for member in self.members if member.is_up))
 
-    async def _use_store(self, member: Role) -> None:
-        group = member.group
+    async def _use_store(self, member: ActorGroup) -> None:
+        mesh = member.mesh
         try:
-            await member.call("abort", None)
-            await member.call("use_store", self.store)
+            await member.call("abort", None, needs_devices=False, timeout="close_s")
+            await member.call("use_store", self.store, timeout="sync_s")
         except ActorLostError as error:
             logger.info("%s", error)  # its replacement gets the store when it joins
         except ActorTimeoutError as error:
             # The generator hangs: restart it instead of the trainer.
-            member.lose(group, ActorLostError(str(error), role=member.name))
+            member.lose(ActorLostError(str(error), role=member.name), mesh=mesh)
 
     async def _pull_from_living(
-        self, version: int, generators: Sequence[CallGroup]
+        self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
         """See `pull`; raise ActorLostError if the trainer is lost meanwhile."""
-        what, trainer = f"pull of version {version}", self.trainer.group
+        what, trainer = f"pull of version {version}", self.trainer
         try:
             # A dead trainer's memory gives nothing, which a generator would only notice at its
             # deadline.
-            return await trainer.while_alive(self.pull(version, generators=generators), what)
+            return await trainer.wait_while_alive(self.pull(version, generators=generators), what)
         except (ActorLostError, *PARITY_ERRORS):
             raise
         except RunError as error:
             # A generator may be the first to notice that the trainer is dead.
-            if dead := await trainer.seen_dead(PEER_GRACE_S):
+            dead = await trainer.wait_for_death(within_s=PEER_GRACE_S)
+            if dead:
                 message = f"{trainer.name}.{what} failed: {first_line(error)}"
                 raise ActorLostError(message, role=trainer.name, ranks=dead) from error
             raise
 
     async def pull(
-        self, version: int, *, generators: Sequence[CallGroup]
+        self, version: int, *, generators: Sequence[ActorGroup]
     ) -> tuple[ServeResult, Sequence[ActorLostError]]:
-        """Let every generator pull the version, and check each; also return the errors of lost
-        generators.
+        """Let every generator pull the version, and check each.
+
+        The errors of lost generators are returned: the others go on without them.
 
         Raises:
             WeightParityError: names generator, tensor and version.
@@ -222,10 +234,19 @@ class GeneratorPool:
         try:
             calls = []
             for generator in generators:
+                # Running completions end first, each within the limit of a whole call.
                 extra_s = generator.timeouts.generate_s if self._drains else 0.0
-                calls.append(generator.call("pull_model_state_dict", snapshot, extra_s=extra_s))
-            answers, lost = await _answers(generators, calls)
-            pulled = {g.name: [box for of_rank in ranks for box in of_rank] for g, ranks in answers}
+                calls.append(
+                    generator.call(
+                        "pull_model_state_dict",
+                        snapshot,
+                        pulls=version,
+                        timeout="sync_s",
+                        extra_s=extra_s,
+                    )
+                )
+            answers, lost = await _gather_answers(generators, calls)
+            pulled = {group.name: list(chain.from_iterable(ranks)) for group, ranks in answers}
             check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
             started = now_s()
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
@@ -240,11 +261,9 @@ class GeneratorPool:
         return result, [*lost, *lost_later]
 
     async def _compare(
-        self, version: int, generators: Sequence[CallGroup]
+        self, version: int, generators: Sequence[ActorGroup]
     ) -> tuple[float | None, list[ActorLostError]]:
-        """Return the largest difference of a generator's logprobs from the trainer's, in nats a
-        token.
-        """
+        """Return the largest difference of a generator's logprobs from the trainer's, in nats."""
         if self.parity is None:
             return None, []
         if version not in self._expected:
@@ -255,20 +274,24 @@ class GeneratorPool:
         # The trainer's logprobs first, as trainer and generators may have to take turns on a
         # device.
         logprobs_T = (await asyncio.shield(self._expected[version]))[0][0]
-        calls = [g.call("compute_logprobs", [self.parity.token_ids]) for g in generators]
-        answers, lost = await _answers(generators, calls)
-        found = {g.name: ranks[0][0] for g, ranks in answers}
-        if not found:
+        calls = [
+            generator.call("compute_logprobs", [self.parity.token_ids], timeout="train_s")
+            for generator in generators
+        ]
+        answers, lost = await _gather_answers(generators, calls)
+        if not answers:
             return None, lost
-        return self.parity.check(policy_version=version, expected_T=logprobs_T, found=found), lost
+        of_generators = {group.name: ranks[0][0] for group, ranks in answers}
+        diff = self.parity.check(
+            policy_version=version, expected_T=logprobs_T, of_generators=of_generators
+        )
+        return diff, lost
 
 
-async def _answers(
-    groups: Sequence[CallGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
-) -> tuple[list[tuple[CallGroup, list[Any]]], list[ActorLostError]]:
-    """Await a call to each group; return the answers with their groups, and the errors of lost
-    groups.
-    """
+async def _gather_answers(
+    groups: Sequence[ActorGroup], calls: Sequence[Coroutine[Any, Any, list[Any]]]
+) -> tuple[list[tuple[ActorGroup, list[Any]]], list[ActorLostError]]:
+    """Return the answers of calls to groups, each with its group, and the errors of lost groups."""
 
     async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:
         try:
@@ -277,12 +300,14 @@ async def _answers(
             return error
 
     results = await asyncio.gather(*map(answer_of, calls))
-    answers = [
-        (group, result)
-        for group, result in zip(groups, results, strict=True)
-        if not isinstance(result, ActorLostError)
-    ]
-    return answers, [result for result in results if isinstance(result, ActorLostError)]
+    answers: list[tuple[ActorGroup, list[Any]]] = []
+    lost: list[ActorLostError] = []
+    for group, result in zip(groups, results, strict=True):
+        if isinstance(result, ActorLostError):
+            lost.append(result)
+        else:
+            answers.append((group, result))
+    return answers, lost
 
 
 async def _give_up(answer: asyncio.Future[list[Any]]) -> None:

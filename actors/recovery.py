@@ -1,8 +1,8 @@
-"""Restart of lost actors: generators one by one (`actors.pool`), reward processes and the trainer
-as a whole.
+"""Limits of restarts: the number of restarts of each role, and the pauses before them.
 
-relay restarts processes that died. It does not restart processes that hang or compute wrong
-numbers; the run stops with an error.
+relay restarts processes that died: generators one by one (`actors.pool`), reward processes and the
+trainer as a whole. It does not restart processes that hang or compute wrong numbers; the run stops
+with an error.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from actors.calls import ActorGroup, ActorLostError, first_line
+from actors.calls import first_line
+from actors.config import RecoveryConfig
 from actors.parity import LogprobParityError
-from actors.vllm.requests import EngineFailedError
 from rl.utils.errors import RunError
 from rl.weights.types import WeightParityError
-
-if TYPE_CHECKING:
-    from actors.config import RecoveryConfig, Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ PARITY_ERRORS = (LogprobParityError, WeightParityError)
 """Errors that a restart would not cure: the new process would compute the same wrong numbers."""
 
 
-def no_event(event: str, /, **fields: Any) -> None:
+def ignore_event(event: str, /, **fields: Any) -> None:
     pass
 
 
@@ -50,7 +47,7 @@ class Supervisor:
         config: RecoveryConfig,
         *,
         in_background: InBackground = asyncio.create_task,
-        events: AddEvent = no_event,
+        events: AddEvent = ignore_event,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -73,18 +70,21 @@ class Supervisor:
             RestartsUsedUpError: names role, number, window and `reason`; raised from `cause`.
         """
         config, now_s = self.config, self._now_s()
+        # A long run may lose a process now and then; many losses in an hour have one cause.
         earlier = [at for at in self._restarts.get(role, ()) if now_s - at < config.window_s]
-        if (num_earlier := max(len(earlier), at_least - 1)) >= config.max_restarts:
+        num_earlier = max(len(earlier), at_least - 1)
+        if num_earlier >= config.max_restarts:
             raise RestartsUsedUpError(
                 f"{role} is lost again, after {num_earlier} restarts (recovery.max_restarts="
                 f"{config.max_restarts}, recovery.window_s={config.window_s:g}); the last reason: "
                 f"{reason}"
             ) from cause
+
         self._restarts[role] = [*earlier, now_s]
-        doublings = min(len(earlier) - 1, 60)
-        return len(earlier) + 1, min(
-            config.pause_s * 2**doublings, config.max_pause_s
-        ) if earlier else 0.0
+        if not earlier:
+            return 1, 0.0  # Most losses happen once: the first restart does not wait.
+        doublings = min(len(earlier) - 1, 60)  # Larger powers would overflow a float.
+        return len(earlier) + 1, min(config.pause_s * 2**doublings, config.max_pause_s)
 
     async def restart(
         self,
@@ -95,8 +95,7 @@ class Supervisor:
         cause: BaseException | None = None,
         at_least: int = 1,
     ) -> T:
-        """Return the result of `start`, which is called again after pauses if the role is lost
-        during it.
+        """Return the result of `start`; call it again, after pauses, if the role is lost again.
 
         `start` has deadlines of its own. `cause` and `at_least` are those of `count`, for the first
         call.
@@ -106,6 +105,7 @@ class Supervisor:
             LogprobParityError, WeightParityError: see `PARITY_ERRORS`.
         """
         lost_at = self._now_s()
+        # Each failed start counts as another loss, also where the starts outlast the window.
         for counted in itertools.count(at_least):
             number, pause_s = self.count(role, reason=reason, cause=cause, at_least=counted)
             again = f"starting it again in {pause_s:g} s" if pause_s else "starting it again"
@@ -122,7 +122,7 @@ class Supervisor:
             try:
                 started = await start()
             except PARITY_ERRORS:
-                raise
+                raise  # The run would go on with wrong numbers.
             except RunError as error:
                 logger.info("%s was not started", role, exc_info=True)
                 reason, cause = first_line(error), error
@@ -132,120 +132,3 @@ class Supervisor:
             self._events("recovered", role=role, after_s=round(after_s, 2))
             return started
         raise AssertionError("unreachable")
-
-
-class Role:
-    """A `CallGroup` of one role's current actors, which are restarted in the background when they
-    are lost.
-    """
-
-    def __init__(
-        self,
-        group: ActorGroup,
-        *,
-        start: Callable[[], Awaitable[ActorGroup]] | None = None,
-        supervisor: Supervisor | None = None,
-    ) -> None:
-        """Without `start` and `supervisor` the actors are not restarted here, and a loss is an
-        error.
-        """
-        self.group = group
-        self.failure: RunError | None = None
-        """Error after which the role is not restarted here."""
-        self.restarting: asyncio.Task[None] | None = None
-        self._start = start
-        self._supervisor = supervisor
-
-    @property
-    def name(self) -> str:
-        return self.group.name
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return self.group.timeouts
-
-    @property
-    def is_up(self) -> bool:
-        return self.restarting is None and self.failure is None
-
-    def replace(self, group: ActorGroup) -> None:
-        self.group, self.failure = group, None
-
-    def call(
-        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
-    ) -> Coroutine[Any, Any, list[Any]]:
-        """Call the current actors, see `ActorGroup.call`; a failed engine counts as lost.
-
-        Raises:
-            ActorLostError: the actors are lost, or are being restarted.
-        """
-        if self.restarting is not None:
-            return self._refuse(endpoint)
-        return self._answer(self.group, self.group.call(endpoint, *args, extra_s=extra_s, **kwargs))
-
-    async def _answer(self, group: ActorGroup, answer: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        try:
-            return await answer
-        except ActorLostError as error:
-            self.lose(group, error)
-            raise
-        except EngineFailedError as error:
-            lost = ActorLostError(f"{self.name}: {error}", role=self.name)
-            self.lose(group, lost)
-            raise lost from error
-
-    async def _refuse(self, endpoint: str) -> list[Any]:
-        raise ActorLostError(
-            f"{self.name}.{endpoint} failed: it is being started again", role=self.name
-        )
-
-    async def current(self) -> ActorGroup:
-        """Return the current actors, after a restart that is under way; raise `failure`, if there
-        is one.
-        """
-        while self.restarting is not None:
-            await asyncio.wait({self.restarting})
-        if self.failure is not None:
-            raise self.failure
-        return self.group
-
-    def lose(self, group: ActorGroup, error: ActorLostError) -> None:
-        """Restart the role because `group` is lost, unless that is known already.
-
-        Raises:
-            ActorLostError: `error`, if the role is not restarted.
-        """
-        if group is not self.group or not self.is_up:
-            return
-        if (
-            self._start is None
-            or self._supervisor is None
-            or not self._supervisor.config.max_restarts
-        ):
-            self.failure = error
-            raise error
-        restart = self._restart(self._start, self._supervisor, error=error)
-        self.restarting = self._supervisor.in_background(restart, name=f"restart of {self.name}")
-
-    async def _restart(
-        self,
-        start: Callable[[], Awaitable[ActorGroup]],
-        supervisor: Supervisor,
-        *,
-        error: ActorLostError,
-    ) -> None:
-        try:
-            self.group = await supervisor.restart(
-                self.name, reason=first_line(error), start=start, cause=error
-            )
-        except RunError as failure:
-            self.failure = failure
-        except BaseException as failure:
-            # Also if it is cancelled: no caller may wait for this role any longer.
-            self.failure = RunError(
-                f"{self.name} was not started again: {type(failure).__name__}: {failure}"
-            )
-            self.failure.__cause__ = failure
-            raise
-        finally:
-            self.restarting = None

@@ -21,8 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class RewardActor(Actor, Configurable):
+    """Actor over a child process that runs the reward functions (`RewardProcess`)."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Limits of the reward functions, and the number of their processes."""
+
         time_limit_s: float = 10.0
         """Longest time in seconds for all sync reward functions of one rollout together, and for
         each async one; a score that takes longer has failed. A function of a group has it for each
@@ -56,9 +60,11 @@ class RewardActor(Actor, Configurable):
     @span("setup")
     async def setup(self) -> None:
         """Start the process in advance of the first score."""
+        # Its modules may take longer to import than a score may take.
         await self._process.start()
         logger.info("ready: at most %g s a rollout", self._process.time_limit_s)
-        if comparing := self._process.rubric.comparing:
+        comparing = self._process.rubric.comparing
+        if comparing:
             logger.info(
                 "scores of greedy replies omit %s, which compare the rollouts of a group",
                 ", ".join(comparing),
@@ -67,9 +73,8 @@ class RewardActor(Actor, Configurable):
     @concurrent_endpoint
     @span("score")
     async def score(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> list[list[Score]]:
-        """Return a score for each rollout, in order; calls overlap. With `alone` rollouts are not
-        compared.
-        """
+        """Return a score for each rollout, in order; with `alone`, rollouts are not compared."""
+        # Calls overlap: async reward functions wait for judges and tools.
         return await self._process.score(groups, alone=alone)
 
     @endpoint

@@ -6,48 +6,39 @@
         await run.trainer.forward_backward(samples)
         await run.trainer.optim_step()
 
-docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run`, then
-`started_run`.
+docs/scripts.md has a whole loop. A run has three parts, for a script as for the controller:
+
+    open_folder    check the config, open the folder of the run, and record what happens there
+    start_run      start every process, and end all of them with the block
+    load_weights   load a checkpoint, or make the warm-up
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-)
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
-import torch
-
-from actors.backend import GeneratorClient, RewardClient, TrainerClient
+from actors.backend import Router, TrainerClient, make_router, open_rewarder
 from actors.calls import ActorCallError
-from actors.checks import converted_model
-from actors.cluster import Cluster
-from actors.config import ClusterConfig, RunConfig, Strategy
+from actors.cluster import Cluster, start_cluster
+from actors.config import RunConfig
 from actors.explain import set_without_effect
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
+from actors.limits import measure_limits
 from actors.members import LogSettings, record_process
 from actors.placement import count_gpus, fit_to_devices
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
-from actors.router import CallSeeds, Router
-from actors.starting_weights import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, rebuild
 from rl.loop.stop_request import StopRequest
-from rl.models.model_cost import model_work
-from rl.models.spec import ModelSpec
+from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import print_line, progress
 from rl.observability.events import Events, write_environment
 from rl.observability.logs import setup_logging
@@ -57,13 +48,15 @@ from rl.observability.spans import RECORDER, STATE_FOLDER
 from rl.observability.stacks import catch_signal, stop_writing_stacks
 from rl.protocols import Rewarder
 from rl.rollouts.renderer import Renderer
-from rl.rollouts.rewards import RewardProcess, longest_s
 from rl.rollouts.rubric import Rubric
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.checkpoint_config import CheckpointConfig, LoadSource
+from rl.training.checkpoint_files import DamagedCheckpointError, put_aside
+from rl.training.checkpoint_tensors import exclusions_of_own
 from rl.training.failures import unwritten
 from rl.utils.files import folder_errors, locked_folder
 from rl.utils.proxies import exempt_loopback
+from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -71,19 +64,13 @@ FROM_THE_BEGINNING = "starting from the beginning: there is no checkpoint to go 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedRun:
-    """A run whose config is checked and whose folder is open; nothing is started yet."""
+class Run:
+    """The actors of a run, ready to be called, with its config, plan and folder."""
 
     config: RunConfig
     plan: Plan
     folder: RunFolder
     events: Events
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run(CheckedRun):
-    """The actors of a run, ready to be called."""
-
     cluster: Cluster
     rubric: Rubric
     generator: Router
@@ -105,16 +92,19 @@ class Run(CheckedRun):
 
 @asynccontextmanager
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
-    """Check a config, start its actors, load the starting weights, and end everything with the
-    block.
+    """Check a config, start its actors, load the starting weights; end everything with the block.
 
-    Nothing is published yet: the first call is a push. A process that dies is replaced as in a
+    Nothing is pushed yet: the first call is a push. A process that dies is replaced as in a
     controller run; only the loss of the trainer is an error, after which
     `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
 
     Raises:
-        ValueError: the config cannot run, as in `checked_run`.
+        ValueError: the config cannot run, as in `open_folder`.
         RunError: a process did not come up, or ran into an error.
+
+    Example:
+        >>> async with open_run(configs.sum_digits.tiny()) as run:
+        ...     version = await run.publisher.push()
     """
     if Launcher.current is not None:
         raise RuntimeError(
@@ -123,14 +113,17 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     exempt_loopback()
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
-    with checked_run(config, source=source) as checked:
-        async with started_run(checked) as run:
-            await load_start(run.trainer, config=config, plan=run.plan)
+    with open_folder(config, source=source) as (folder, plan):
+        async with start_run(config, plan=plan, folder=folder) as run:
+            await load_weights(run.trainer, config=config, plan=plan)
             yield run
 
 
+# The folder: nothing is started yet
+
+
 @contextmanager
-def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRun]:
+def open_folder(config: RunConfig, *, source: ResolvedRun) -> Iterator[tuple[RunFolder, Plan]]:
     """Check a config, then open the folder of a new or resumed run, with its log and its events.
 
     Raises:
@@ -139,86 +132,86 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
             lock file.
     """
     check_fields(config)
-    with ExitStack() as stack:
-        _lock_shared_checkpoints(config.trainer.checkpoint, stack)
-        opened = _new_folder if source.resumes is None else _resumed_folder
-        folder, plan, changes = opened(config, source, stack)
+    # A resumed run's folder is locked before its checkpoints are read, a new one made after all
+    # checks.
+    open_planned = _create_folder if source.resumes is None else _resume_folder
+    with (
+        _lock_shared_checkpoints(config.trainer.checkpoint),
+        open_planned(config, source) as (folder, plan, changes),
+    ):
         if config.print_config:
             print_line(json.dumps(to_dict(config), indent=2))
         print_line(f"run folder: {folder.path}")
         if config.launch.share_gpus:
             print_line("trainer and generators take turns on the same GPUs (launch.share_gpus)")
-        with _logging(folder, config):
-            logger.info("config %s.%s", source.module, source.function)
-            for path in set_without_effect(source, spec=plan.start.spec):
-                logger.warning("set without effect: %s", path)
-                print_line(f"set without effect: {path}")
-            for change in changes:
-                logger.info("changed: %s", change)
-                print_line(f"changed: {change}")
-            for difference in plan.differences:
-                logger.warning("%s", difference)
-                print_line(difference)
-            logger.info("starting from %s", plan.start.folder)
+        with _open_log(folder, config):
+            _report_start(source, plan, changes)
             write_environment(folder.environment)
-            with recorded(config, plan, folder, resumes=source.resumes is not None) as events:
-                yield CheckedRun(config=config, plan=plan, folder=folder, events=events)
+            with _record_run(config, plan, folder, resumes=source.resumes is not None):
+                yield folder, plan
             logger.info("finished")
         folder.mark_finished()
 
 
-def _lock_shared_checkpoints(config: CheckpointConfig, stack: ExitStack) -> None:
+def _lock_shared_checkpoints(config: CheckpointConfig) -> AbstractContextManager[object]:
     """Lock a checkpoint folder outside of the run's folder before anything in it is read."""
-    if config.shared_folder is not None and config.saves:
-        otherwise = (
-            "only one run at a time may save there: choose another trainer.checkpoint.folder, or "
-            "trainer.checkpoint.load_only"
-        )
-        stack.enter_context(
-            locked_folder(
-                config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise
-            )
-        )
+    if config.shared_folder is None or not config.saves:
+        return nullcontext()
+    otherwise = (
+        "only one run at a time may save there: choose another trainer.checkpoint.folder, or "
+        "trainer.checkpoint.load_only"
+    )
+    return locked_folder(
+        config.shared_folder, as_what="trainer.checkpoint.folder", otherwise=otherwise
+    )
 
 
-def _new_folder(
-    config: RunConfig, source: ResolvedRun, stack: ExitStack
-) -> tuple[RunFolder, Plan, Sequence[str]]:
+@contextmanager
+def _create_folder(
+    config: RunConfig, source: ResolvedRun
+) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
+    # The plan is first: a config that cannot run leaves no folder, and replaces none.
     plan = make_plan(config)
-    folder = RunFolder.create(
+    with RunFolder.create(
         config.dump_folder,
         config.name or f"{source.module.replace('.', '-')}-{source.function}",
         time_stamp=config.name is None,
         overwrite=config.overwrite,
         inputs=plan.inputs(config),
         checkpoints=config.trainer.checkpoint.shared_folder,
-    )
-    stack.enter_context(folder)
-    try:
-        _write_start(folder, plan, source)
-    except BaseException:
-        folder.discard()
-        raise
-    return folder, plan, ()
+    ) as folder:
+        try:
+            _write_start(folder, plan, source)
+        except BaseException:
+            # The name stays free, and a folder that was there stays usable.
+            folder.discard()
+            raise
+        yield folder, plan, ()
 
 
-def _resumed_folder(
-    config: RunConfig, source: ResolvedRun, stack: ExitStack
-) -> tuple[RunFolder, Plan, Sequence[str]]:
+@contextmanager
+def _resume_folder(
+    config: RunConfig, source: ResolvedRun
+) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
+    """Yield the folder of a run that goes on, and the fields of its config that have changed."""
     assert source.resumes is not None
-    folder = RunFolder.resume(source.resumes, checkpoints=config.trainer.checkpoint.shared_folder)
-    stack.enter_context(folder)
-    changes = changed_fields(folder.config_json, config)
-    with _logging(folder, config):
-        plan = make_plan(config, resumes=folder)
-    _write_start(folder, plan, source)
-    folder.reopen()
-    return folder, plan, changes
+    shared = config.trainer.checkpoint.shared_folder
+    with RunFolder.resume(source.resumes, checkpoints=shared) as folder:
+        # Before the new config replaces the one of the earlier attempt.
+        changes = changed_fields(folder.config_json, config)
+        # The plan may set damaged checkpoints aside, which the log tells.
+        with _open_log(folder, config):
+            plan = make_plan(config, resumes=folder)
+        _write_start(folder, plan, source)
+        folder.reopen()
+        yield folder, plan, changes
 
 
 def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
-    """Write what the run is; raise ValueError if a file cannot be written, as nothing is started
-    yet.
+    """Write config and starting model.
+
+    Raises:
+        ValueError: a file cannot be written; nothing is started yet.
     """
     with folder_errors(folder.config_json, "written"):
         write_json(source, folder.config_json)
@@ -230,7 +223,7 @@ def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
 
 
 @contextmanager
-def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
+def _open_log(folder: RunFolder, config: RunConfig) -> Iterator[None]:
     undo_logging = setup_logging(
         "controller", folder=folder.logs, console_level=config.console_level
     )
@@ -240,19 +233,33 @@ def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
         undo_logging()
 
 
+def _report_start(source: ResolvedRun, plan: Plan, changes: Sequence[str]) -> None:
+    """Print and log what a reader of the run has to know about its config."""
+    logger.info("config %s.%s", source.module, source.function)
+    for path in set_without_effect(source, spec=plan.start.spec):
+        logger.warning("set without effect: %s", path)
+        print_line(f"set without effect: {path}")
+    for change in changes:
+        logger.info("changed: %s", change)
+        print_line(f"changed: {change}")
+    for difference in plan.differences:
+        logger.warning("%s", difference)
+        print_line(difference)
+    logger.info("starting from %s", plan.start.folder)
+
+
 @contextmanager
-def recorded(
+def _record_run(
     config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool
-) -> Iterator[Events]:
+) -> Iterator[None]:
     """Record the controller's events and spans in the folder."""
     for file in (folder.logs / STATE_FOLDER).glob("*"):
         file.unlink()  # processes of the earlier attempt would count as dead
     catch_signal()
     record_process(folder.logs, role="controller", rank=0, timeline=config.timeline)
-    events, position = (
-        Events(folder.events),
-        None if plan.resumed is None else plan.resumed.position,
-    )
+
+    events = Events(folder.events)
+    position = None if plan.resumed is None else plan.resumed.position
     if not resumes:
         events.add("started")
     elif position is None:
@@ -261,8 +268,9 @@ def recorded(
     else:
         events.add("resumed", step=position.step)
         print_line(f"going on after step {position.step}")
+
     try:
-        yield events
+        yield
         events.add("finished")
     except BaseException as error:
         # The log gets the traceback; who called for the run prints the message.
@@ -274,22 +282,23 @@ def recorded(
         stop_writing_stacks()
 
 
+# The actors
+
+
 @asynccontextmanager
-async def started_run(
-    checked: CheckedRun, *, stop: StopRequest | None = None
+async def start_run(
+    config: RunConfig, *, plan: Plan, folder: RunFolder, stop: StopRequest | None = None
 ) -> AsyncIterator[Run]:
     """Start the actors of a run, and end them with the block, however it ends.
 
-    The trainer holds the starting point's weights; `load_start` loads the checkpoint of the config
-    or makes the warm-up.
+    The trainer holds the starting point's weights; `load_weights` loads the checkpoint of the
+    config or makes the warm-up.
 
     Args:
         stop: gets the first Ctrl-C, SIGTERM or SIGHUP while a loop listens to it.
     """
-    config, plan, folder = checked.config, checked.plan, checked.folder
+    events = Events(folder.events)
     store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
-    # On policy nothing runs during a pull that it would wait for.
-    drains = config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain"
     # The folder of temporary files is on this machine only.
     on_disk: AbstractContextManager[None] = (
         nullcontext() if config.launch.on_cluster else temporary_files()
@@ -298,35 +307,25 @@ async def started_run(
         with on_disk:
             async with supervised(stop=stop) as launcher:
                 rubric = plan.task.rubric(seed=config.seed)
-                cluster = Cluster(
-                    _with_steps(config),
-                    launcher=launcher,
-                    model_spec=plan.start.spec,
-                    hf_assets_path=str(plan.start.folder),
-                    store=store,
-                    logs=LogSettings(
-                        folder=folder.logs,
-                        console_level=config.console_level,
-                        timeline=config.timeline,
-                    ),
-                    parity=plan.parity,
-                    drains=drains,
-                    rubric=rubric,
-                    trainer_arguments={
-                        "model_spec": plan.start.spec,
-                        "failure_folder": str(folder.path),
-                    },
-                    events=checked.events.add,
-                )
                 with progress("starting the actors (import, load, compile)"):
-                    await cluster.start()
+                    cluster = await _start_cluster(
+                        config,
+                        plan=plan,
+                        folder=folder,
+                        launcher=launcher,
+                        store=store,
+                        rubric=rubric,
+                        events=events,
+                    )
                 print_line(cluster.network)
-                async with _rewarder(cluster, config=config, rubric=rubric) as rewarder:
+                async with open_rewarder(
+                    cluster.reward, config=config.reward, rubric=rubric
+                ) as rewarder:
                     yield Run(
                         config=config,
                         plan=plan,
                         folder=folder,
-                        events=checked.events,
+                        events=events,
                         cluster=cluster,
                         rubric=rubric,
                         generator=make_router(
@@ -335,17 +334,44 @@ async def started_run(
                         trainer=TrainerClient(cluster.trainer),
                         publisher=cluster.pool,
                         rewarder=rewarder,
-                        limits=await run_limits(config, cluster, spec=plan.start.spec),
+                        limits=await measure_limits(config, cluster, spec=plan.start.spec),
                     )
+                # After an error the processes are killed: a clean end could wait for what failed.
                 await cluster.close()
     finally:
         store.discard()
 
 
-def _with_steps(config: RunConfig) -> RunConfig:
-    """Return the config with the run's optimizer steps where the schedule of the learning rate
-    leaves them open.
-    """
+async def _start_cluster(
+    config: RunConfig,
+    *,
+    plan: Plan,
+    folder: RunFolder,
+    launcher: Launcher,
+    store: WeightStore,
+    rubric: Rubric,
+    events: Events,
+) -> Cluster:
+    return await start_cluster(
+        _set_total_steps(config),
+        launcher=launcher,
+        model_spec=plan.start.spec,
+        hf_assets_path=str(plan.start.folder),
+        store=store,
+        logs=LogSettings(
+            folder=folder.logs, console_level=config.console_level, timeline=config.timeline
+        ),
+        parity=plan.parity,
+        # On policy nothing runs during a pull that it would wait for.
+        drains=config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain",
+        rubric=rubric,
+        trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
+        events=events.add,
+    )
+
+
+def _set_total_steps(config: RunConfig) -> RunConfig:
+    """Return the config with the run's optimizer steps where the learning rate leaves them open."""
     if config.trainer.lr_scheduler.total_steps:
         return config
     total = config.loop.num_steps * config.loop.num_minibatches
@@ -353,99 +379,77 @@ def _with_steps(config: RunConfig) -> RunConfig:
     return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
 
 
-def make_router(
-    pool: GeneratorPool, *, strategy: Strategy = "least_loaded", seed: int = 0
-) -> Router:
-    """Return the router of a run with this seed."""
-    seeds = CallSeeds(seed, policy_version=lambda: pool.policy_version)
-    return Router(
-        [GeneratorClient(member) for member in pool.members],
-        strategy=strategy,
-        pool=pool,
-        seeds=seeds,
-    )
+# The weights
 
 
-async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) -> RunLimits | None:
-    """Let the actors measure the machines of each role in turn; return None if that is disabled or
-    fails.
+async def load_weights(
+    trainer: TrainerClient,
+    *,
+    config: RunConfig,
+    plan: Plan,
+    find: Callable[[], LoadSource | None] | None = None,
+    may_set_aside: Callable[[LoadSource], bool] | None = None,
+) -> LoadSource | None:
+    """Load the checkpoint to continue from and return it; make the warm-up if there is none.
 
-    A failure is logged, since a run does not need the limits.
+    Without either, a trainer keeps the weights of the starting point, with which it was set up. A
+    checkpoint with damaged tensors is set aside, and `find` is called again.
+
+    Args:
+        find: looks for the checkpoint; None takes that of the config.
+        may_set_aside: says whether a damaged checkpoint is the run's own; None: none is.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint may not be set aside.
     """
-    if not config.limits.enable:
-        return None
-    trainer, generator, loop = config.trainer, config.generator, config.loop
-    converted, _ = converted_model(config, model_spec=spec, num_gpus=count_gpus())
-    trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
-    itemsize = int(getattr(torch, generator.dtype).itemsize)
-    # On shared devices the trainer measures for both.
-    of_generator = cluster.trainer if config.launch.share_gpus else cluster.pool.members[0]
-    tp = generator.tensor_parallel_degree
-    asked = (
-        (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
-        (of_generator, generator.dtype, sampled.parameters // tp),
-    )
-    found = []
-    try:
-        for group, dtype, number in asked:
-            limits, *_ = await group.call("measure_machine", dtype, number * itemsize)
-            logger.info("%s: %s", group.name, limits)
-            found.append(limits)
-    except ActorCallError as error:
-        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
-        return None
-    num_running = loop.groups_per_batch * loop.group_size * (1 + loop.max_off_policy_steps)
-    on_cluster = config.launch.on_cluster
-    return RunLimits(
-        trainer=found[0],
-        num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
-        generator=found[1],
-        num_generator_ranks=_at_once(
-            generator.num_replicas * tp, generator.num_threads, on_cluster
-        ),
-        num_replicas=generator.num_replicas,
-        shares_devices=bool(config.launch.share_gpus),
-        trained=trained,
-        sampled=sampled,
-        itemsize=itemsize,
-        num_samples=loop.group_size,
-        most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
-        waits_for_the_longest=loop.max_off_policy_steps == 0,
-    )
+    patterns = config.trainer.checkpoint.exclude_from_loading
+    while True:
+        source = plan.source if find is None else find()
+        if source is None:
+            break
+        exclude = None
+        if source.whole:
+            # A run leaves less out of its own: what is only compared, or could not be read.
+            exclude = exclusions_of_own(patterns, model_only=source.model_only)
+        try:
+            version = await trainer.load_checkpoint(
+                str(source.path), model_only=source.model_only, exclude=exclude
+            )
+        except DamagedCheckpointError as error:
+            if may_set_aside is None or not may_set_aside(source):
+                raise
+            put_aside(source.path, error)
+        else:
+            logger.info("loaded %s, policy version %d", source.path, version)
+            return source
+
+    if plan.start.warmed_up is not None:
+        await _warm_up(trainer, config=config, plan=plan, destination=plan.start.warmed_up)
+    return None
 
 
-def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
-    """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its
-    cores.
+async def _warm_up(
+    trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path
+) -> None:
+    """Train supervised steps and save them as a Hugging Face folder.
+
+    The folder is then loaded, as every later run does, so that all of them start alike.
     """
-    if on_cluster or count_gpus():
-        return num_ranks
-    return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))
-
-
-@asynccontextmanager
-async def _rewarder(
-    cluster: Cluster, *, config: ClusterConfig, rubric: Rubric
-) -> AsyncIterator[Rewarder]:
-    """Yield the reward processes, or a scoring process of this one if the cluster has none."""
-    reward = config.reward
-    if cluster.reward is not None:
-        limit = partial(
-            longest_s,
-            rubric,
-            time_limit_s=reward.time_limit_s,
-            start_timeout_s=reward.start_timeout_s,
+    assert config.warmup is not None
+    if not destination.exists():  # else a trainer that was lost since has made it
+        warmup: SupervisedWarmup = config.warmup.build(
+            trainer=trainer, renderer=plan.renderer, environments=plan.environments
         )
-        yield RewardClient(cluster.reward, num_procs=reward.num_procs, longest_s=limit)
-        return
-    process = RewardProcess(
-        rubric=rubric,
-        time_limit_s=reward.time_limit_s,
-        max_concurrency=reward.max_concurrency,
-        start_timeout_s=reward.start_timeout_s,
-    )
-    await process.start()
-    try:
-        yield process
-    finally:
-        await process.close()
+        with progress("warm-up", total=config.warmup.num_steps) as advance:
+            await warmup.run(
+                plan.task.warmup_problems(seed=config.seed),
+                on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
+            )
+        try:
+            await trainer.export_hf(str(destination), dtype="float32")
+        except ActorCallError:
+            # Another run with the same starting point may have finished its own first.
+            if not destination.exists():
+                raise
+    await trainer.load_checkpoint(str(destination))
+    logger.info("warmed up; starting from %s", destination)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from monarch.actor import ActorError, concurrent_endpoint
 
+from actors.backend import TrainerClient, make_router
 from actors.calls import ActorCallError, ActorLostError
-from actors.cluster import Cluster
+from actors.cluster import Cluster, start_cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.guard import temporary_files
@@ -29,7 +30,6 @@ from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.placement import count_gpus, place_actors, trains_on_gpu
 from actors.reward import RewardActor
-from actors.run import make_router
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import named_as_options
@@ -55,31 +55,37 @@ class TinkerTrainer(PolicyTrainer):
     class Config(PolicyTrainer.Config):
         pass
 
-    def engine_of(self, model_id: str | None) -> TrainingEngine:
-        assert model_id is not None
-        return self._models[model_id]
+    _models: TrainedModels | None = None
+    """None until `setup`."""
+
+    @property
+    def models(self) -> TrainedModels:
+        if self._models is None:
+            raise RuntimeError("the trainer is not set up: call setup first")
+        return self._models
+
+    def find_engine(self, model_id: str) -> TrainingEngine:
+        return self.models[model_id]
 
     @concurrent_endpoint
     @span("create_model")
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self._compute(self._models.create, model_id, lora)
+        await self._compute(self.models.create, model_id, lora)
 
     @concurrent_endpoint
     @span("delete_model")
     async def delete_model(self, model_id: str) -> None:
-        await self._change_weights(self._models.delete, model_id)
+        await self._change_weights(self.models.delete, model_id)
 
     @concurrent_endpoint
     @span("save")
     async def save_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._compute(partial(self._models.save, optimizer=optimizer), model_id, folder)
+        await self._compute(partial(self.models.save, optimizer=optimizer), model_id, folder)
 
     @concurrent_endpoint
     @span("load")
     async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
-        await self._change_weights(
-            partial(self._models.load, optimizer=optimizer), model_id, folder
-        )
+        await self._change_weights(partial(self.models.load, optimizer=optimizer), model_id, folder)
 
     def _open(self, hf_assets_path: str) -> None:
         self._models = TrainedModels(
@@ -87,7 +93,7 @@ class TinkerTrainer(PolicyTrainer):
         )
 
     def _close(self) -> None:
-        self._models.close()
+        self.models.close()
 
 
 class ActorBackend(TinkerBackend):
@@ -95,6 +101,8 @@ class ActorBackend(TinkerBackend):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TinkerBackend.Config):
+        """Settings of trainer, generators and weight store behind a Tinker server."""
+
         trainer: TinkerTrainer.Config = field(default_factory=TinkerTrainer.Config)
         """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to
         the client.
@@ -173,10 +181,10 @@ class ActorBackend(TinkerBackend):
     async def _start_workers(self, base: Base) -> Workers:
         if Launcher.current is not None:
             raise RuntimeError("this process has actors already: close what runs them first")
-        config, left = self.config, ExitStack()
+        config, resources = self.config, ExitStack()
         if not config.launch.on_cluster:
-            left.enter_context(temporary_files())
-        folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
+            resources.enter_context(temporary_files())
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         logs = (
             Path(config.log_folder).expanduser().absolute()
             if config.log_folder
@@ -187,9 +195,11 @@ class ActorBackend(TinkerBackend):
             make_folder(logs, "the folder of the logs")
             remove_leftovers(logs)
             # Other hosts see the folder of the logs, which servers may share.
-            own = left.enter_context(temporary_folder(logs / "weights"))
-            store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=own)
-            cluster = Cluster(
+            weights = resources.enter_context(temporary_folder(logs / "weights"))
+            store: WeightStore = config.weights.build(
+                dtype=config.generator.dtype, run_folder=weights
+            )
+            cluster = await start_cluster(
                 self._cluster,
                 launcher=launcher,
                 model_spec=base.spec,
@@ -198,31 +208,19 @@ class ActorBackend(TinkerBackend):
                 logs=LogSettings(folder=logs, console_level="WARNING"),
                 trainer_arguments={"model_spec": base.spec},
             )
-            await cluster.start()
-            print_line(
-                cluster.network, stream=sys.stderr
-            )  # the first line on stdout is the address
+            # The first line on stdout is the address.
+            print_line(cluster.network, stream=sys.stderr)
         except BaseException:
-            with left:
+            # No caller has workers to close yet.
+            with resources:
                 await launcher.stop_all()
             raise
-        return ActorWorkers(cluster, left=left)
-
-
-def _of_model(endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return the call of an endpoint of the trainer, which rank 0 answers."""
-
-    async def of_model(self: ActorWorkers, /, *args: Any, **options: Any) -> Any:
-        return (await self._cluster.trainer.call(endpoint, *args, **options))[0]
-
-    return of_model
+        return ActorWorkers(cluster, resources=resources)
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """Turn errors of one request, which leave the generator alive, into those that end nothing
-    else.
-    """
+def _translate_errors() -> Iterator[None]:
+    """Turn errors of a request that leave the generator alive into those that end nothing else."""
     try:
         yield
     except DivergedError as error:
@@ -233,27 +231,18 @@ def _own_errors() -> Iterator[None]:
         raise
 
 
-def _num_tokens(groups: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(one.token_ids) for group in groups for one in group)
+def _count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.token_ids) for completion in chain.from_iterable(groups))
 
 
-class ActorWorkers:
+class ActorWorkers(TrainerClient):
     """`Workers` that are the actors of a cluster."""
 
-    create_model = _of_model("create_model")
-    delete_model = _of_model("delete_model")
-    save_model = _of_model("save_model")
-    load_model = _of_model("load_model")
-    forward_backward = _of_model("forward_backward")
-    forward = _of_model("forward")
-    drop_gradient = _of_model("drop_gradient")
-    optim_step = _of_model("optim_step")
-    compute_logprobs = _of_model("compute_logprobs")
-
-    def __init__(self, cluster: Cluster, *, left: ExitStack) -> None:
-        """`left` is closed after the actors."""
+    def __init__(self, cluster: Cluster, *, resources: ExitStack) -> None:
+        """`resources` are closed after the actors."""
+        super().__init__(cluster.trainer)
         self._cluster = cluster
-        self._left = left
+        self._resources = resources
         self._pool = cluster.pool
         self._generators = itertools.cycle(cluster.pool.members)
         self._router = make_router(cluster.pool)
@@ -261,17 +250,34 @@ class ActorWorkers:
         self._numbers = itertools.count(1)
         self._versions: set[int] = set()
 
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        await self.trainer.call("create_model", model_id, lora, timeout="setup_s")
+
+    async def delete_model(self, model_id: str) -> None:
+        await self.trainer.call("delete_model", model_id, timeout="train_s")
+
+    async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self.trainer.call(
+            "save_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+        )
+
+    async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self.trainer.call(
+            "load_model", model_id, folder, optimizer=optimizer, timeout="checkpoint_s"
+        )
+
     async def push(self, *, model_id: str) -> int:
         # No more than `keep_versions`: `GeneratorPool.serve` deletes the oldest beyond them.
-        most, version = self._cluster.store.config.keep_versions, next(self._numbers)
-        if len(self._versions) >= most:
+        limit, version = self._cluster.store.config.keep_versions, next(self._numbers)
+        if len(self._versions) >= limit:
             raise LimitReachedError(
-                f"there are {most} snapshots in memory, which is the limit "
+                f"there are {limit} snapshots in memory, which is the limit "
                 "(weights.keep_versions): end a session that has some, or save the weights"
             )
         try:
             await self._pool.push(model_id=model_id, version=version)
         except WeightStoreError as error:
+            # Some ranks may have put their part of it.
             await self._cluster.store.delete(version)
             if isinstance(error, SharedMemoryError):
                 raise LimitReachedError(
@@ -295,13 +301,14 @@ class ActorWorkers:
         sampling: SamplingParams,
         begun: list[list[Completion]] | None = None,
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
-        with _own_errors():
+        with _translate_errors():
             groups = await self._router.generate(prompts, sampling=sampling, begun=begun)
-        if all(one.finish_reason != "abort" for group in groups for one in group):
+        completions = chain.from_iterable(groups)
+        if all(completion.finish_reason != "abort" for completion in completions):
             return groups
         go_on = partial(self.generate_in_turns, prompts, sampling=sampling, begun=groups)
         return Interrupted(
-            resume=go_on, has_advanced=_num_tokens(groups) > _num_tokens(begun or ())
+            resume=go_on, has_advanced=_count_tokens(groups) > _count_tokens(begun or ())
         )
 
     async def interrupt(self) -> None:
@@ -309,8 +316,11 @@ class ActorWorkers:
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         assert top_k == 0, "the base model says that there are none"
-        with _own_errors():
-            answers = await next(self._generators).call("compute_logprobs", [prompt])
+        with _translate_errors():
+            answers = await next(self._generators).call(
+                "compute_logprobs", [prompt], timeout="train_s"
+            )
+        # The first token has no logprob: the engine says 0, `PromptLogprobs` NaN.
         logprobs: np.ndarray = answers[0][0].copy()
         logprobs[0] = np.nan
         none = np.empty((len(prompt), 0))
@@ -318,7 +328,7 @@ class ActorWorkers:
 
     async def aclose(self) -> None:
         """End the actors, then kill processes that are left."""
-        with self._left:
+        with self._resources:
             try:
                 await self._cluster.close()
             finally:

@@ -13,24 +13,26 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, Endpoint, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
+from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
 from rl.training.engine import TrainingEngine
 from rl.training.memory import use_growing_segments
 from rl.training.sleep import TrainerSleep
+from rl.types import RUN
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
 from rl.weights.store import Shard, WeightStore
@@ -38,37 +40,41 @@ from rl.weights.store import Shard, WeightStore
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 STOP_TIMEOUT_S = 10.0
+_CHANGES_WEIGHTS = (TrainingEngine.optim_step, TrainingEngine.load_checkpoint)
+"""Methods that wait for a push that is under way."""
 
 
-def _on_engine(
-    method: Callable[..., Any], *, span_name: str | None = None, changes_weights: bool = False
-) -> Any:
-    """Return the endpoint of an engine's method, with the same arguments; rank 0 answers, other
-    ranks return None.
+def serve_method(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, span_name: str = ""
+) -> Endpoint[P, T]:
+    """Return the endpoint of a client's method, which `call_engine` answers in the actor.
+
+    Rank 0 answers, other ranks return None.
     """
-    name = method.__name__
-
-    @concurrent_endpoint
-    @span(span_name or name)
-    async def on_engine(
-        self: PolicyTrainer, *args: Any, model_id: str | None = None, **options: Any
-    ) -> Any:
-        call = partial(getattr(self.engine_of(model_id), name), *args, **options)
-        steps_early = name == "forward_backward" and self.config.optimizer.early_step_in_backward
-        changes = changes_weights or steps_early
-        answer = await (self._change_weights(call) if changes else self._compute(call))
-        return answer if self._rank == 0 else None
-
-    return on_engine
+    served: Endpoint[P, T] = concurrent_endpoint(span(span_name or method.__name__)(method))
+    return served
 
 
 class PolicyTrainer(Actor, Configurable):
-    """Every endpoint is called on all ranks with the same arguments."""
+    """Actor of one trainer rank.
+
+    Every endpoint is called on all ranks with the same arguments; rank 0 answers.
+
+    Example:
+        >>> arguments = {"config": config, "model_spec": spec, "store": store}
+        >>> trainer = mesh.spawn("trainer", PolicyTrainer, **arguments)
+        >>> await trainer.setup.call("outputs/starting_points/qwen3-tiny")
+        >>> await trainer.forward_backward.call(samples, loss=GRPOLoss())
+        >>> await trainer.optim_step.call()
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TrainingEngine.Config):
+        """Settings of the engine, and of the processes that it runs in."""
+
         num_procs: int = 1
         """Ranks; the degrees of `parallelism` multiply to it."""
         num_threads: int = 1
@@ -95,6 +101,10 @@ class PolicyTrainer(Actor, Configurable):
         self._thread = WorkerThread("training-engine")
         self._pushes: set[concurrent.futures.Future[None]] = set()
         """Pushes that are going on: the weights must not change until they are done."""
+        self._rank: int | None = None
+        """Known from `setup` on."""
+        self._sleep: TrainerSleep | None = None
+        """The engine and its sleep, from `setup` on."""
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
@@ -108,19 +118,18 @@ class PolicyTrainer(Actor, Configurable):
     @property
     def engine(self) -> TrainingEngine:
         """The engine; raises RuntimeError while the trainer sleeps."""
-        if self._turns.asleep:
+        if self._require_engine().asleep:
             raise RuntimeError("the trainer is asleep: call wake first")
-        return self._turns.engine
+        return self._require_engine().engine
 
-    def engine_of(self, model_id: str | None) -> TrainingEngine:
-        assert model_id is None, "a run's trainer has no models by id"
+    def find_engine(self, model_id: str) -> TrainingEngine:
+        assert model_id == RUN, "a run's trainer has no models by id"
         return self.engine
 
     @property
     def policy_version(self) -> int | None:
         """Policy version of the weights, which spans record; None before `setup`."""
-        turns: TrainerSleep | None = getattr(self, "_turns", None)
-        return None if turns is None else turns.engine.policy_version
+        return None if self._sleep is None else self._sleep.engine.policy_version
 
     @endpoint
     @span("setup")
@@ -128,18 +137,39 @@ class PolicyTrainer(Actor, Configurable):
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
-    forward_backward = _on_engine(TrainingEngine.forward_backward)
-    forward = _on_engine(TrainingEngine.forward)
-    drop_gradient = _on_engine(TrainingEngine.drop_gradient)
-    optim_step = _on_engine(TrainingEngine.optim_step, changes_weights=True)
-    compute_logprobs = _on_engine(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _on_engine(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _on_engine(TrainingEngine.save_checkpoint, span_name="save")
-    load_checkpoint = _on_engine(
-        TrainingEngine.load_checkpoint, span_name="load", changes_weights=True
-    )
-    export_hf = _on_engine(TrainingEngine.export_hf, span_name="export")
-    save_adapter = _on_engine(TrainingEngine.save_adapter, span_name="export")
+    # Methods of the engine. A subclass changes them in an engine of its own (`make_engine`).
+    forward_backward = serve_method(EngineClient.forward_backward)
+    forward = serve_method(EngineClient.forward)
+    drop_gradient = serve_method(EngineClient.drop_gradient)
+    optim_step = serve_method(EngineClient.optim_step)
+    compute_logprobs = serve_method(EngineClient.compute_logprobs)
+    compute_reference_logprobs = serve_method(EngineClient.compute_reference_logprobs)
+    save_checkpoint = serve_method(EngineClient.save_checkpoint, span_name="save")
+    load_checkpoint = serve_method(EngineClient.load_checkpoint, span_name="load")
+    export_hf = serve_method(EngineClient.export_hf, span_name="export")
+    save_adapter = serve_method(EngineClient.save_adapter, span_name="export")
+
+    async def call_engine(
+        self,
+        method: Callable[..., T],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> T | None:
+        """Call a method of the engine in its thread; see `EngineClient.call_engine`."""
+        call = bind_method(self.find_engine(model_id), method, *args, **options)
+        steps_early = (
+            method == TrainingEngine.forward_backward
+            and self.config.optimizer.early_step_in_backward
+        )
+        # A push copies the weights while the engine computes on: they must stay as they are.
+        if steps_early or method in _CHANGES_WEIGHTS:
+            answer = await self._change_weights(call)
+        else:
+            answer = await self._compute(call)
+        # All ranks have the same results, and each answer is copied between processes.
+        return answer if self._rank == 0 else None
 
     @concurrent_endpoint
     @span("finish_saving")
@@ -149,15 +179,13 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     @span("push")
-    async def push_model_state_dict(
-        self, model_id: str | None = None, version: int | None = None
-    ) -> Shard:
-        """Put this rank's shards into the store under the current or the given version; not yet
-        announced.
+    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> Shard:
+        """Put this rank's shards into the store under the current or the given version.
 
-        The engine computes on meanwhile. Calls that change weights, made later, wait.
+        The version is not announced yet. The engine computes on meanwhile. Calls that change
+        weights, made later, wait.
         """
-        engine = self.engine_of(model_id)
+        engine = self.find_engine(model_id)
         pushed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def begin() -> tuple[int, dict[str, Tensor]]:
@@ -173,6 +201,7 @@ class PolicyTrainer(Actor, Configurable):
                 version=number, state_dict=state_dict, buffer_names=engine.buffer_names()
             )
         finally:
+            # Also after an error: the next change of the weights would wait forever.
             self._pushes.discard(pushed)
             pushed.set_result(None)
 
@@ -189,18 +218,18 @@ class PolicyTrainer(Actor, Configurable):
     @concurrent_endpoint
     @span("sleep")
     async def sleep(self) -> int:
-        """Leave the device to another role and return the freed bytes; raise ValueError with an
-        accumulated gradient.
+        """Leave the device to another role; return the freed bytes.
 
-        Until `wake`, every other endpoint but `close` raises.
+        Raises ValueError if a gradient is accumulated. Until `wake`, every other endpoint but
+        `close` raises.
         """
-        return await self._change_weights(self._turns.sleep)
+        return await self._change_weights(self._require_engine().sleep)
 
     @concurrent_endpoint
     @span("wake")
     async def wake(self) -> int:
         """Return to the device, bit for bit; return the moved bytes."""
-        return await self._compute(self._turns.wake)
+        return await self._compute(self._require_engine().wake)
 
     @concurrent_endpoint
     @span("close")
@@ -218,7 +247,8 @@ class PolicyTrainer(Actor, Configurable):
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.
         def change() -> T:
-            if pushes := list(self._pushes):
+            pushes = list(self._pushes)
+            if pushes:
                 with span("waits for a push"):
                     concurrent.futures.wait(pushes)  # each has a deadline
             return function(*args)
@@ -235,6 +265,7 @@ class PolicyTrainer(Actor, Configurable):
                 "setup_process_group_env, or change num_procs"
             )
         use_threads(self.config.num_threads)
+        # Only a trainer that computes with vLLM's kernels imports vLLM.
         if self.model_spec.batch_invariant and torch.cuda.is_available():
             from actors.vllm.compat import use_vllms_kernels
 
@@ -242,11 +273,16 @@ class PolicyTrainer(Actor, Configurable):
         self._open(hf_assets_path)
 
     def _open(self, hf_assets_path: str) -> None:
-        self._turns = TrainerSleep(self.make_engine(hf_assets_path))
+        self._sleep = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
         logger.info(
             "ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9
         )
 
     def _close(self) -> None:
-        self._turns.engine.close()
+        self._require_engine().engine.close()
+
+    def _require_engine(self) -> TrainerSleep:
+        if self._sleep is None:
+            raise RuntimeError("the trainer is not set up: call setup first")
+        return self._sleep

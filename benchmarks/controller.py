@@ -40,8 +40,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorGroup
 from actors.config import Timeouts
+from actors.group import ActorGroup
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.observability import spans
@@ -190,13 +190,15 @@ class FakeActors:
     ) -> list[list[Completion]]:
         late = self._straggler and self._num_calls % self._groups_per_batch == 0
         self._num_calls += 1
-        (answer,) = await self._group.call("generate", len(prompts), late=late)
+        (answer,) = await self._group.call(
+            "generate", len(prompts), late=late, timeout="generate_s"
+        )
         return list(answer)
 
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:
-        (scores,) = await self._group.call("score", len(groups))
+        (scores,) = await self._group.call("score", len(groups), timeout="score_s")
         return list(scores)
 
     async def forward_backward(
@@ -353,7 +355,10 @@ async def measure_waiting(num: int) -> float:
             )
             for sleeper in sleepers
         ]
-        calls = [asyncio.ensure_future(groups[i % 8].call("never")) for i in range(num)]
+        calls = [
+            asyncio.ensure_future(groups[i % 8].call("never", timeout="train_s"))
+            for i in range(num)
+        ]
         await asyncio.sleep(1.0)
         before_s, started = time.process_time(), time.monotonic()
         await asyncio.sleep(WAIT_S)

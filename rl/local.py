@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.distributed.sharding import whole_tensor
+from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
@@ -54,26 +55,7 @@ GATHER_S = 0.005
 """Seconds that a call of `generate` waits for others to join it, with several models."""
 
 
-def _engine_call(
-    method: Callable[..., ResultT], *, span_name: str | None = None
-) -> Callable[..., Coroutine[Any, Any, ResultT]]:
-    """Return the asynchronous form of an engine's method."""
-    name = method.__name__
-
-    @wraps(method)
-    async def asynchronous(
-        self: LocalBackend, /, *args: Any, model_id: str = RUN, **options: Any
-    ) -> ResultT:
-        return await self._run_in(
-            "trainer",
-            span_name or name,
-            lambda: getattr(self.engine_of(model_id), name)(*args, **options),
-        )
-
-    return asynchronous
-
-
-class LocalBackend:
+class LocalBackend(EngineClient):
     """A `Trainer`, a `TokenGenerator` and a `Publisher`.
 
     The trainer's calls run one after another in one thread and the generator's in another, so that
@@ -154,13 +136,14 @@ class LocalBackend:
             ModelConverters(converters, spec=spec, degrees=degrees, device=self._device).convert(
                 model
             )
+        # Parameters come with the first served weights; buffers such as tables of RoPE do not.
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=self._device))
         reset_buffers(model)
         return model.requires_grad_(False)
 
-    def engine_of(self, model_id: str) -> TrainingEngine:
+    def find_engine(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self.models[model_id]
 
     async def __aenter__(self) -> LocalBackend:
@@ -180,10 +163,10 @@ class LocalBackend:
         await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
-        """End both threads after the trainer's running call and the generator's next token;
-        idempotent.
+        """End both threads; idempotent.
 
-        Queued and later calls raise RuntimeError.
+        The trainer's running call ends first, and the generator's next token. Queued and later
+        calls raise RuntimeError.
         """
         self._closed.set()
         for thread in self.threads.values():
@@ -193,13 +176,11 @@ class LocalBackend:
     async def _run_in(
         self, thread: str, name: str, function: Callable[..., ResultT], *args: Any
     ) -> ResultT:
-        """Return the result of a function in a thread, unless the call is cancelled before its
-        turn.
-        """
+        """Return the result of a function in a thread, unless the call is cancelled before."""
         self._check_open()
 
         def run() -> ResultT:
-            self._check_open()
+            self._check_open()  # The backend may have been closed while this was queued.
             with span(name):
                 return function(*args)
 
@@ -222,6 +203,7 @@ class LocalBackend:
             RuntimeError: no weights were published yet, or the backend is closed.
         """
         done = await self.generate_in_turns(prompts, sampling=sampling)
+        # An interruption gives another owner a turn; this call goes on after it.
         while isinstance(done, Interrupted):
             done = await done.resume()
         return done
@@ -238,40 +220,39 @@ class LocalBackend:
         self._num_interruptions += 1
 
     async def _go_on(
-        self, own: DrawCall
+        self, call: DrawCall
     ) -> list[list[Completion]] | Interrupted[list[list[Completion]]]:
         """Draw a call's completions from where it is."""
-        interruption, num_tokens = self._num_interruptions, own.num_drawn
+        interruption, num_tokens = self._num_interruptions, call.num_drawn
         try:
             if self._has_models:
-                self._calls.waiting.append(own)
-                await asyncio.sleep(
-                    GATHER_S
-                )  # also where no call can join, so that calls keep their order
-            await self._run_in("generator", "generate", self._answer, own, interruption)
+                self._calls.waiting.append(call)
+                # Also where no call can join, so that calls keep their order.
+                await asyncio.sleep(GATHER_S)
+            await self._run_in("generator", "generate", self._answer, call, interruption)
         except BaseException:
-            own.cancelled.set()
+            call.cancelled.set()
             raise
         finally:
             if self._has_models:
-                self._calls.waiting.remove(own)
-        if own.completions is None:
+                self._calls.waiting.remove(call)
+        if call.completions is None:
             return Interrupted(
-                resume=partial(self._go_on, own), has_advanced=own.num_drawn > num_tokens
+                resume=partial(self._go_on, call), has_advanced=call.num_drawn > num_tokens
             )
-        return by_prompt(own.completions, sampling=own.sampling)
+        return by_prompt(call.completions, sampling=call.sampling)
 
-    def _answer(self, own: DrawCall, interruption: int) -> None:
-        """Draw a call's completions until an interruption, together with those of the waiting calls
-        that fit.
+    def _answer(self, call: DrawCall, interruption: int) -> None:
+        """Draw a call's completions until an interruption.
+
+        Waiting calls that fit are drawn together with it.
         """
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
-        is_interrupted = (
-            self._num_interruptions != interruption
-        )  # while it was queued behind others
-        if own.completions is None and own.error is None and not is_interrupted:
-            group = own.group or self._calls.group(own)
+        # It may have been interrupted while it was queued behind others.
+        is_interrupted = self._num_interruptions != interruption
+        if call.completions is None and call.error is None and not is_interrupted:
+            group = call.group or self._calls.group(call)
 
             def pauses() -> bool:
                 is_stopped = self._closed.is_set() or not group.is_wanted
@@ -281,11 +262,12 @@ class LocalBackend:
                 if group.drawing.draw(self._model, pauses):
                     group.finish(group.drawing.completions(self._served_version))
             except DivergedWeightsError as error:
-                for one in group.calls:
-                    one.error = error
+                # Each of them gets the error when its own turn comes.
+                for member in group.calls:
+                    member.error = error
             self._check_open()  # `close` may have cut the completions short.
-        if own.error is not None:
-            raise own.error
+        if call.error is not None:
+            raise call.error
 
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
         """Return the logprobs of a prompt's tokens, and the most likely tokens in their places."""
@@ -295,18 +277,23 @@ class LocalBackend:
 
         return await self._run_in("generator", "prompt_logprobs", compute)
 
-    # Trainer
+    # Trainer: the methods of `EngineClient`
 
-    forward_backward = _engine_call(TrainingEngine.forward_backward)
-    forward = _engine_call(TrainingEngine.forward)
-    drop_gradient = _engine_call(TrainingEngine.drop_gradient)
-    optim_step = _engine_call(TrainingEngine.optim_step)
-    compute_logprobs = _engine_call(TrainingEngine.compute_logprobs)
-    compute_reference_logprobs = _engine_call(TrainingEngine.compute_reference_logprobs)
-    save_checkpoint = _engine_call(TrainingEngine.save_checkpoint, span_name="save")
-    load_checkpoint = _engine_call(TrainingEngine.load_checkpoint, span_name="load")
-    export_hf = _engine_call(TrainingEngine.export_hf, span_name="export")
-    save_adapter = _engine_call(TrainingEngine.save_adapter, span_name="export")
+    async def call_engine(
+        self,
+        method: Callable[..., ResultT],
+        *args: Any,
+        model_id: str,
+        files: FileUse | None = None,
+        **options: Any,
+    ) -> ResultT:
+        """Call a method of the engine in the trainer's thread."""
+
+        def call() -> ResultT:
+            # The model is looked up in the thread, after the calls that may delete it.
+            return bind_method(self.find_engine(model_id), method, *args, **options)()
+
+        return await self._run_in("trainer", files or method.__name__, call)
 
     # Models by id
 
@@ -327,13 +314,14 @@ class LocalBackend:
     # Publisher
 
     async def push(self, *, model_id: str = RUN) -> int:
-        """Copy the present weights, and return their version: the policy version of a run, with
-        adapters merged.
+        """Copy the present weights, and return their version.
+
+        The version of a run's weights, whose adapters are merged, is its policy version.
         """
         return await self._run_in("trainer", "push", self._push, model_id)
 
     def _push(self, model_id: str) -> int:
-        engine = self.engine_of(model_id)
+        engine = self.find_engine(model_id)
         buffers = persistent_buffers(engine.policy.model)
         lora: LoRA.Config | None = None
         if model_id == RUN:
@@ -341,13 +329,12 @@ class LocalBackend:
         else:
             version, weights = next(self._numbers), dict(engine.policy.trained_parameters) | buffers
             lora = self.models.lora(model_id)
+        # Copies: the next step changes the weights while the sampler reads these.
+        copies: dict[str, Tensor] = {}
         with torch.no_grad():
-            copies = {
-                name: whole_tensor(tensor)
-                .detach()
-                .to(self._device, tensor.dtype if name in buffers else self._dtype, copy=True)
-                for name, tensor in weights.items()
-            }
+            for name, tensor in weights.items():
+                dtype = tensor.dtype if name in buffers else self._dtype
+                copies[name] = whole_tensor(tensor).detach().to(self._device, dtype, copy=True)
         self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
         self._pushed[version] = lora, copies
         return version
@@ -365,18 +352,20 @@ class LocalBackend:
         return ServeResult()
 
     def _serve(self, policy_version: int) -> None:
-        kept = list(self._pushed)
-        if policy_version not in kept:
+        versions = list(self._pushed)
+        if policy_version not in versions:
             if policy_version == self._served_version:
                 return
             raise ValueError(
                 f"policy_version={policy_version} was not pushed, or a later push is served: "
-                f"served is {self._served_version}, pushed since {kept}"
+                f"served is {self._served_version}, pushed since {versions}"
             )
         lora, tensors = self._pushed[policy_version]
+        # Without adapters, or with others, the sampled model has other modules.
         if lora != self._lora:
             self._model, self._lora = self._make_model(lora), lora
         if lora is not None:
+            # Cast once: all adapters share the base's frozen weights.
             for name, tensor in list(self.models.frozen.items()):
                 if name not in self._frozen:
                     self._frozen[name] = tensor.to(self._dtype)
@@ -385,6 +374,7 @@ class LocalBackend:
         unknown = self._model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
         assert not unknown, f"the sampled model has no tensors {unknown}"
         self._served_version = policy_version
+        # A run samples from its newest weights; sessions keep their snapshots until `forget`.
         if not self._has_models:
-            for version in kept[: kept.index(policy_version) + 1]:
+            for version in versions[: versions.index(policy_version) + 1]:
                 del self._pushed[version]

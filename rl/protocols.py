@@ -1,5 +1,4 @@
-"""The roles that a loop drives. Actors implement these protocols, and so do in-process backends and
-fakes.
+"""The roles that a loop drives, implemented by actors, in-process backends and fakes.
 
 An algorithm is four calls: generate, forward_backward, optim_step, publish. Scoring is a fifth,
 which any function could do in place.
@@ -31,14 +30,16 @@ from rl.types import (
 
 
 class TokenGenerator(Protocol):
+    """Source of completions, sampled from the weights that were served last."""
+
+    # Token ids in and out, not text: the trainer gets the very tokens that were sampled.
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        """Return `sampling.num_samples` completions for each prompt ([T] int32 token ids), in
-        order.
+        """Return `sampling.num_samples` completions for each prompt, in order.
 
-        Calls may overlap. Cancelling a call ends its requests. Calls of one `session` may be routed
-        to the generator whose cache has their keys and values.
+        Prompts are [T] int32 token ids. Calls may overlap. Cancelling a call ends its requests.
+        Calls of one `session` may be routed to the generator whose cache has their keys and values.
         """
         ...
 
@@ -54,8 +55,7 @@ class ResumableGenerator(TokenGenerator, Protocol):
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """Generate like `TokenGenerator.generate`, or continue the completions of an interrupted
-        call.
+        """Generate completions, or continue those of an interrupted call.
 
         Args:
             begun: the result of an earlier call with the same prompts and `sampling`. Completions
@@ -64,15 +64,24 @@ class ResumableGenerator(TokenGenerator, Protocol):
         ...
 
     async def abort(self) -> int:
-        """Interrupt all running calls of `generate`, which return what they have; return the number
-        of completions.
+        """Interrupt all running calls of `generate`; return the number of completions.
 
-        Incomplete completions have finish reason "abort".
+        The calls return what they have. Incomplete completions have finish reason "abort".
         """
         ...
 
 
 class Trainer(Protocol):
+    """One policy in training; `rl.engine_client.EngineClient` has further calls.
+
+    Example:
+        >>> result = await trainer.forward_backward(samples)
+        >>> step = await trainer.optim_step()
+        >>> (step.policy_version, step.grad_norm)
+        (1, 0.42)
+    """
+
+    # Sums, not means: the gradient of a step does not depend on how it is cut into calls.
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],
@@ -80,10 +89,10 @@ class Trainer(Protocol):
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
-        """Add the gradient of the summed loss (None: the configured one); k calls on parts equal
-        one call.
+        """Add the gradient of the summed loss; k calls on parts equal one call.
 
         Args:
+            loss: None takes the configured loss.
             return_logprobs: True to return the logprobs of all samples; or the indices of some, in
                 this order.
         """
@@ -104,8 +113,9 @@ class Trainer(Protocol):
         ...
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return the logprobs of each sample, [T] float32 nats; entry t belongs to token t, entry 0
-        is 0.
+        """Return the logprobs of each sample, [T] float32 nats.
+
+        Entry t belongs to token t; entry 0 is 0.
         """
         ...
 
@@ -131,17 +141,17 @@ class Trainer(Protocol):
         ...
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        """Load a folder of `save_checkpoint` or a Hugging Face folder; return the policy
-        version.
-        """
+        """Load a checkpoint or a Hugging Face folder; return the policy version."""
         ...
 
 
 class Publisher(Protocol):
-    """Publishes weights in two parts, push and serve; the trainer may compute meanwhile, and step
-    after the push.
+    """Weights on their way to the generators, in two parts: push and serve.
+
+    The trainer may compute meanwhile, and step after the push.
     """
 
+    # Two calls, so that a loop can begin its next step while the generators pull.
     async def push(self) -> int:
         """Copy the trainer's weights to the weight store and return their policy version.
 
@@ -156,6 +166,8 @@ class Publisher(Protocol):
 
 
 class Rewarder(Protocol):
+    """Judge of rollouts."""
+
     async def score(
         self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False
     ) -> list[list[Score]]:

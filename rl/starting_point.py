@@ -1,8 +1,8 @@
-"""Initial weights and tokenizer of a run: a user's folder, a random model, or a warmed-up tiny
-model.
+"""Initial weights and tokenizer of a run.
 
-The warmed-up model is made once and cached under a key of everything that it depends on: the model,
-the seed, the demonstrations, the warm-up and the trainer's arithmetic.
+They are a user's folder, a random model, or a tiny model after a supervised warm-up. The warmed-up
+model is made once and cached under a key of everything that it depends on: the model, the seed, the
+demonstrations, the warm-up and the trainer's arithmetic.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ class StartingPoint:
     def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
         """Return the tokenizer and the tokens that end a reply, without writing the folder."""
         vocab_size: int = self.spec.model.vocab_size
-        with self._tokenizer_folder() as folder:
+        with self._open_tokenizer_folder() as folder:
             return open_tokenizer(folder, vocab_size=vocab_size)
 
     def tokenizer_fingerprint(self) -> TokenizerFingerprint:
-        with self._tokenizer_folder() as folder:
+        with self._open_tokenizer_folder() as folder:
             return tokenizer_fingerprint(folder, known_as=self.folder)
 
     @contextmanager
-    def _tokenizer_folder(self) -> Iterator[Path]:
+    def _open_tokenizer_folder(self) -> Iterator[Path]:
         """Yield the folder, or a temporary one with the tokenizer that it will have."""
         if self.seed is None or self.folder.exists():
             yield self.folder
             return
+        # A check of the config writes nothing that stays.
         with tempfile.TemporaryDirectory() as folder:
             build_byte_tokenizer(folder)
             yield Path(folder)
@@ -99,6 +100,7 @@ def given_folder(
         if spec is None
         else folder.spec(expected=spec, otherwise=take)
     )
+    # Names and shapes are compared without the memory of a model.
     with torch.device("meta"):
         model = spec.model.build()
     folder.check(model, spec.adapter(spec.model))
@@ -107,7 +109,7 @@ def given_folder(
 
 def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
     """Return a model to be drawn from the seed; nothing is written yet."""
-    key = _key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
+    key = _make_key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
     return StartingPoint(
         folder=cache / f"{spec.name}-{spec.flavor}-random-{key}", spec=spec, seed=seed
     )
@@ -122,32 +124,33 @@ def warmed_up_model(
     demonstrations: Iterable[TrainingSample],
     arithmetic: dict[str, Any],
 ) -> StartingPoint:
-    """Return the cached model after its warm-up, or else the random model that the warm-up starts
-    from.
+    """Return the cached model after its warm-up, or the random model that it starts from.
 
     Args:
         demonstrations: training samples of the warm-up, in order.
         arithmetic: other settings of the trainer that shape the steps: optimizer and dtypes.
     """
-    made_of = {
+    # Everything that changes a bit of the result: another key is another folder.
+    parts = {
         "recipe": RECIPE,
         "model": to_dict(spec.model),
         "seed": seed,
         "warmup": to_dict(warmup),
         "demonstrations": [
-            _digest(sample) for sample in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)
+            _hash_sample(sample) for sample in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)
         ],
         "arithmetic": arithmetic,
     }
-    warm = cache / f"{spec.name}-{spec.flavor}-warm-{_key(made_of)}"
+    warm = cache / f"{spec.name}-{spec.flavor}-warm-{_make_key(parts)}"
+    # It appears by one rename, so that an interrupted warm-up leaves nothing here.
     if warm.exists():
         return given_folder(warm, spec=spec)
     return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
 
 
-def _digest(sample: TrainingSample) -> str:
+def _hash_sample(sample: TrainingSample) -> str:
     return hashlib.sha256(sample.token_ids.tobytes() + sample.mask.tobytes()).hexdigest()
 
 
-def _key(made_of: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
+def _make_key(parts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

@@ -8,11 +8,11 @@ import pytest
 
 from actors.calls import (
     ActorCallError,
-    ActorGroup,
     ActorLostError,
     ActorTimeoutError,
 )
 from actors.config import Timeouts
+from actors.group import ActorGroup
 from actors.members import LogSettings
 from rl.utils.errors import RunError
 from rl.utils.processes import identify
@@ -44,7 +44,7 @@ def called(meshes, group):
     """Return a function that calls an endpoint of the two actors."""
 
     def call(endpoint, *args, **kwargs):
-        return meshes.run(group.call(endpoint, *args, **kwargs))
+        return meshes.run(group.call(endpoint, *args, timeout="train_s", **kwargs))
 
     return call
 
@@ -60,9 +60,9 @@ def test_timeout_names_call_and_deadline_and_the_stacks_of_its_role_can_be_asked
     with pytest.raises(
         ActorTimeoutError, match=r"^trainer\.never gave no answer within 1 s \(timeouts\.train_s\)"
     ):
-        meshes.run(short.call("never"))
+        meshes.run(short.call("never", timeout="train_s"))
     with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer"):
-        meshes.run(short.at_rank(1).call("never"))
+        meshes.run(short.call("never", rank=1, timeout="train_s"))
     (role,) = meshes.launcher.roles
     (_, asked), *_ = meshes.run(role.members.stacks.call()).items()
     assert "(most recent call first):" in asked  # The way in which ranks on other hosts are asked.
@@ -86,7 +86,7 @@ def test_death_not_reported_by_monarch_is_noticed_and_names_the_rank(meshes, gro
         watching = replace(group, processes={0: identify(living.pid), 1: identify(dying.pid)})
         says = r"^trainer\.never failed: rank 1 of 2 is dead: its process ended$"
         with pytest.raises(ActorCallError, match=says):
-            meshes.run(watching.call("never"))
+            meshes.run(watching.call("never", timeout="train_s"))
         assert time.monotonic() - started < 10
         living.kill()
 
@@ -96,6 +96,6 @@ def test_error_of_a_rank_whose_peer_then_dies_is_the_loss_of_the_peer(called, gr
     with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
         called("exit_on_rank_1_after_rank_0_raises", str(tmp_path / "marker"))
     assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
-    assert group.dead() == [1]
+    assert group.find_dead() == [1]
     with pytest.raises(ActorCallError, match=r"^trainer\.add failed: rank 1 of 2 is dead"):
         called("add", 2, second=3)

@@ -114,7 +114,9 @@ def test_generator_that_does_not_use_the_pushed_weights_is_not_served(running, h
     served = store.snapshot(store.versions()[-1])
     running.run(running.train())
     running.run(
-        running.pool.members[0].call("misuse_next_pull", served if how == "stale" else None)
+        running.pool.members[0].call(
+            "misuse_next_pull", served if how == "stale" else None, timeout="sync_s"
+        )
     )
     with pytest.raises(error, match=says):
         running.run(running.publish())
@@ -160,12 +162,12 @@ def test_aborted_completion_continues_under_next_version(running):
 
 
 def test_trainer_and_generators_that_share_devices_serve_the_trained_weights(running):
-    cluster, groups = running.cluster, [member.group for member in running.pool.members]
+    cluster, groups = running.cluster, running.pool.members
 
     async def steps():
-        await asyncio.gather(*(group.call("sleep") for group in groups))
+        await asyncio.gather(*(group.call("sleep", timeout="sync_s") for group in groups))
         lock = DeviceLock(
-            trainer=cluster.trainer.group,
+            trainer=cluster.trainer,
             generators=groups,
             pull=lambda version, generators: pool.pull(version, generators=generators),
         )
@@ -187,7 +189,7 @@ def test_trainer_and_generators_that_share_devices_serve_the_trained_weights(run
             temperature=1.0,
         )
         logprobs = await trainer.compute_logprobs([sample])
-        await asyncio.gather(*(group.call("wake") for group in groups))
+        await asyncio.gather(*(group.call("wake", timeout="sync_s") for group in groups))
         await running.trainer.optim_step(allow_empty=True)
         await running.publish()  # they woke without weights
         return version, sample, logprobs[0]
@@ -208,7 +210,7 @@ def test_generator_killed_while_generating_loses_no_token(running):
         victim = processes(running.pool.members[0])[0]
         kill(victim)
         drawn = await drawing
-        up = running.pool.up()
+        up = running.pool.list_up()
         await running.all_up()
         return undisturbed, drawn, up, victim, await running.draw()
 
@@ -234,15 +236,15 @@ def test_unanswered_rollouts_of_a_killed_reward_process_are_scored_again(running
         # The first group goes to the first process, the second one, which hangs, to the second.
         scoring = asyncio.ensure_future(rewarder.score([plain, hanging]))
         assert await asyncio.to_thread(Path(tmp_path / "fifo").read_text) == "began"
-        before = await running.cluster.reward.current()
-        kill(before.processes[1])
-        return before, await scoring, await running.cluster.reward.current()
+        before = processes(running.cluster.reward)
+        kill(before[1])
+        scores = await scoring
+        await running.cluster.reward.wait_until_up()
+        return before, scores, processes(running.cluster.reward)
 
     before, scores, after = running.run(steps())
     assert [[score.reward for score in of] for of in scores] == [[0, 1, 2]] * 2
-    assert not {p.pid for p in before.processes.values()} & {
-        p.pid for p in after.processes.values()
-    }
+    assert not {p.pid for p in before.values()} & {p.pid for p in after.values()}
     assert running.lost() == ["reward"]
 
 

@@ -14,7 +14,7 @@ from actors.config import (
     Timeouts,
 )
 from actors.generator import VLLMGenerator
-from actors.run import checked_run
+from actors.run import open_folder
 from rl.config.json import to_dict
 from rl.config.registry import resolve
 
@@ -113,7 +113,7 @@ def test_resolved_config_is_printed_if_asked_for(tmp_path, capsys):
             f"printed-{asked}",
             asked,
         )
-        with checked_run(config, source=source):
+        with open_folder(config, source=source):
             pass
         before, _, _ = capsys.readouterr().out.partition("run folder: ")
         assert before == (json.dumps(to_dict(config), indent=2) + "\n" if asked else "")

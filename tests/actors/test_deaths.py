@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors import deaths
-from actors.calls import ActorGroup, ActorLostError
+from actors import group as actor_group
+from actors.calls import ActorLostError
 from actors.config import Timeouts
+from actors.group import ActorGroup
 from rl.utils.processes import ProcessId, identify
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -48,7 +49,7 @@ def looks(monkeypatch):
         return process not in dead
 
     dead: set[ProcessId] = set()
-    monkeypatch.setattr(deaths, "is_alive", look)
+    monkeypatch.setattr(actor_group, "is_alive", look)
     return looked, dead
 
 
@@ -57,11 +58,14 @@ def test_each_process_is_looked_at_twice_a_second_however_many_calls_wait(looks)
 
     async def wait() -> None:
         groups = [group(process) for process in PROCESSES]
-        calls = [asyncio.ensure_future(groups[i % 3].call("generate")) for i in range(300)]
+        waiting = [
+            asyncio.ensure_future(groups[i % 3].call("generate", timeout="generate_s"))
+            for i in range(300)
+        ]
         await asyncio.sleep(5.1)
-        for call in calls:
+        for call in waiting:
             call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
         looked_before = len(looked)
         await asyncio.sleep(5)
         assert len(looked) == looked_before  # nobody waits any more
@@ -72,34 +76,33 @@ def test_each_process_is_looked_at_twice_a_second_however_many_calls_wait(looks)
 
 def test_death_ends_the_calls_of_its_group_alone(looks, monkeypatch):
     _, dead = looks
-    monkeypatch.setattr("actors.calls.is_alive", lambda process: process not in dead)
 
     async def wait() -> None:
-        calls = [
-            asyncio.ensure_future(group(*own).call("generate"))
+        waiting = [
+            asyncio.ensure_future(group(*own).call("generate", timeout="generate_s"))
             for own in (PROCESSES[:2], PROCESSES[2:])
         ]
         await asyncio.sleep(1)
         dead.add(PROCESSES[1])
         with pytest.raises(ActorLostError, match="rank 1 of 1 is dead") as lost:
-            await asyncio.wait_for(calls[0], 5)
+            await asyncio.wait_for(waiting[0], 5)
         assert lost.value.ranks == (1,)
-        assert not calls[1].done()
-        calls[1].cancel()
+        assert not waiting[1].done()
+        waiting[1].cancel()
         with suppress(asyncio.CancelledError):
-            await calls[1]
+            await waiting[1]
 
     run_in_virtual_time(wait())
 
 
 def test_death_of_a_real_process_is_noticed_by_every_event_loop(monkeypatch):
-    monkeypatch.setattr(deaths, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(actor_group, "LOOK_EVERY_S", 0.01)
 
     async def wait() -> None:
         with subprocess.Popen(["sleep", "60"]) as sleeper:
             process = identify(sleeper.pid)
             assert process is not None
-            with deaths.death_watch().watching([process]) as death:
+            with actor_group.get_death_watch().watch([process]) as death:
                 sleeper.kill()
                 await asyncio.wait_for(death, 10)
 

@@ -2,15 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from actors.backend import GeneratorClient
 from actors.config import Timeouts
 from actors.device_lock import DeviceLock
+from actors.group import ActorGroup
 from actors.pool import GeneratorPool
-from actors.recovery import Role
 from rl.types import BoxSum, SamplingParams
 from rl.weights.store import Snapshot, WeightStore
 from rl.weights.types import WeightParityError
@@ -19,21 +21,23 @@ from tests.support.virtual_time import run_in_virtual_time
 
 
 @dataclass
-class Group:
-    """Fake actor group: each call takes a second and asserts that this side is awake."""
+class Mesh:
+    """Fake actors: each call takes a second and asserts that this side is awake."""
 
     name: str
     log: list[str]
     awake: bool
-    timeouts = Timeouts()
     corrupt_pull: int = 0
     """Number of the pull, from 1 on, that ends with bits other than the pushed ones."""
     weights: int | None = None
     num_pulls: int = 0
 
-    async def call(
-        self, endpoint: str, *args: Any, extra_s: float = 0.0, **options: Any
-    ) -> list[Any]:
+    def __getattr__(self, endpoint: str) -> Any:
+        if endpoint.startswith("_"):
+            raise AttributeError(endpoint)
+        return SimpleNamespace(call=partial(self._call, endpoint))
+
+    async def _call(self, endpoint: str, *args: Any, **options: Any) -> dict[str, Any]:
         self.log.append(f"{self.name}.{endpoint}")
         if endpoint in ("sleep", "wake"):
             assert self.awake == (endpoint == "sleep")
@@ -44,10 +48,20 @@ class Group:
             assert endpoint != "generate" or self.weights is not None
         await asyncio.sleep(1)
         if endpoint != "pull_model_state_dict":
-            return [self.weights]
+            return {"procs=0": self.weights}
         self.weights = args[0].version
         self.num_pulls += 1
-        return [(sum_of(args[0].version + (self.num_pulls == self.corrupt_pull)),)]
+        return {"procs=0": (sum_of(args[0].version + (self.num_pulls == self.corrupt_pull)),)}
+
+
+def group(mesh: Mesh) -> ActorGroup:
+    return ActorGroup(name=mesh.name, mesh=mesh, timeouts=Timeouts())
+
+
+async def pull(generator: ActorGroup, version: int) -> None:
+    await generator.call(
+        "pull_model_state_dict", snapshot(version), pulls=version, timeout="sync_s"
+    )
 
 
 def sum_of(value: int) -> BoxSum:
@@ -65,17 +79,17 @@ def make(num_generators: int = 1, corrupt_pull: int = 0) -> tuple[DeviceLock, li
     corrupt.
     """
     log: list[str] = []
-    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
+    generators = [Mesh(f"g{i}", log, awake=False) for i in range(num_generators)]
     generators[-1].corrupt_pull = corrupt_pull
     store = WeightStore.Config().build()
     store.announce(snapshot(7).shards)
-    trainer = cast(Any, Group("t", log, awake=True))
-    pool = GeneratorPool([], trainer=Role(trainer), store=store)
+    trainer = group(Mesh("t", log, awake=True))
+    pool = GeneratorPool([], trainer=trainer, store=store)
 
     def pull(version: int, groups: Any) -> Any:
         return pool.pull(version, generators=groups)
 
-    return DeviceLock(trainer=trainer, generators=cast(Any, generators), pull=pull), log
+    return DeviceLock(trainer=trainer, generators=[group(g) for g in generators], pull=pull), log
 
 
 def run(coroutine: Any) -> Any:
@@ -86,11 +100,11 @@ def test_devices_change_sides_once_per_phase():
     async def main() -> list[str]:
         lock, log = make()
         for step in (1, 2):
-            await lock.trainer.call("push_model_state_dict")
-            await lock.generators[0].call("pull_model_state_dict", snapshot(step))
-            await lock.generators[0].call("generate")
-            await lock.trainer.call("forward_backward")
-            await lock.trainer.call("optim_step")
+            await lock.trainer.call("push_model_state_dict", timeout="sync_s")
+            await pull(lock.generators[0], step)
+            await lock.generators[0].call("generate", timeout="generate_s")
+            await lock.trainer.call("forward_backward", timeout="train_s")
+            await lock.trainer.call("optim_step", timeout="train_s")
         return log
 
     assert run(main())[0] == 2 * [
@@ -102,16 +116,14 @@ def test_devices_change_sides_once_per_phase():
 def test_second_pull_with_other_bits_names_generator_tensor_and_version():
     async def main() -> list[str]:
         lock, log = make(num_generators=2, corrupt_pull=2)
-        await asyncio.gather(
-            *(g.call("pull_model_state_dict", snapshot(7)) for g in lock.generators)
-        )
-        await lock.trainer.call("save_checkpoint")
+        await asyncio.gather(*(pull(g, 7) for g in lock.generators))
+        await lock.trainer.call("save_checkpoint", timeout="checkpoint_s")
         log.clear()
         # The generators slept since their pull, and pull the same version again.
         with pytest.raises(
             WeightParityError, match=r"version 7: generator 'g1' holds other bits in 'w'"
         ):
-            await lock.generators[0].call("generate")
+            await lock.generators[0].call("generate", timeout="generate_s")
         return log
 
     pulls = ["g0.pull_model_state_dict", "g1.pull_model_state_dict"]
@@ -121,10 +133,10 @@ def test_second_pull_with_other_bits_names_generator_tensor_and_version():
 def test_calls_of_one_side_overlap_and_the_other_side_waits_for_all_of_them():
     async def main() -> list[str]:
         lock, log = make()
-        await lock.generators[0].call("pull_model_state_dict", snapshot(1))
+        await pull(lock.generators[0], 1)
         log.clear()
-        calls = [lock.generators[0].call("generate") for _ in range(3)]
-        await asyncio.gather(*calls, lock.trainer.call("forward_backward"))
+        calls = [lock.generators[0].call("generate", timeout="generate_s") for _ in range(3)]
+        await asyncio.gather(*calls, lock.trainer.call("forward_backward", timeout="train_s"))
         return log
 
     log, took_s = run(main())
@@ -136,14 +148,14 @@ def test_calls_of_one_side_overlap_and_the_other_side_waits_for_all_of_them():
 def test_cancelled_completion_ends_while_the_trainer_has_the_devices():
     async def main() -> list[str]:
         lock, log = make()
-        await lock.generators[0].call("pull_model_state_dict", snapshot(1))
+        await pull(lock.generators[0], 1)
         client = GeneratorClient(lock.generators[0])
         drawing = asyncio.create_task(client.generate([], sampling=SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.5)
         log.clear()
         drawing.cancel()
         await asyncio.gather(drawing, return_exceptions=True)
-        await lock.trainer.call("forward_backward")
+        await lock.trainer.call("forward_backward", timeout="train_s")
         return log
 
     assert "g0.abort" in run(main())[0]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.backend import TrainerClient
 from actors.calls import ActorTimeoutError
 from actors.config import RecoveryConfig, Timeouts
 from actors.hang_report import add_hang_report
@@ -65,10 +64,10 @@ def reported(running, error):
 
 def test_stopped_trainer_rank_is_named_with_the_activity_of_the_other_rank(running):
     run, cluster = running.run, running.cluster
-    short = replace(cluster.trainer.group, timeouts=SHORT)
+    short = replace(cluster.trainer, timeouts=SHORT)
     with stopped(short, 1):
         with pytest.raises(ActorTimeoutError) as caught:
-            run(short.call("drop_gradient"))
+            run(short.call("drop_gradient", timeout="train_s"))
         lines, file = reported(running, caught.value)
     assert str(caught.value).startswith(
         "trainer.drop_gradient gave no answer within 2.1 s (timeouts.train_s)\n  trainer[0]: idle "
@@ -86,7 +85,7 @@ def test_stopped_trainer_rank_is_named_with_the_activity_of_the_other_rank(runni
         "trainer[1]",
     ]
     assert 'actors/trainer.py", line' in file or 'threads.py", line' in file
-    assert run(cluster.trainer.call("drop_gradient")) == [None, None]
+    assert run(cluster.trainer.call("drop_gradient", timeout="train_s")) == [None, None]
 
 
 def test_collective_timeout_names_the_call_and_reports_all_processes(running):
@@ -97,7 +96,8 @@ def test_collective_timeout_names_the_call_and_reports_all_processes(running):
         try:
             # Rank 0 is called alone, since an error of one rank is not raised until the others have
             # answered.
-            await TrainerClient(cluster.trainer.group.at_rank(0)).forward_backward([SAMPLE, SAMPLE])
+            samples = [SAMPLE, SAMPLE]
+            await cluster.trainer.call("forward_backward", samples, rank=0, timeout="train_s")
         except CollectiveTimeoutError as error:
             return error
 

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from actors.run import run_limits
+from actors.limits import measure_limits
 from configs.sum_digits import tiny
 from rl.observability.machine import MachineLimits
 from tests.support.mortal import Mortal
@@ -19,9 +19,9 @@ class Measured(Mortal):
         super().__init__(name)
         self.asked = asked
 
-    def call(self, endpoint: str, *args: Any, **options: Any) -> Any:
+    async def answer(self, endpoint: str, *args: Any, **options: Any) -> Any:
         self.asked.append((self.name, *args))
-        return super().call(endpoint, *args, **options)
+        return await super().answer(endpoint, *args, **options)
 
     async def _measure_machine(self, dtype: str, num_bytes: int) -> MachineLimits:
         return LIMITS
@@ -30,12 +30,13 @@ class Measured(Mortal):
 def limits_of(config, *, lost=""):
     """Return the limits of a run of this config, and the calls that were made for them."""
     asked: list[tuple[Any, ...]] = []
-    groups = [Measured(name, asked) for name in ("trainer", "generator_0", "generator_1")]
-    for group in groups:
-        if group.name == lost:
-            group.die()
+    actors = [Measured(name, asked) for name in ("trainer", "generator_0", "generator_1")]
+    for actor in actors:
+        if actor.name == lost:
+            actor.die()
+    groups = [actor.group() for actor in actors]
     cluster: Any = SimpleNamespace(trainer=groups[0], pool=SimpleNamespace(members=groups[1:]))
-    return asyncio.run(run_limits(config, cluster, spec=config.model)), asked
+    return asyncio.run(measure_limits(config, cluster, spec=config.model)), asked
 
 
 def test_trainer_and_generator_are_measured_in_turn_and_shared_devices_by_the_trainer_alone():

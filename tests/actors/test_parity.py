@@ -11,7 +11,7 @@ EXPECTED = np.array([0.0, -1.0, -2.0, -0.5], dtype=np.float32)
 
 def check(found: dict[str, np.ndarray], max_diff: float = 1e-3) -> float:
     text = ParityText(token_ids=np.array([5, 6, 7, 8], dtype=np.int32), max_diff=max_diff)
-    return text.check(policy_version=7, expected_T=EXPECTED, found=found)
+    return text.check(policy_version=7, expected_T=EXPECTED, of_generators=found)
 
 
 def test_first_token_is_ignored_and_the_worst_generator_reported():

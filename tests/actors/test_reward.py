@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from actors.backend import RewardClient
-from actors.calls import ActorGroup, ActorTimeoutError
+from actors.calls import ActorTimeoutError
 from actors.config import Timeouts
-from actors.recovery import Role
+from actors.group import ActorGroup
 from actors.reward import RewardActor
 from rl.rollouts.rewards import longest_s
 from rl.types import Score
@@ -39,11 +39,13 @@ class Rewards:
         self.run(self._set_up())
 
     async def _set_up(self):
-        await asyncio.gather(*(g.call("setup") for g in (self.alone, self.together)))
+        await asyncio.gather(
+            *(g.call("setup", timeout="setup_s") for g in (self.alone, self.together))
+        )
 
     def score(self, reward, *groups):
         """Score groups in one call; each is given by the replies of its rollouts."""
-        rewarder = RewardClient(Role(reward), num_procs=2)
+        rewarder = RewardClient(reward, num_procs=2)
         return self.run(rewarder.score([rollouts(*texts) for texts in groups]))
 
 
@@ -110,7 +112,7 @@ def scored_one_by_one(rubric, *sizes, takes_s):
     async def scored():
         group = ActorGroup(name="reward", mesh=OneByOne(takes_s), timeouts=Timeouts())
         limits = partial(longest_s, rubric, time_limit_s=RewardActor.Config().time_limit_s)
-        rewarder = RewardClient(Role(group), num_procs=1, longest_s=limits)
+        rewarder = RewardClient(group, num_procs=1, longest_s=limits)
         return await rewarder.score([rollouts(*["x"] * size) for size in sizes])
 
     scores, took_s = run_in_virtual_time(scored())
@@ -133,7 +135,7 @@ def test_unresponsive_process_stops_the_run():
 @pytest.mark.medium
 def test_cancelled_call_no_longer_counts_as_load(rewards):
     """Otherwise its process would get less work than the other one forever."""
-    rewarder = RewardClient(Role(rewards.alone), num_procs=2)
+    rewarder = RewardClient(rewards.alone, num_procs=2)
 
     async def steps():
         given_up = asyncio.ensure_future(rewarder.score([rollouts(*["x"] * 5)]))

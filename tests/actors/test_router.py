@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.backend import CallSeeds, Router
 from actors.calls import ActorLostError
-from actors.router import CallSeeds, Router
 from rl.types import SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import SimulatedPolicy, completion
@@ -24,7 +24,7 @@ def router_of(replicas: list[SimulatedPolicy], **settings: Any) -> Router:
     async def is_up() -> None:
         """Return at once."""
 
-    pool: Any = SimpleNamespace(up=lambda: range(len(replicas)), wait_until_one_is_up=is_up)
+    pool: Any = SimpleNamespace(list_up=lambda: range(len(replicas)), wait_until_one_is_up=is_up)
     return Router(replicas, pool=pool, **settings)
 
 
@@ -125,7 +125,7 @@ def test_calls_of_a_session_stay_on_its_first_replica():
 
 
 def test_least_recently_used_session_is_forgotten(monkeypatch):
-    monkeypatch.setattr("actors.router.MAX_SESSIONS", 2)
+    monkeypatch.setattr("actors.backend.MAX_SESSIONS", 2)
     router = router_of([named("A"), named("B")], strategy="sticky")
     # t, which was used before s, makes room for u; s makes room for v.
     assert busy_then(router, ["s", "t", "s", "u", "s", "u", "v", "s"]) == "ABABABBB"

@@ -13,12 +13,12 @@ import pytest
 
 from actors import launch
 from actors.calls import ActorLostError, ActorTimeoutError, deadline, end_of_process
-from actors.cluster import Cluster
 from actors.config import RecoveryConfig
 from actors.members import LogSettings
-from actors.placement import Placement
+from actors.placement import Placement, place_actors
 from actors.processes import import_path
-from actors.recovery import RestartsUsedUpError
+from actors.recovery import RestartsUsedUpError, ignore_event
+from actors.role_starter import RoleStarter
 from rl.utils.processes import identify
 from rl.weights.store import WeightStore
 from tests.support import reward_functions
@@ -42,23 +42,25 @@ imported.
 """
 
 
-class StartingCluster(Cluster):
-    """Cluster whose roles are lost in their first starts, without processes."""
+class UnluckyStarter(RoleStarter):
+    """Starter whose roles are lost in their first starts, without processes."""
 
     def __init__(
         self, tmp_path: Any, *, num_losses: dict[str, int], start_s: float = 1.0, **recovery: Any
     ) -> None:
-        launcher: Any = SimpleNamespace(
-            in_background=lambda work, *, name: asyncio.create_task(work), end_lost=self._end_lost
-        )
+        launcher: Any = SimpleNamespace(in_background=None, end_lost=self._end_lost)
+        config = replace(CONFIG, recovery=RecoveryConfig(**({"pause_s": 0.0} | recovery)))
         super().__init__(
-            replace(CONFIG, recovery=RecoveryConfig(**({"pause_s": 0.0} | recovery))),
+            config=config,
+            placements=place_actors(config, num_gpus=0),
             launcher=launcher,
+            events=ignore_event,
             store=WeightStore.Config().build(dtype="float32"),
             model_spec=SPEC,
             hf_assets_path="none",
             rubric=reward_functions.alone(),
             logs=LogSettings(folder=tmp_path, console_level="ERROR"),
+            trainer_arguments={},
         )
         self.num_losses = num_losses
         self.start_s = start_s
@@ -82,8 +84,8 @@ class StartingCluster(Cluster):
 
 def roles_after_start(tmp_path, **settings):
     async def start():
-        cluster = StartingCluster(tmp_path, **settings)
-        return await cluster._start_all(), cluster
+        starter = UnluckyStarter(tmp_path, **settings)
+        return await starter.start_all(), starter
 
     return run_in_virtual_time(start())
 
@@ -95,7 +97,7 @@ def no_threads(monkeypatch):
     async def run_now(function, **_):
         return function()
 
-    monkeypatch.setattr("actors.cluster.run_aside", run_now)
+    monkeypatch.setattr("actors.role_starter.run_aside", run_now)
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator_1", "reward"])
@@ -103,7 +105,7 @@ def test_role_that_is_lost_while_it_starts_is_started_again(tmp_path, caplog, ro
     (roles, cluster), took_s = roles_after_start(tmp_path, num_losses={role: 2})
     assert roles == ["trainer", "generator_0", "generator_1", "reward"]
     assert (cluster.ended, took_s) == ([role] * 2, 3.0)
-    assert cluster._has_new_store == (role == "trainer")
+    assert cluster.has_new_store == (role == "trainer")
     lost = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
     assert lost[0] == (
         f"{role} is lost: starting role {role!r}: killed by SIGKILL; starting it again (1 of 3)"

@@ -88,7 +88,7 @@ async def refusals(backend, folder, base_version):
 
 
 async def after_a_death(backend):
-    rank1 = backend._workers._cluster.trainer.group.processes[1]
+    rank1 = backend._workers._cluster.trainer.processes[1]
     computing = asyncio.create_task(train(backend, "lora", steps=2000))
     waiting = asyncio.create_task(create(backend, "new", settings(4)))
     await train(backend, "full", steps=1)

@@ -90,20 +90,22 @@ def test_servers_with_one_log_folder_keep_their_weights_apart_and_remove_them(
         """Cluster and launcher that start nothing but the store."""
 
         current = None
+        trainer = None
         pool = SimpleNamespace(members=[])
         network = "the actors use no network"
 
         def __init__(self, config=None, *, store=None, **_):
             self.launcher, self.config, self.store = self, config, store
 
-        async def start(self):
-            await self.store.start(None)
-
         async def close(self): ...
         async def stop_all(self): ...
 
-    for name in ("Cluster", "Launcher"):
-        monkeypatch.setattr(f"actors.tinker.{name}", NoActors)
+    async def start_cluster(config, *, store, **_):
+        await store.start(None)
+        return NoActors(config, store=store)
+
+    monkeypatch.setattr("actors.tinker.Launcher", NoActors)
+    monkeypatch.setattr("actors.tinker.start_cluster", start_cluster)
     logs = tmp_path / "logs"
     base: Any = SimpleNamespace(spec=None, folder=tmp_path)
     backend = replace(

@@ -2,16 +2,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from actors.calls import ActorLostError
-from actors.cluster import Cluster
-from actors.controller import Controller
-from actors.recovery import Role
-from actors.starting_weights import load_start
-from actors.training import Training
+from actors.cluster import TRAINER_GRACE_S, Cluster
+from actors.controller import Controller, Training
+from actors.run import load_weights
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
@@ -52,7 +50,7 @@ class Loading:
 def load(trainer, folder, *, may_set_aside=True, source=None):
     plan: Any = SimpleNamespace(start=SimpleNamespace(warmed_up=None))
     return asyncio.run(
-        load_start(
+        load_weights(
             trainer,
             config=tiny(),
             plan=plan,
@@ -108,8 +106,8 @@ def train(
     trainers = [FakeTrainer(dies_at=at) for at in (*dies_at, None)]
     with RunFolder.create(tmp_path, name) as folder:
         run = fake_run(config, folder, trainers)
-        asyncio.run(Training(run, stop=StopRequest()).run())
-        assert run.cluster.trainer.group is cast(Any, trainers[-1])
+        asyncio.run(Training(run, stop=StopRequest()).train())
+        assert run.cluster.trainer.mesh is trainers[-1]
         assert folder.learning_curve.exists()
         records = read_metrics(folder.metrics)
     return [
@@ -151,7 +149,7 @@ def test_checkpoint_found_damaged_during_recovery_is_an_event(tmp_path):
                 await super().restart_trainer(error, at_least=at_least)
 
         run = fake_run(config, folder, [FakeTrainer(dies_at=3), second], make_cluster=Damaging)
-        asyncio.run(Training(run, stop=StopRequest()).run())
+        asyncio.run(Training(run, stop=StopRequest()).train())
         told = [(event["event"], event.get("set_aside")) for event in read_events(folder.events)]
     assert told == [("checkpoint_damaged", "step-2.damaged"), ("went_back", None)]
     assert second.loaded == []
@@ -179,8 +177,8 @@ def test_death_of_an_idle_trainer_ends_the_attempt_after_its_cleanup():
             closed.append(now_s())
 
     async def steps() -> float:
-        cluster: Any = SimpleNamespace(trainer=Role(cast(Any, trainer)))
-        running = asyncio.ensure_future(Cluster.while_trainer_lives(cluster, training()))
+        cluster: Any = SimpleNamespace(trainer=trainer.group())
+        running = asyncio.ensure_future(Cluster.run_training(cluster, training()))
         await asyncio.sleep(5)
         trainer.die()
         with pytest.raises(ActorLostError, match=r"^trainer\.training failed: rank 0 of 1 is dead"):
@@ -188,4 +186,5 @@ def test_death_of_an_idle_trainer_ends_the_attempt_after_its_cleanup():
         return now_s()
 
     ended_at, _ = run_in_virtual_time(steps())
-    assert closed == [ended_at] == [7.0]
+    # The death shows at the next look; then a call to the trainer would have its time to fail.
+    assert closed == [ended_at] == [5.5 + TRAINER_GRACE_S + 2]

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from actors.members import record_process
-from actors.run import checked_run
+from actors.run import open_folder
 from rl.config.registry import resolve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, cut_back, read_metrics
@@ -156,7 +156,7 @@ def test_full_disk_at_the_start_is_one_line_and_blocks_no_later_start(tmp_path, 
         limit_files(num_bytes)
         with (
             mock.patch("actors.run.make_plan", return_value=plan),
-            checked_run(source.config, source=source),
+            open_folder(source.config, source=source),
         ):
             raise AssertionError("not reached")
 

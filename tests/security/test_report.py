@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from actors.run import checked_run
+from actors.run import open_folder
 from rl import report
 from rl.config.json import to_dict
 from rl.config.registry import resolve
@@ -56,8 +56,8 @@ def test_run_leaves_what_the_report_needs_in_its_folder(tmp_path):
     before = to_dict(source.config)
     config = resolve("tests.support.faulty_configs", "short").config
     config.dump_folder, config.name, config.loop.num_steps = str(tmp_path), "mine", 77
-    with checked_run(config, source=source) as checked:
-        folder = checked.folder.path
+    with open_folder(config, source=source) as (opened, _):
+        folder = opened.path
     assert json.loads((folder / "defaults.json").read_text()) == before
     assert read_run(folder).defaults == before
 

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from actors.backend import TrainerClient
-from actors.cluster import Cluster
+from actors.backend import Router, TrainerClient, make_router
+from actors.cluster import start_cluster
 from actors.config import ClusterConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
+from actors.group import ActorGroup
 from actors.members import LogSettings
 from actors.parity import ParityText
-from actors.recovery import Role
 from actors.reward import RewardActor
-from actors.router import Router
-from actors.run import make_router
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.hf import write_random_model
@@ -67,7 +65,7 @@ class RunningCluster:
         self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.cluster = Cluster(
+        starting = start_cluster(
             config,
             launcher=meshes.launcher,
             store=WeightStore.Config().build(dtype="float32"),
@@ -79,7 +77,7 @@ class RunningCluster:
             logs=LogSettings(folder=folder / "logs", console_level="ERROR"),
             events=lambda event, /, **fields: self.told.append((event, fields)),
         )
-        self.run(self.cluster.start())
+        self.cluster = self.run(starting)
         self.pool = self.cluster.pool
         self.run(self.publish())
 
@@ -133,7 +131,7 @@ class RunningCluster:
 
     async def all_up(self) -> None:
         """Wait until every generator serves."""
-        while len(self.pool.up()) < len(self.pool.members):
+        while len(self.pool.list_up()) < len(self.pool.members):
             await asyncio.sleep(0.05)
 
     def lost(self) -> list[str]:
@@ -144,8 +142,8 @@ class RunningCluster:
         return roles
 
 
-def processes(role: Role) -> dict[int, ProcessId]:
-    return dict(role.group.processes)
+def processes(group: ActorGroup) -> dict[int, ProcessId]:
+    return dict(group.processes)
 
 
 def assert_equal_bits(ours: Any, theirs: Any) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from actors.backend import RewardClient, TrainerClient
+from actors.backend import RewardClient, TrainerClient, make_router
 from actors.config import RecoveryConfig, RunConfig
 from actors.plan import Plan
 from actors.pool import GeneratorPool
-from actors.recovery import Role, Supervisor
-from actors.run import Run, make_router
+from actors.recovery import Supervisor
+from actors.run import Run
 from rl.models.qwen3 import model_registry
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
@@ -46,7 +47,8 @@ class FakeTrainer(Mortal):
     async def _forward_backward(self, samples: Sequence[Any], **settings: Any) -> Any:
         if self.policy.version == self.dies_at:
             self.die()
-        return await self.while_alive(self.policy.forward_backward(samples), "forward_backward")
+            await asyncio.sleep(0)  # The death is seen first.
+        return await self.policy.forward_backward(samples)
 
     async def _optim_step(self, *settings: Any, **options: Any) -> Any:
         return await self.policy.optim_step()
@@ -55,7 +57,7 @@ class FakeTrainer(Mortal):
         return shard_of(self.policy.version)
 
     async def _save_checkpoint(
-        self, folder: str, *, position: Any, model_only: bool = False, wait: bool = True
+        self, folder: str, *, position: Any, model_only: bool = False, **options: Any
     ) -> None:
         save_fake(
             Path(folder), version=self.policy.version, model_only=model_only, position=position
@@ -85,9 +87,6 @@ class FakeReward(Mortal):
         super().__init__("reward")
         self.rewarder = RubricRewarder(rubric=rubric)
 
-    def at_rank(self, rank: int) -> FakeReward:
-        return self
-
     async def _score(self, groups: Any, alone: bool) -> Any:
         return await self.rewarder.score(groups, alone=alone)
 
@@ -100,15 +99,12 @@ class FakeCluster:
     ) -> None:
         days = itertools.count(1)
         self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
-        self.trainer, generator, self.reward = (
-            Role(cast(Any, group))
-            for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
-        )
+        self.trainer, self.reward = trainers[0].group(), FakeReward(rubric=rubric).group()
         self.store = WeightStore.Config().build()
-        self.pool = GeneratorPool([generator], trainer=self.trainer, store=self.store)
+        self.pool = GeneratorPool([FakeGenerator().group()], trainer=self.trainer, store=self.store)
         self._next = iter(trainers[1:])
 
-    async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
+    async def run_training(self, training: Coroutine[Any, Any, None]) -> None:
         await training
 
     async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
@@ -116,7 +112,7 @@ class FakeCluster:
             raise error
         self.restarts.count("trainer", reason=str(error), at_least=at_least)
         self.store.forget()
-        self.trainer.replace(cast(Any, trainer))
+        self.trainer.take_over(trainer.group())
 
 
 def fake_run(

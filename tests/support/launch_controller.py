@@ -27,8 +27,9 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 from actors import launch
-from actors.calls import ActorCallError, ActorGroup
+from actors.calls import ActorCallError
 from actors.config import LaunchConfig, SlurmConfig, Timeouts
+from actors.group import ActorGroup
 from actors.placement import Placement
 from actors.processes import free_port, with_descendants
 from rl.loop.stop_request import StopRequest
@@ -152,7 +153,7 @@ async def on_hosts(how: str, hosts: str, launcher: launch.Launcher) -> None:
         )
         started = time.monotonic()
         try:
-            await on_second.call("exit_now")
+            await on_second.call("exit_now", timeout="train_s")
         except ActorCallError as error:
             print(json.dumps([str(error), time.monotonic() - started]), flush=True)
         return

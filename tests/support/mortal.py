@@ -1,22 +1,22 @@
-"""Actor groups that die on command, in virtual time."""
+"""Actor meshes that die on command, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+import os
+from collections.abc import Coroutine
+from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorLostError, ActorTimeoutError
+from actors.compat import SupervisionError
 from actors.config import Timeouts
+from actors.group import ActorGroup
 from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import BoxSum, Completion
+from rl.utils.processes import ProcessId
 from rl.weights.store import Shard, Snapshot
 from tests.support.fakes import completion_of
-
-T = TypeVar("T")
 
 
 def shard_of(version: int | None, *sums: BoxSum) -> Shard:
@@ -25,62 +25,85 @@ def shard_of(version: int | None, *sums: BoxSum) -> Shard:
     return Shard(version=version, rank=0, parts=(), place=None, sums=sums)
 
 
-class Mortal:
-    """Group of one rank with the liveness checks of an `ActorGroup`; its pushes are of
-    `version`.
-    """
+class MortalProcess:
+    """A `ProcessId` of this process until it dies."""
 
-    timeouts = Timeouts()
+    pid = os.getpid()
+    is_dead = False
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, ProcessId) and not self.is_dead)
+
+
+class Mortal:
+    """Mesh of one actor; its pushes are of `version`."""
+
     version: int | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.process = MortalProcess()
         self.died = asyncio.Event()
+        self.sizes = {"procs": 1}
 
-    def call(
-        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
-    ) -> Coroutine[Any, Any, list[Any]]:
+    def group(self, **options: Any) -> ActorGroup:
+        """Return the group of this actor."""
+        processes: Any = {0: self.process}
+        return ActorGroup(
+            name=self.name, mesh=self, timeouts=Timeouts(), processes=processes, **options
+        )
+
+    def size(self) -> int:
+        return 1
+
+    def slice(self, **place: int) -> Mortal:
+        return self
+
+    def die(self) -> None:
+        self.died.set()
+        self.process.is_dead = True
+
+    def __getattr__(self, endpoint: str) -> Endpoint:
+        if endpoint.startswith("_"):
+            raise AttributeError(endpoint)
+        return Endpoint(self, endpoint)
+
+    async def answer(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
         """Answer with the method `_<endpoint>`, or None without one, while alive."""
-        return self.while_alive(self._answer(endpoint, *args, **kwargs), endpoint)
+        method = getattr(self, f"_{endpoint}", None)
+        if method is None and not self.died.is_set():
+            return None
+        return await self._while_alive(method(*args, **kwargs) if method else asyncio.sleep(0))
 
-    async def _answer(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
-        answer = getattr(self, f"_{endpoint}", None)
-        return [None if answer is None else await answer(*args, **kwargs)]
+    async def _while_alive(self, work: Coroutine[Any, Any, Any]) -> Any:
+        working, died = asyncio.ensure_future(work), asyncio.ensure_future(self.died.wait())
+        try:
+            if not self.died.is_set():
+                await asyncio.wait({working, died}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not working.cancelled():
+                return working.result()
+            raise SupervisionError("{'procs': 0/1} has ended: Killed(sig=9)")
+        finally:
+            working.cancel()
+            died.cancel()
 
-    async def _compute_logprobs(self, samples: Any) -> list[np.ndarray]:
+    async def _compute_logprobs(self, samples: Any, **options: Any) -> list[np.ndarray]:
         return [np.zeros(3, dtype=np.float32)]
 
     async def _push_model_state_dict(self, **model: Any) -> Shard:
         return shard_of(self.version)
 
-    def die(self) -> None:
-        self.died.set()
 
-    def dead(self) -> list[int]:
-        return [0] if self.died.is_set() else []
+class Endpoint:
+    """Endpoint of a mortal mesh."""
 
-    async def seen_dead(self, within_s: float) -> list[int]:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.died.wait(), within_s)
-        return self.dead()
+    def __init__(self, actor: Mortal, name: str) -> None:
+        self._actor = actor
+        self._name = name
 
-    async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = 0.0) -> T:
-        lost = ActorLostError(
-            f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0]
-        )
-        waiting = asyncio.ensure_future(answer)
-        if self.died.is_set():
-            waiting.cancel()
-            raise lost
-        died = asyncio.ensure_future(self.died.wait())
-        try:
-            await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                return waiting.result()
-            raise lost
-        finally:
-            waiting.cancel()
-            died.cancel()
+    async def call(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"procs=0": await self._actor.answer(self._name, *args, **kwargs)}
 
 
 class MortalGenerator(Mortal):
@@ -95,17 +118,11 @@ class MortalGenerator(Mortal):
         """Endpoint that does not answer within its limit."""
         self.asked: list[str] = []
 
-    def call(
-        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
-    ) -> Coroutine[Any, Any, list[Any]]:
+    async def answer(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
         self.asked.append(endpoint)
         if endpoint == self.silent_about:
-            return self._no_answer(endpoint)
-        return super().call(endpoint, *args, extra_s=extra_s, **kwargs)
-
-    async def _no_answer(self, endpoint: str) -> list[Any]:
-        await asyncio.sleep(20)
-        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within 20 s")
+            await asyncio.Event().wait()
+        return await super().answer(endpoint, *args, **kwargs)
 
     async def _pull_model_state_dict(self, snapshot: Snapshot, **options: Any) -> tuple[()]:
         await asyncio.sleep(self.pull_s)

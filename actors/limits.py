@@ -1,0 +1,85 @@
+"""Limits of the machines of a run, measured by its actors before the first step."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from actors.calls import ActorCallError
+from actors.checks import converted_model
+from actors.cluster import Cluster
+from actors.config import RunConfig
+from actors.placement import count_gpus
+from rl.models.model_cost import model_work
+from rl.models.spec import ModelSpec
+from rl.observability.machine import RunLimits
+
+logger = logging.getLogger(__name__)
+
+
+async def measure_limits(
+    config: RunConfig, cluster: Cluster, *, spec: ModelSpec
+) -> RunLimits | None:
+    """Let the actors measure the machines of each role in turn.
+
+    Return None if that is disabled or fails; a failure is logged, since a run does not need the
+    limits.
+    """
+    if not config.limits.enable:
+        return None
+    trainer, generator, loop = config.trainer, config.generator, config.loop
+    converted, _ = converted_model(config, model_spec=spec, num_gpus=count_gpus())
+    trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
+    itemsize = int(getattr(torch, generator.dtype).itemsize)
+    tp = generator.tensor_parallel_degree
+
+    # On shared devices the trainer measures for both.
+    of_generator = cluster.trainer if config.launch.share_gpus else cluster.pool.members[0]
+    questions = (
+        (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
+        (of_generator, generator.dtype, sampled.parameters // tp),
+    )
+    # One role after another: on one machine they would measure each other's load.
+    answers = []
+    try:
+        for group, dtype, number in questions:
+            limits, *_ = await group.call(
+                "measure_machine", dtype, number * itemsize, timeout="setup_s"
+            )
+            logger.info("%s: %s", group.name, limits)
+            answers.append(limits)
+    except ActorCallError as error:
+        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
+        return None
+
+    # With a bound of k steps, k more batches may be under way beside the one that is awaited.
+    num_running = loop.groups_per_batch * loop.group_size * (1 + loop.max_off_policy_steps)
+    on_cluster = config.launch.on_cluster
+    return RunLimits(
+        trainer=answers[0],
+        num_trainer_ranks=_count_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
+        generator=answers[1],
+        num_generator_ranks=_count_at_once(
+            generator.num_replicas * tp, generator.num_threads, on_cluster
+        ),
+        num_replicas=generator.num_replicas,
+        shares_devices=bool(config.launch.share_gpus),
+        trained=trained,
+        sampled=sampled,
+        itemsize=itemsize,
+        num_samples=loop.group_size,
+        most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
+        waits_for_the_longest=loop.max_off_policy_steps == 0,
+    )
+
+
+def _count_at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
+    """Return the number of ranks that compute at the same time.
+
+    Without GPUs, the ranks of one machine share its cores.
+    """
+    if on_cluster or count_gpus():
+        return num_ranks
+    return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))
