@@ -474,10 +474,10 @@ class BoxSum:
 class ServeResult:
     """All generators have pulled a version and passed the parity check."""
 
-    canary_diff: float | None = None
+    parity_diff: float | None = None
     """Largest mean difference of any generator's logprobs of a fixed text from the trainer's, in
     nats a token; None if it was not checked."""
-    canary_s: float = 0.0
+    parity_s: float = 0.0
     """Seconds that the check took after the pulls."""
 
 
@@ -488,8 +488,8 @@ class PublishResult:
     policy_version: int
     push_s: float
     pull_s: float
-    canary_diff: float | None = None
-    canary_s: float = 0.0
+    parity_diff: float | None = None
+    parity_s: float = 0.0
     """Seconds of the parity check, as in `ServeResult`; not part of `pull_s`."""
 
 

@@ -132,8 +132,8 @@ def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, 
 
 def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
     return {
-        "age/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
-        "age/max": Max(int(off_policy_steps.max())),
+        "staleness/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
+        "staleness/max": Max(int(off_policy_steps.max())),
     }
 
 
@@ -245,7 +245,7 @@ def time_metrics(
 
     `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the
     step; the first two are short where generation runs ahead. `time/push_s`, `pull_s` and
-    `canary_s`, and `canary/logprob_diff`, belong to the newest version that is served,
+    `parity_s`, and `parity/logprob_diff`, belong to the newest version that is served,
     `sync/version`.
     """
     num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
@@ -256,12 +256,12 @@ def time_metrics(
         **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
         "time/push_s": published.push_s,
         "time/pull_s": published.pull_s,
-        "time/canary_s": published.canary_s,
+        "time/parity_s": published.parity_s,
         "time/step_s": step_s,
         **{f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()},
         "perf/generated_tokens_per_s": clock.generated_tokens_per_s(),
         "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
         "perf/samples_per_s": Mean(num_samples, step_s),
         "sync/version": published.policy_version,
-        "canary/logprob_diff": published.canary_diff,
+        "parity/logprob_diff": published.parity_diff,
     }

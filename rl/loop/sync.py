@@ -80,11 +80,11 @@ class WeightSync:
             result = self._last = PublishResult(
                 policy_version=version,
                 push_s=push_s,
-                pull_s=now_s() - started - push_s - checked.canary_s,
-                canary_diff=checked.canary_diff,
-                canary_s=checked.canary_s,
+                pull_s=now_s() - started - push_s - checked.parity_s,
+                parity_diff=checked.parity_diff,
+                parity_s=checked.parity_s,
             )
-            diff = checked.canary_diff
+            diff = checked.parity_diff
             # Logged for the last version too, which no step's record contains.
             logger.info(
                 "policy version %d is served: push %.3f s, pull %.3f s%s",
@@ -93,7 +93,7 @@ class WeightSync:
                 result.pull_s,
                 ""
                 if diff is None
-                else f", parity {diff:.3g} nats a token in {checked.canary_s:.3f} s",
+                else f", parity {diff:.3g} nats a token in {checked.parity_s:.3f} s",
             )
             if on_served is not None:
                 on_served()

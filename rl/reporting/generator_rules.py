@@ -121,7 +121,7 @@ def _served_lag(run: RunData) -> Series:
 
 def _by_logprobs(run: RunData) -> Finding | None:
     """Find a step from which on trainer and generator disagree about tokens of the same weights."""
-    diffs = metric([r for r in run.steps if r.get("age/mean", 0.0) == 0.0], DIFF)
+    diffs = metric([r for r in run.steps if r.get("staleness/mean", 0.0) == 0.0], DIFF)
     if len(diffs) < MIN_STEPS:
         return None
     places = [i for i in range(1, len(diffs)) if _is_jump(diffs, i)]
@@ -137,7 +137,7 @@ def _by_logprobs(run: RunData) -> Finding | None:
     else:
         kind, title = "logprob_difference", "Trainer and generator do not compute the same"
         what = "The difference stays constant, as with another precision or other sampling settings"
-    names = (DIFF, "logprob_diff/max", "canary/logprob_diff", "age/mean", "loss/ratio_mean")
+    names = (DIFF, "logprob_diff/max", "parity/logprob_diff", "staleness/mean", "loss/ratio_mean")
     later = [r for r in run.rollouts if r["kind"] == "train" and r["step"] >= since][:64]
     apart = sorted(later, key=_gap, reverse=True)[:2]
     return Finding(

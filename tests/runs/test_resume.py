@@ -46,7 +46,7 @@ def test_resumed_off_policy_run_goes_on_from_an_undamaged_checkpoint_and_trains_
     assert (ended.folder / "checkpoints" / f"step-{last}.damaged").is_dir()
     assert [record["step"] for record in ended.steps] == list(range(1, last + 5))
     assert [record["policy_version"] for record in ended.steps] == list(range(1, last + 5))
-    assert max(record["age/max"] for record in ended.steps) <= 3
+    assert max(record["staleness/max"] for record in ended.steps) <= 3
     trained = [r for r in read_rollouts(ended.folder / "rollouts.jsonl") if r["kind"] == "train"]
     samples = [(r["problem"], r["sample"]) for r in trained]
     assert len(samples) == len(set(samples)) == 8 * 4 * (last + 4)
