@@ -62,7 +62,7 @@ async def make_training_batch(
     advantages_PG = config.advantage(rewards_PG)
     ids = [(p, g) for p, members in enumerate(members_PG) for g in range(len(members))]
     samples = dict(
-        zip(ids, _samples(members_PG, chain(*advantages_PG), config=config), strict=True)
+        zip(ids, _make_samples(members_PG, chain(*advantages_PG), config=config), strict=True)
     )
     if references is not None:
         pairs = zip(samples.items(), references, strict=True)
@@ -72,7 +72,7 @@ async def make_training_batch(
     samples, counts = _limit_lengths(samples, config=config)
     if config.mask_truncated_completions:
         masked = [(p, g) for p, g in samples if members_PG[p][g].rollout.is_truncated]
-        samples |= {rollout_id: _masked(samples[rollout_id]) for rollout_id in masked}
+        samples |= {rollout_id: _mask_sample(samples[rollout_id]) for rollout_id in masked}
         counts["samples/masked"] = Sum(len(masked))
     if adds_proximal_logprobs:
         proximal = await trainer.compute_logprobs([*samples.values()])
@@ -92,7 +92,7 @@ async def make_training_batch(
     )
 
 
-def _samples(
+def _make_samples(
     members_PG: Sequence[Sequence[ScoredRollout]],
     advantages: Iterable[np.ndarray],
     *,
@@ -102,7 +102,7 @@ def _samples(
     return policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
 
 
-def _masked(sample: TrainingSample) -> TrainingSample:
+def _mask_sample(sample: TrainingSample) -> TrainingSample:
     """Return the sample without any token to train on."""
     return replace(sample, mask=np.zeros_like(sample.mask))
 
@@ -122,7 +122,7 @@ async def _subtract_kl(
     """
     kl_reward = config.kl_reward
     none = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
-    samples = _samples(members_PG, none, config=config)
+    samples = _make_samples(members_PG, none, config=config)
     references = await trainer.compute_reference_logprobs(samples)
     kls = [
         kl_penalty(s.generator_logprobs[s.mask], reference_T[s.mask], kl_reward.estimator)
@@ -167,7 +167,7 @@ def _limit_lengths(
     return kept, counts
 
 
-def trained_rollouts(
+def collect_trained_rollouts(
     batch: Batch,
     training: TrainingBatch,
     *,
@@ -183,7 +183,7 @@ def trained_rollouts(
     samples = dict(chain.from_iterable(part.items() for part in training.minibatches))
     return [
         [
-            _trained(member.rollout, advantages_C, samples.get((p, g)), logprobs.get((p, g)))
+            _add_logprobs(member.rollout, advantages_C, samples.get((p, g)), logprobs.get((p, g)))
             if (p, g) in recorded
             else TrainedRollout(advantages=advantages_C)
             for g, (member, advantages_C) in enumerate(zip(group.scored, advantages_G, strict=True))
@@ -194,7 +194,7 @@ def trained_rollouts(
     ]
 
 
-def _trained(
+def _add_logprobs(
     rollout: Rollout,
     advantages_C: np.ndarray,
     sample: TrainingSample | None,

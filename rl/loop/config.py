@@ -78,14 +78,14 @@ class LoopConfig(Configurable.Config):
     """
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
 
-    def evaluates(self, step: int) -> bool:
+    def is_evaluation_due(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
         every = self.eval_every
         return bool(every) and (step % every == 0 or step == self.num_steps)
 
-    def publishes(self, step: int) -> bool:
+    def is_push_due(self, step: int) -> bool:
         """Return True if the weights are published after this step; an evaluation needs them."""
-        return step % self.publish_every == 0 or self.evaluates(step)
+        return step % self.publish_every == 0 or self.is_evaluation_due(step)
 
     def __post_init__(self) -> None:
         from_0 = (

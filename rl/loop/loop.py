@@ -30,7 +30,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rl.config.configurable import Configurable
-from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
+from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.config import LoopConfig
 from rl.loop.metrics import (
     StepClock,
@@ -75,7 +75,7 @@ class RolloutSetup:
     thread: EnvironmentThread = field(default_factory=EnvironmentThread)
     """Event loop of the environments, shared by training and evaluation."""
 
-    def parts(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
+    def build(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
         """Return the worker that turns a training problem into a scored group, and the
         evaluator.
         """
@@ -161,7 +161,7 @@ class Loop(Configurable):
         self._stop = stop or StopRequest()
         self._continues = position is not None
         self._writer = BackgroundWriter("rollouts.jsonl")
-        worker, self._evaluator = rollouts.parts(config)
+        worker, self._evaluator = rollouts.build(config)
         start = position or LoopPosition(step=0, num_problems=0)
         problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
         self._producer = RolloutProducer(
@@ -196,14 +196,14 @@ class Loop(Configurable):
                 has its weights.
         """
         try:
-            with self._stop.listening(self._describe_stop):
+            with self._stop.listen(self._describe_stop):
                 await self._run_steps()
         except StopRequestedError:
             try:
                 await self._writer.finish()  # a checkpoint's rollouts are not generated again
             finally:
-                if self.checkpoints.would_save(self._progress.done):
-                    await self.checkpoints.save(self._progress.now(), wait=True)
+                if self.checkpoints.should_save(self._progress.done):
+                    await self.checkpoints.save(self._progress.make_position(), wait=True)
             raise
         except Exception as error:  # also an error of the user's task
             if self._progress.whole is not None:
@@ -228,14 +228,14 @@ class Loop(Configurable):
                     await self._evaluate(step)
                 await self._save(step)
         with error_context(f"after step {max(first - 1, last)}"):
-            await self._sync.served()
+            await self._sync.wait_for_pull()
             await self._writer.finish()
 
     async def _begin(self) -> None:
         done = self._progress.done
         self._stop.check()
         await self._sync.begin()
-        published = await self._sync.served()
+        published = await self._sync.wait_for_pull()
         self._progress.step_of_version[published.policy_version] = done
         if not self._continues:
             await self._save(done)
@@ -247,9 +247,9 @@ class Loop(Configurable):
         clock.start()
         if config.max_off_policy_steps == 0:
             self._producer.serve(step - 1)
-        batch = await self._next_batch(step)
+        batch = await self._wait_for_batch(step)
         self._progress.has_batch = True
-        clock.rollouts_arrived(batch)
+        clock.split_batch_wait(batch)
         staleness = off_policy_steps(
             batch.groups,
             step=step,
@@ -277,7 +277,7 @@ class Loop(Configurable):
                 **time_metrics(minibatches=trained, published=self._sync.last, clock=clock),
             }
         )
-        self._progress.step_ended(step, has_gradient=training.has_gradient)
+        self._progress.finish_step(step, has_gradient=training.has_gradient)
         self._check_empty_steps(batch)
 
     async def _train(
@@ -291,7 +291,9 @@ class Loop(Configurable):
         trained: list[TrainedMinibatch] = []
 
         def write(recorder: Recorder) -> None:
-            rollouts = trained_rollouts(batch, training, recorded=recorded, logprobs=logprobs)
+            rollouts = collect_trained_rollouts(
+                batch, training, recorded=recorded, logprobs=logprobs
+            )
             recorder.step(step, batch, rollouts)
 
         try:
@@ -306,10 +308,10 @@ class Loop(Configurable):
                 if on_policy and not trained:
                     self._check_logprobs(gradient)
                 self._clock.lap("train")
-                await self._sync.pushed()
+                await self._sync.wait_for_push()
                 self._clock.lap("publish")
                 is_empty = not any(sample.mask.any() for sample in samples.values())
-                update = await self._optim_step(allow_empty=is_empty)
+                update = await self._update_weights(allow_empty=is_empty)
                 self._clock.lap("train")
                 trained.append(TrainedMinibatch(gradient=gradient, update=update))
         except Exception:
@@ -318,9 +320,9 @@ class Loop(Configurable):
         await self._record(write)
         return trained
 
-    async def _next_batch(self, step: int) -> Batch:
+    async def _wait_for_batch(self, step: int) -> Batch:
         try:
-            return await self._stop.interrupting(self._producer.next_batch())
+            return await self._stop.run_until_stop(self._producer.next_batch())
         except StopRequestedError:
             raise
         except Exception:
@@ -328,7 +330,7 @@ class Loop(Configurable):
             await self._record(lambda recorder: recorder.stopped(step, unused), last=True)
             raise
 
-    async def _optim_step(self, *, allow_empty: bool) -> OptimStepResult:
+    async def _update_weights(self, *, allow_empty: bool) -> OptimStepResult:
         """Update the weights; with `allow_empty` by a gradient of zero, if all of a minibatch is
         masked.
         """
@@ -344,20 +346,20 @@ class Loop(Configurable):
         """Begin to publish the weights if they are due; with `max_off_policy_steps` 0 wait until it
         is done.
         """
-        if not self.config.publishes(step):
+        if not self.config.is_push_due(step):
             return
         self._progress.step_of_version[policy_version] = step
         if self.config.max_off_policy_steps == 0:
             await self._sync.begin()
-            await self._sync.served()
+            await self._sync.wait_for_pull()
         else:
             await self._sync.begin(on_served=lambda: self._producer.serve(step))
 
     async def _evaluate(self, step: int) -> None:
-        policy_version = (await self._sync.served()).policy_version
+        policy_version = (await self._sync.wait_for_pull()).policy_version
         started = now_s()
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
-            result = await self._stop.interrupting(self._evaluator.run())
+            result = await self._stop.run_until_stop(self._evaluator.run())
         eval_s = now_s() - started
         await self._record(lambda recorder: recorder.evaluation(step, result))
         self._write(
@@ -368,13 +370,13 @@ class Loop(Configurable):
                 "time/eval_s": eval_s,
             }
         )
-        self._progress.evaluation_ended()
+        self._progress.finish_evaluation()
 
     async def _save(self, step: int) -> None:
         last = step == self.config.num_steps > 0
         if self.checkpoints.is_due(step, last=last):
             await self._writer.finish()  # a checkpoint's rollouts are not generated again
-            await self.checkpoints.save(self._progress.now(), last=last)
+            await self.checkpoints.save(self._progress.make_position(), last=last)
 
     async def _record(self, write: Callable[[Recorder], None], *, last: bool = False) -> None:
         """Write rollouts in the background; with `last`, before a run that fails ends."""
@@ -417,7 +419,7 @@ class Loop(Configurable):
         step = self._progress.done + self._progress.has_batch
         saves = (
             f"saving step {step}"
-            if self.checkpoints.would_save(step)
+            if self.checkpoints.should_save(step)
             else f"stopping after step {step}"
         )
         return f"{saves}, then ending; again to end at once"

@@ -48,7 +48,7 @@ class StepClock:
 
     def start(self) -> None:
         self._last = now_s()
-        self._busy_at_start = self._busy_s()
+        self._busy_at_start = self._read_busy_s()
         self.laps_s = defaultdict(float)
 
     def lap(self, name: str, *, until: float | None = None) -> None:
@@ -57,7 +57,7 @@ class StepClock:
         self.laps_s[name] += until - self._last
         self._last = until
 
-    def rollouts_arrived(self, batch: Batch) -> None:
+    def split_batch_wait(self, batch: Batch) -> None:
         """Split the wait for a batch at the arrival of its last token: generation before, scoring
         after.
         """
@@ -68,7 +68,8 @@ class StepClock:
         """Return the idle seconds of each role in this step until now."""
         step_s = sum(self.laps_s.values())
         generating_s, scoring_s = (
-            now - before for now, before in zip(self._busy_s(), self._busy_at_start, strict=True)
+            now - before
+            for now, before in zip(self._read_busy_s(), self._busy_at_start, strict=True)
         )
         return {
             "generator": max(0.0, step_s - generating_s),
@@ -85,7 +86,7 @@ class StepClock:
         self._reported = tokens, busy_s
         return Mean(tokens - tokens_before, busy_s - busy_before_s)
 
-    def _busy_s(self) -> tuple[float, float]:
+    def _read_busy_s(self) -> tuple[float, float]:
         return self._episodes.generating.total_s(), self._worker.scoring.total_s()
 
 
@@ -122,7 +123,7 @@ def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, 
         "prompt/tokens_mean": Mean(num_tokens - num_generated, len(rollouts)),
         "completion/tokens_mean": Mean(num_generated, len(rollouts)),
         "completion/tokens_max": Max(max(nums_generated)),
-        "completion/context_mean": Mean(sum(map(_num_attended, rollouts)), num_generated),
+        "completion/context_mean": Mean(sum(map(_count_attended, rollouts)), num_generated),
         "completion/cut_off": Mean.of([r.completion.is_cut_off for r in rollouts]),
         "rollout/turns_mean": Mean.of([len(r.turns) for r in rollouts]),
         "rollout/unfinished": Mean.of([r.end != "done" for r in rollouts]),
@@ -137,7 +138,7 @@ def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
     }
 
 
-def _num_attended(rollout: Rollout) -> int:
+def _count_attended(rollout: Rollout) -> int:
     """Return the context lengths of all generated tokens, added up."""
     total = num_before = 0
     for turn in rollout.turns:
@@ -168,7 +169,7 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
         "logprob_diff/identical": Last(int(first.logprobs_identical)),
     }
     merged = merge([*map(_minibatch_metrics, minibatches), mismatch])
-    return merged | _effective_share(merged)
+    return merged | _compute_effective_share(merged)
 
 
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
@@ -229,7 +230,7 @@ def _loss_metrics(
     return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
 
 
-def _effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
+def _compute_effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the effective sample share of all importance weights, if there are any."""
     weight, squared = (merged.get(f"loss/{name}") for name in (WEIGHT, WEIGHT_SQUARED))
     if not (isinstance(weight, Mean) and isinstance(squared, Mean) and weight.count):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Steps and evaluations that a running loop has done; `now` is its state between two steps."""
+    """Steps and evaluations that a running loop has done; `make_position` gives its state."""
 
     def __init__(
         self,
@@ -49,31 +49,31 @@ class Progress:
         """
         self.has_batch = False
         """True while a step trains on its batch."""
-        self.whole: LoopPosition | None = self.now()
+        self.whole: LoopPosition | None = self.make_position()
         """Position after the last completed step; None while the trainer's weights are between two
         steps.
         """
 
-    def now(self) -> LoopPosition:
+    def make_position(self) -> LoopPosition:
         """Return the position; groups that have finished but are not trained on are generated
         again.
         """
         position = self._problems.position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
-    def step_ended(self, step: int, *, has_gradient: bool) -> None:
+    def finish_step(self, step: int, *, has_gradient: bool) -> None:
         self.done = step
         self.has_batch = False
-        self.evaluated = not self._config.evaluates(step)
+        self.evaluated = not self._config.is_evaluation_due(step)
         self.num_empty_steps = 0 if has_gradient else self.num_empty_steps + 1
         self.step_of_version = {
             version: published
             for version, published in self.step_of_version.items()
             if step - published <= self._config.max_off_policy_steps
         }
-        self.whole = self.now()
+        self.whole = self.make_position()
 
-    def evaluation_ended(self) -> None:
+    def finish_evaluation(self) -> None:
         self.evaluated = True
         if self.whole is not None:
             self.whole = replace(self.whole, evaluated=True)
@@ -105,7 +105,7 @@ class StepCheckpoints:
     """Step of the last checkpoint, or of the checkpoint that the loop continues from."""
 
     def is_due(self, step: int, *, last: bool = False) -> bool:
-        return step != self.last_saved and self.config.due(step, last=last)
+        return step != self.last_saved and self.config.is_due(step, last=last)
 
     async def save(self, position: LoopPosition, *, last: bool = False, wait: bool = False) -> None:
         """Save the trainer, which has done the steps of `position`; always wait for the last
@@ -122,7 +122,7 @@ class StepCheckpoints:
         )
         self.last_saved = position.step
 
-    def would_save(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Return True if a loop that ends early after `step` has unsaved progress that may be
         saved.
         """
@@ -133,7 +133,7 @@ class StepCheckpoints:
         step = position.step
         if (
             isinstance(error, CheckpointError)
-            or not self.would_save(step)
+            or not self.should_save(step)
             or not self.can_answer(error)
         ):
             return

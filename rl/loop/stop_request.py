@@ -30,7 +30,7 @@ class StopRequest:
         self.was_asked = False
 
     @contextmanager
-    def listening(self, describe: Callable[[], str]) -> Iterator[None]:
+    def listen(self, describe: Callable[[], str]) -> Iterator[None]:
         """Accept a request while the block runs; `describe` returns what the loop will do then."""
         self._loop, self._describe = asyncio.get_running_loop(), describe
         try:
@@ -53,7 +53,7 @@ class StopRequest:
         if self.was_asked:
             raise StopRequestedError
 
-    async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run_until_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; on a request cancel it and raise StopRequestedError."""
         task, event = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:

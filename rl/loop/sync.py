@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 class WeightSync:
     """Background publisher of the trainer's weights.
 
-    The trainer may compute during a push, and awaits `pushed` before it changes its weights.
+    The trainer may compute during a push, and awaits `wait_for_push` before it changes its weights.
     """
 
     def __init__(
         self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise
+        """`on_failure` receives an error as soon as it occurs; `begin`, `wait_for_push` and `wait_for_pull` raise
         it.
         """
         self._publisher = publisher
@@ -43,21 +43,21 @@ class WeightSync:
         `on_served` is called when all generators serve them.
         """
         if self._serve is not None:
-            await self.served()
+            await self.wait_for_pull()
         self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
         self._serve = asyncio.create_task(
-            self._serve_pushed(self._push, on_served), name="pull of weights"
+            self._pull_after(self._push, on_served), name="pull of weights"
         )
         # Send the push before the caller asks the trainer for anything else: a push that is queued
         # behind a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
 
-    async def pushed(self) -> None:
+    async def wait_for_push(self) -> None:
         """Wait until the trainer may change its weights."""
         if self._push is not None:
             await asyncio.shield(self._push)
 
-    async def served(self) -> PublishResult:
+    async def wait_for_pull(self) -> PublishResult:
         """Wait until every generator serves the version that was begun last."""
         assert self._serve is not None, "nothing was published"
         return await asyncio.shield(self._serve)
@@ -69,7 +69,7 @@ class WeightSync:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve_pushed(
+    async def _pull_after(
         self, push: asyncio.Task[int], on_served: Callable[[], None] | None
     ) -> PublishResult:
         started = now_s()

@@ -55,7 +55,7 @@ class SupervisedWarmup(Configurable):
             if not all(0 <= beta < 1 for beta in self.betas):
                 raise ValueError(f"betas={self.betas}: must be at least 0 and below 1")
 
-        def lr_at(self, step: int) -> float:
+        def compute_lr(self, step: int) -> float:
             """Return the learning rate of a step, counted from 0."""
             rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
             cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
@@ -92,7 +92,7 @@ class SupervisedWarmup(Configurable):
                         "`warmup_problems` repeat them, or lower warmup.num_steps"
                     )
                 params = OptimParams(
-                    lr=config.lr_at(step),
+                    lr=config.compute_lr(step),
                     betas=config.betas,
                     weight_decay=config.weight_decay,
                     max_norm=config.max_norm,

@@ -51,10 +51,10 @@ from rl.training.checkpoint_tensors import (
     read_tensors,
     write_tensors,
 )
-from rl.training.failures import CheckpointError, checkpoint_errors
+from rl.training.failures import CheckpointError, wrap_checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
-from rl.training.random_states import pack_random_states, random_file, read_random_states
+from rl.training.random_states import name_random_file, pack_random_states, read_random_states
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import atomic_folder
@@ -97,7 +97,7 @@ class Checkpointer(Configurable):
             )
         self._rank = 0 if mesh is None else dist.get_rank()
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
-        self._random_file = random_file(layout=layout, rank=self._rank)
+        self._random_file = name_random_file(layout=layout, rank=self._rank)
         self._pinned_stager: DefaultStager | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[Path, Future[None]] | None = None
@@ -193,7 +193,7 @@ class Checkpointer(Configurable):
             self._load_weights(path)
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
-        saved = self._verified_state(path)
+        saved = self._read_checked_state(path)
         if saved.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
         check_tokenizer(
@@ -204,7 +204,7 @@ class Checkpointer(Configurable):
             path,
             saved,
             into=into,
-            elsewhere=self._elsewhere(into),
+            elsewhere=self._list_elsewhere(into),
             converters=self.policy.converters,
             exclude=exclude,
         )
@@ -214,11 +214,11 @@ class Checkpointer(Configurable):
             random = on_all_ranks(
                 partial(read_random_states, path / self._random_file), group=self._group
             )
-        with checkpoint_errors(f"checkpoint {path} could not be read"):
+        with wrap_checkpoint_errors(f"checkpoint {path} could not be read"):
             read_tensors(path, tensors, group=self._group)
-        self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
+        self.policy.mark_restored(_select_names(tensors, MODEL), base_model=saved.base_model)
         if self.reference is not None:
-            self.reference.policy.weights_restored(_names(tensors, REFERENCE), base_model=None)
+            self.reference.policy.mark_restored(_select_names(tensors, REFERENCE), base_model=None)
         if random is not None:
             restore_process_states(random)
         if model_only:
@@ -244,7 +244,7 @@ class Checkpointer(Configurable):
                 tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
         return tensors
 
-    def _elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def _list_elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that only other ranks of a pipeline have."""
         if (pipeline := self.policy.pipeline) is None:
             return {}
@@ -293,7 +293,7 @@ class Checkpointer(Configurable):
         """
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
-        with ExitStack() as hidden, checkpoint_errors(not_written):
+        with ExitStack() as hidden, wrap_checkpoint_errors(not_written):
             folder = on_first_rank(
                 lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
             )
@@ -320,7 +320,7 @@ class Checkpointer(Configurable):
             logger.error("background save failed: %s", error)
             raise
 
-    def _verified_state(self, path: Path) -> SavedState:
+    def _read_checked_state(self, path: Path) -> SavedState:
         """Check every file, each rank its share of them, and return the saved state."""
         share = slice(
             self._rank, None, 1 if self._group is None else dist.get_world_size(self._group)
@@ -334,6 +334,6 @@ class Checkpointer(Configurable):
             self.reference.follow(self.policy)
 
 
-def _names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
+def _select_names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
     prefix = f"{part}."
     return {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}

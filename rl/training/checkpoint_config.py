@@ -16,8 +16,8 @@ from rl.training.checkpoint_files import (
     HF_FOLDER,
     Skip,
     check_files,
+    find_newest_usable,
     is_checkpoint,
-    newest_usable,
     read_state,
     saved_steps,
 )
@@ -124,7 +124,7 @@ class CheckpointConfig(Configurable.Config):
                     f"exclude_from_loading: {name!r} has no state; the schedule follows train_state"
                 )
 
-    def due(self, step: int, *, last: bool = False) -> bool:
+    def is_due(self, step: int, *, last: bool = False) -> bool:
         """Return whether a checkpoint is saved after `step`; step 0 is the seed checkpoint."""
         if not self.saves:
             return False
@@ -179,11 +179,11 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     if not config.load_only:
         _check_free(config, shared, load_step)
         if repairs and load_step == LATEST:
-            newest_usable(shared, lambda path: _checkpoint(path, config, model_only=False))
+            find_newest_usable(shared, lambda path: _make_source(path, config, model_only=False))
     steps = saved_steps(shared)
     if not steps:
         return initial_source(config)
-    source = _checkpoint(_path_of_step(steps, load_step, folder=shared), config, model_only=False)
+    source = _make_source(_find_step(steps, load_step, folder=shared), config, model_only=False)
     if source.position is None and not config.load_only:
         raise ValueError(
             f"folder={config.folder!r} holds checkpoints, but the loop would start at step 0 and "
@@ -221,13 +221,13 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
             )
         return LoadSource(path=path, model_only=True, position=None)
     if steps := saved_steps(path):
-        path = _path_of_step(steps, load_step, folder=path)
+        path = _find_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
         raise ValueError(
             f"initial_load_path={path}: must be a checkpoint, a folder of step-<n> for "
             f"load_step={load_step}, or, with initial_load_in_hf, a Hugging Face folder"
         )
-    return _checkpoint(path, config, model_only=config.initial_load_model_only)
+    return _make_source(path, config, model_only=config.initial_load_model_only)
 
 
 def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
@@ -238,10 +238,12 @@ def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) ->
         num_steps: number of steps that the run is to have in all.
         skip: called for each damaged checkpoint; None sets them aside.
     """
-    return newest_usable(folder, lambda path: _continued(path, num_steps=num_steps), skip=skip)
+    return find_newest_usable(
+        folder, lambda path: _continue_from(path, num_steps=num_steps), skip=skip
+    )
 
 
-def _continued(path: Path, *, num_steps: int) -> LoadSource:
+def _continue_from(path: Path, *, num_steps: int) -> LoadSource:
     check_files(path, tensors=False)
     state = read_state(path)
     position = state.position
@@ -278,7 +280,7 @@ def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
         )
 
 
-def _path_of_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
+def _find_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
     step = max(steps) if load_step == LATEST else load_step
     if step not in steps:
         raise ValueError(
@@ -287,7 +289,7 @@ def _path_of_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Pa
     return steps[step]
 
 
-def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
+def _make_source(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
     check_files(path, tensors=False)
     state = read_state(path)
     if state.model_only and not model_only:

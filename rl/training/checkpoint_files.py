@@ -120,7 +120,7 @@ def read_state(folder: str | Path) -> SavedState:
     values = _read_json(file)
     try:
         if (position := values["position"]) is not None:
-            values["position"] = _position(position)
+            values["position"] = _parse_position(position)
         if (tokenizer := values["tokenizer"]) is not None:
             values["tokenizer"] = TokenizerFingerprint(**{"complete": False} | tokenizer)
         return SavedState(**values)
@@ -128,7 +128,7 @@ def read_state(folder: str | Path) -> SavedState:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
-def _position(values: Mapping[str, Any]) -> LoopPosition:
+def _parse_position(values: Mapping[str, Any]) -> LoopPosition:
     problems = values.get("problems")  # a checkpoint of an earlier version has none
     if problems is not None:
         problems = ProblemsFingerprint(**problems | {"digests": tuple(problems["digests"])})
@@ -197,7 +197,7 @@ def sum_of_file(file: Path) -> FileSum:
     return FileSum(num_bytes=num_bytes, crc32=crc32)
 
 
-def newest_usable(
+def find_newest_usable(
     folder: Path, check: Callable[[Path], T], *, skip: Skip | None = None
 ) -> T | None:
     """Return the result of `check` for the newest undamaged checkpoint, or None.

@@ -183,29 +183,31 @@ def _check_keys(keys: Sequence[Any]) -> None:
 
 def _translate(content: Any) -> SavedTensors:
     """Return what the records describe; raise one of `_MALFORMED` for anything else."""
-    fields = _fields(content, "Metadata")
+    fields = _get_fields(content, "Metadata")
     tensors: dict[str, STORAGE_TYPES] = {}
     pickled: dict[str, None] = {}
-    for name, entry in _dict(fields["state_dict_metadata"]).items():
-        if type(entry).__name__ == "BytesStorageMetadata" and _text(name).startswith(f"{RANDOM}."):
+    for name, entry in _check_dict(fields["state_dict_metadata"]).items():
+        if type(entry).__name__ == "BytesStorageMetadata" and _check_text(name).startswith(
+            f"{RANDOM}."
+        ):
             pickled[name] = None
         else:
-            tensors[_text(name)] = _tensor(entry)
+            tensors[_check_text(name)] = _translate_tensor(entry)
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for index, place in _dict(fields["storage_data"]).items():
-        of_index = _fields(index, "MetadataIndex")
-        name = _text(of_index["fqn"])
+    for index, place in _check_dict(fields["storage_data"]).items():
+        of_index = _get_fields(index, "MetadataIndex")
+        name = _check_text(of_index["fqn"])
         if name not in pickled:
             offset = of_index.get("offset")
-            of_tensor = MetadataIndex(name, None if offset is None else _size(offset))
-            places[of_tensor] = _place(place)
+            of_tensor = MetadataIndex(name, None if offset is None else _check_size(offset))
+            places[of_tensor] = _translate_place(place)
     return SavedTensors(
         metadata=Metadata(state_dict_metadata=tensors, storage_data=places), pickled=tuple(pickled)
     )
 
 
-def _tensor(entry: Any) -> TensorStorageMetadata:
-    fields = _fields(entry, "TensorStorageMetadata")
+def _translate_tensor(entry: Any) -> TensorStorageMetadata:
+    fields = _get_fields(entry, "TensorStorageMetadata")
     properties = fields["properties"]
     _check_kind(properties, "TensorProperties")
     dtype, *_ = properties.fields
@@ -213,24 +215,26 @@ def _tensor(entry: Any) -> TensorStorageMetadata:
         raise TypeError(f"{type(dtype).__name__} in place of a dtype")
     chunks = []
     for chunk in fields["chunks"]:
-        of_chunk = _fields(chunk, "ChunkStorageMetadata")
+        of_chunk = _get_fields(chunk, "ChunkStorageMetadata")
         chunks.append(
-            ChunkStorageMetadata(offsets=_size(of_chunk["offsets"]), sizes=_size(of_chunk["sizes"]))
+            ChunkStorageMetadata(
+                offsets=_check_size(of_chunk["offsets"]), sizes=_check_size(of_chunk["sizes"])
+            )
         )
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype), size=_size(fields["size"]), chunks=chunks
+        properties=TensorProperties(dtype=dtype), size=_check_size(fields["size"]), chunks=chunks
     )
 
 
-def _place(entry: Any) -> _StorageInfo:
+def _translate_place(entry: Any) -> _StorageInfo:
     """Return where a piece of a tensor lies: in a file beside `.metadata`, as it is."""
-    fields = _fields(entry, "_StorageInfo")
+    fields = _get_fields(entry, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if not _DATA_FILE.fullmatch(_text(name)):
+    if not _DATA_FILE.fullmatch(_check_text(name)):
         raise ValueError(f"a tensor is in {name[:200]!r}, which is no file of a checkpoint")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or changed in another way")
-    (offset, length) = _size((offset, length))
+    (offset, length) = _check_size((offset, length))
     return _StorageInfo(relative_path=name, offset=offset, length=length)
 
 
@@ -239,24 +243,24 @@ def _check_kind(value: Any, kind: str) -> None:
         raise TypeError(f"{type(value).__name__} in place of {kind}")
 
 
-def _fields(value: Any, kind: str) -> dict[str, Any]:
+def _get_fields(value: Any, kind: str) -> dict[str, Any]:
     _check_kind(value, kind)
-    return _dict(value.fields)
+    return _check_dict(value.fields)
 
 
-def _dict(value: Any) -> dict[Any, Any]:
+def _check_dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{type(value).__name__} in place of dict")
     return value
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} in place of str")
     return value
 
 
-def _size(value: Any) -> torch.Size:
+def _check_size(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or not all(
         type(number) is int and number >= 0 for number in value
     ):

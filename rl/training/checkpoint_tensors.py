@@ -113,9 +113,9 @@ def matching_tensors(
         (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
     )
     _check_exclusions(path, [*others, *names], exclude=exclude)
-    needed, there = _without(needed, exclude), _without(there, exclude)
-    differences = list(_converter_differences(saved, converters, names, exclude))
-    differences += _tensor_differences(needed, there)
+    needed, there = _drop_excluded(needed, exclude), _drop_excluded(there, exclude)
+    differences = list(_find_converter_differences(saved, converters, names, exclude))
+    differences += _find_tensor_differences(needed, there)
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ValueError(
@@ -160,7 +160,7 @@ def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence
         )
 
 
-def _without(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
+def _drop_excluded(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
 
 
@@ -173,7 +173,7 @@ def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str
             )
 
 
-def _converter_differences(
+def _find_converter_differences(
     saved: SavedState, converters: ModelConverters, names: Iterable[str], exclude: Sequence[str]
 ) -> Iterator[str]:
     """Yield a difference in settings that change the meaning of a tensor that is loaded.
@@ -187,10 +187,10 @@ def _converter_differences(
     of_model = [name for name in names if excluded(name, (MODEL,))]
     depending = [name for name in of_model if name not in plain] or of_model
     if not all(excluded(name, exclude) for name in depending):
-        yield f"it was made with {_described(theirs)}, this run has {_described(ours)}"
+        yield f"it was made with {_describe(theirs)}, this run has {_describe(ours)}"
 
 
-def _tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
+def _find_tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
     for name, shape in needed.items():
         if name not in there:
             yield f"tensor {name} is missing, the run needs it with shape {list(shape)}"
@@ -201,7 +201,7 @@ def _tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
             yield f"tensor {name} of shape {list(shape)} has no place in the run"
 
 
-def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
+def _describe(converters: Mapping[str, Mapping[str, Any]]) -> str:
     described = (
         f"{name} ({', '.join(f'{field}={value}' for field, value in settings.items())})"
         for name, settings in converters.items()
@@ -223,7 +223,7 @@ def write_tensors(
         more: content of further files of this rank, by their names.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    with plain_errors():
+    with raise_plain_errors():
         state_dict_saver.save(
             dict(state),
             storage_writer=_Writer(folder, more),
@@ -242,7 +242,7 @@ def read_tensors(
     """
     into: dict[str, Any] = dict(state)
     try:
-        with plain_errors():
+        with raise_plain_errors():
             state_dict_loader.load(
                 into, storage_reader=_Reader(folder), process_group=group, no_dist=group is None
             )
@@ -260,7 +260,7 @@ def read_tensors(
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
+def raise_plain_errors() -> Iterator[None]:
     """Raise the first failed rank's own error on all ranks."""
     # The filter stays: removing it would race with other threads.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -38,7 +38,7 @@ from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
 from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
-from rl.training.memory import estimate_memory, explaining_memory, reset_peak_memory
+from rl.training.memory import estimate_memory, explain_memory_errors, reset_peak_memory
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
@@ -117,13 +117,13 @@ class TrainingEngine(Configurable):
             record_in=failure_folder,
         )
         self.policy = self._make_policy(config.training)
-        self.experts = _expert_balance(config.experts, self.policy)
+        self.experts = _build_expert_balance(config.experts, self.policy)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
         self.reference = self._make_reference()
-        self.optimizer = _optimizer(config.optimizer, self.policy)
+        self.optimizer = _build_optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
             policy=self.policy,
@@ -184,7 +184,7 @@ class TrainingEngine(Configurable):
                 a denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
-        with self._explaining_memory("forward_backward"):
+        with self._explain_memory_errors("forward_backward"):
             return self._gradient.add(
                 samples,
                 loss=self.config.loss if loss is None else loss,
@@ -202,7 +202,7 @@ class TrainingEngine(Configurable):
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         loss = self.config.loss if loss is None else loss
-        with self._explaining_memory("forward"):
+        with self._explain_memory_errors("forward"):
             return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
 
     def optim_step(
@@ -223,7 +223,7 @@ class TrainingEngine(Configurable):
         """
         if params is not None and self.config.optimizer.early_step_in_backward:
             raise ValueError(f"optim_step({params}): must have no settings, because {STEPPED}")
-        settings = self._settings(params)
+        settings = self._make_settings(params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
             check_bounds(params, "max_norm", above=0)
@@ -231,8 +231,8 @@ class TrainingEngine(Configurable):
         scale = self._gradient.scale(allow_empty=allow_empty)
         reset_peak_memory(self.device)
         with (
-            self._explaining_memory("optim_step"),
-            self._gradient.dropped_on_error(f"optim_step {self.policy_version}"),
+            self._explain_memory_errors("optim_step"),
+            self._gradient.drop_on_error(f"optim_step {self.policy_version}"),
         ):
             grad_norm = self._gradient.finish(
                 scale=scale, max_norm=max_norm, version=self.policy_version
@@ -244,7 +244,7 @@ class TrainingEngine(Configurable):
                 self.experts.step()
             rounding = None
             if self.config.training.dtype == "bfloat16":
-                rounding = self.optimizer.rounding.result(mesh=self.policy.mesh)
+                rounding = self.optimizer.rounding.reduce(mesh=self.policy.mesh)
         self.drop_gradient()
         self._gradient.has_stepped = False
         self.policy_version += 1
@@ -257,9 +257,9 @@ class TrainingEngine(Configurable):
         )
 
     def _step_early(self, parameter: nn.Parameter) -> None:
-        self.optimizer.step_one(parameter, self._settings(), version=self.policy_version)
+        self.optimizer.step_one(parameter, self._make_settings(), version=self.policy_version)
 
-    def _explaining_memory(self, call: str) -> AbstractContextManager[None]:
+    def _explain_memory_errors(self, call: str) -> AbstractContextManager[None]:
         estimated = partial(
             estimate_memory,
             self.config,
@@ -267,7 +267,7 @@ class TrainingEngine(Configurable):
             degrees=self._degrees,
             on_gpu=self.device.type == "cuda",
         )
-        return explaining_memory(
+        return explain_memory_errors(
             f"{call} of policy version {self.policy_version}",
             device=self.device,
             training=self.config.training,
@@ -275,10 +275,10 @@ class TrainingEngine(Configurable):
             estimated=estimated,
         )
 
-    def _settings(self, params: OptimParams | None = None) -> dict[str, Any]:
+    def _make_settings(self, params: OptimParams | None = None) -> dict[str, Any]:
         """Return the optimizer's settings for the next step."""
-        lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
-        return self.optimizer.settings(lr=lr, params=params)
+        lr = self.config.optimizer.lr * self.schedule.compute_factor(self.policy_version)
+        return self.optimizer.make_settings(lr=lr, params=params)
 
     def drop_gradient(self) -> None:
         self._gradient.drop()
@@ -290,7 +290,7 @@ class TrainingEngine(Configurable):
         Entry t is the logprob of token t in nats; entry 0 is 0.
         """
         with awaiting("compute_logprobs", record_in=self.failure_folder):
-            return self.policy.logprobs(samples) if samples else []
+            return self.policy.compute_logprobs(samples) if samples else []
 
     def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return `compute_logprobs` of the reference policy; raises ValueError if there is none."""
@@ -299,7 +299,7 @@ class TrainingEngine(Configurable):
                 "there is no reference policy to ask: reference.enable is False, must be True"
             )
         with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
-            return self.reference.policy.logprobs(samples) if samples else []
+            return self.reference.policy.compute_logprobs(samples) if samples else []
 
     def save_checkpoint(
         self,
@@ -426,7 +426,7 @@ class TrainingEngine(Configurable):
             )
 
 
-def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
+def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
     adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
     made: Optimizer = config.build(
@@ -465,7 +465,7 @@ def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | N
     return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
 
 
-def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
+def _build_expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
     """Return the `rl.training.experts.ExpertBalance` of a mixture, or None for a dense model."""
     if not policy.spec.model.has_experts:
         return None
@@ -478,5 +478,5 @@ def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
         num_experts=policy.spec.model.num_experts,
         mesh=policy.mesh,
         device=policy.device,
-        real_tokens=policy.real_tokens,
+        mask_real_tokens=policy.mask_real_tokens,
     )

@@ -33,21 +33,21 @@ class ExpertBalance:
         num_experts: int,
         mesh: DeviceMesh | None,
         device: torch.device,
-        real_tokens: Callable[[], Tensor],
+        mask_real_tokens: Callable[[], Tensor],
     ) -> None:
         """
         Args:
             parts: this rank's parts of the model, in the names of whose routers the first number is
                 the layer's.
-            real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that are no
-                padding, before tensor parallelism splits them.
+            mask_real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that
+                are no padding, before tensor parallelism splits them.
         """
         self.config = config
         self.mesh = mesh
-        self._real_tokens = real_tokens
+        self._mask_real_tokens = mask_real_tokens
         self._routers = {
             part: {
-                _layer_of(name): m
+                _parse_layer(name): m
                 for name, m in part.named_modules()
                 if isinstance(m, ExpertRouter)
             }
@@ -81,7 +81,9 @@ class ExpertBalance:
             chosen.append(router.last_chosen_TK)
             router.last_chosen_TK = None
         chosen_LtK = torch.stack(chosen)
-        counted_t = self._counted_tokens(self._real_tokens(), num_tokens=chosen_LtK.size(1))
+        counted_t = self._mask_counted_tokens(
+            self._mask_real_tokens(), num_tokens=chosen_LtK.size(1)
+        )
         num_experts = self._of_call_LN.size(1)
         first_of_layer_L = num_experts * torch.tensor(layers, device=chosen_LtK.device)
         slots_LtK = chosen_LtK + first_of_layer_L.view(-1, 1, 1)
@@ -113,7 +115,7 @@ class ExpertBalance:
         self._of_call_LN.zero_()
         self._of_step_LN.zero_()
 
-    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
+    def _mask_counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
         """Return a mask [t] that counts each token on one of the tensor-parallel ranks that route
         it.
         """
@@ -125,6 +127,6 @@ class ExpertBalance:
         return real_T.chunk(self.mesh[TP].size())[rank]
 
 
-def _layer_of(name: str) -> int:
+def _parse_layer(name: str) -> int:
     """Return 3 of `layers.3.feed_forward.router`."""
     return next(int(part) for part in name.split(".") if part.isdecimal())

@@ -43,7 +43,7 @@ class CheckpointError(RunError):
 
 
 @contextmanager
-def checkpoint_errors(
+def wrap_checkpoint_errors(
     what: str, *, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 ) -> Iterator[None]:
     """Raise errors as a CheckpointError that begins with `what`, except that a folder exists."""
@@ -58,10 +58,10 @@ def checkpoint_errors(
 def unwritten(folder: str) -> AbstractContextManager[None]:
     """Raise errors of the disk as a CheckpointError that names the folder."""
     what = f"{folder} was not written, earlier content is unchanged"
-    return checkpoint_errors(what, kinds=(OSError, SafetensorError))
+    return wrap_checkpoint_errors(what, kinds=(OSError, SafetensorError))
 
 
-def non_finite(
+def make_non_finite_error(
     what: str, *, policy_version: int, samples: Sequence[TrainingSample], folder: str | None
 ) -> NonFiniteLossError:
     """Return the error to raise on every rank; the first rank writes the samples into `folder`."""

@@ -26,8 +26,8 @@ from rl.distributed.mesh import ranks_of_stage
 from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
-from rl.training.failures import non_finite
-from rl.training.memory import peak_memory
+from rl.training.failures import make_non_finite_error
+from rl.training.memory import read_peak_memory
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
 from rl.training.token_values import TokenValues
@@ -86,7 +86,7 @@ class GradientAccumulator:
         def step_early(parameter: nn.Parameter) -> None:
             if self.has_stepped:
                 place_gradients([parameter])
-                self._norms |= local_norms([parameter])
+                self._norms |= compute_local_norms([parameter])
                 step(parameter)
                 parameter.grad = None
 
@@ -105,11 +105,11 @@ class GradientAccumulator:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         if self.has_stepped:
             raise ValueError(STEPPED)
-        wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
+        wanted = _select_samples(return_logprobs, num_samples=len(samples))
         call = CallSums(samples, policy=self._policy, wanted=wanted)
-        with self.dropped_on_error(f"forward_backward of step {version}"):
+        with self.drop_on_error(f"forward_backward of step {version}"):
             self._run(call, loss=loss, backward=True)
-            result = call.result()
+            result = call.reduce()
             if self._experts is not None:
                 result = replace(result, expert_load=self._experts.reduce())
             self.num_calls += 1
@@ -131,7 +131,7 @@ class GradientAccumulator:
                 self._run(call, loss=loss, backward=False)
             finally:
                 self._policy.release()
-            result = call.result()
+            result = call.reduce()
         self._check_finite(f"loss {result.loss_sum}", result.loss_sum, version, samples)
         return result
 
@@ -164,15 +164,15 @@ class GradientAccumulator:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
         place_gradients(parameters)
-        assert all(_lies_like(p.grad, p.data) for p in parameters), (
+        assert all(_is_placed_like(p.grad, p.data) for p in parameters), (
             "gradients lie as their parameters"
         )
-        squares = squared_norm(self._norms | local_norms(parameters), mesh=mesh)
+        squares = compute_squared_norm(self._norms | compute_local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
         factor = scale * min(1.0, max_norm / (norm + 1e-6))
         if factor != 1.0:
-            torch._foreach_mul_(_local_gradients(parameters), factor)
+            torch._foreach_mul_(_list_local_gradients(parameters), factor)
         return norm
 
     def drop(self) -> None:
@@ -184,7 +184,7 @@ class GradientAccumulator:
             self._experts.forget()
 
     @contextmanager
-    def dropped_on_error(self, what: str) -> Iterator[None]:
+    def drop_on_error(self, what: str) -> Iterator[None]:
         """Drop the gradient if the block fails; a collective that fails is reported as part of
         `what`.
         """
@@ -203,7 +203,7 @@ class GradientAccumulator:
             batches = self._reference.attach(batches)
 
         def read(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
-            inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
+            inputs = _make_loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
             output = loss(inputs)
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
@@ -217,7 +217,7 @@ class GradientAccumulator:
             read,
             backward=backward,
             entropy_gradient=backward and uses_entropy(loss),
-            of_loss=lambda batch: not call.returns_logprobs(batch),
+            of_loss=lambda batch: not call.has_wanted(batch),
         )
 
     def _check_denominator(self, output: LossOutput) -> None:
@@ -236,7 +236,7 @@ class GradientAccumulator:
         self, what: str, value: float, version: int, samples: Sequence[TrainingSample]
     ) -> None:
         if not math.isfinite(value):
-            raise non_finite(
+            raise make_non_finite_error(
                 what, policy_version=version, samples=samples, folder=self._failure_folder
             )
 
@@ -276,9 +276,9 @@ class CallSums:
         """True if the sums of all micro-batches are there."""
         return len(self._sums) == len(self.batches)
 
-    def returns_logprobs(self, batch: PackedBatch) -> bool:
+    def has_wanted(self, batch: PackedBatch) -> bool:
         """Return whether a sample of the micro-batch is wanted."""
-        return self._values is not None and self._values.wants(batch)
+        return self._values is not None and self._values.has_wanted(batch)
 
     @torch.no_grad()
     def add(
@@ -292,7 +292,7 @@ class CallSums:
         """Add the sums and logprobs of one micro-batch."""
         if self._values is not None:
             self._values.add(batch, logprobs_T)
-        entropy_T = _by_target(entropy_T, batch)
+        entropy_T = _repeat_by_target(entropy_T, batch)
         logprobs_T = inputs.logprobs.detach()
         drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
@@ -318,7 +318,7 @@ class CallSums:
         self._sums.append({name: value.detach().double() for name, value in sums.items()})
         self._largest.append(diff_T.amax().double())
 
-    def result(self) -> ForwardBackwardResult:
+    def reduce(self) -> ForwardBackwardResult:
         """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0,
         a ratio 1.
         """
@@ -330,7 +330,7 @@ class CallSums:
         rows = [torch.stack(list(sums.values())) for sums in self._sums]
         sums_N = torch.stack(rows).sum(0) if rows else zeros
         largest = torch.stack([*self._largest, zeros.new_zeros(())]).amax().reshape(1)
-        own_memory = torch.tensor(peak_memory(policy.device), dtype=torch.float64)
+        own_memory = torch.tensor(read_peak_memory(policy.device), dtype=torch.float64)
         largest = torch.cat((largest, to_device(own_memory, policy.device)))
         totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(
             sums_N, largest, mesh=policy.mesh
@@ -338,7 +338,7 @@ class CallSums:
         sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
         means = {
-            name.removeprefix(METRIC): _mean(value, num_valid)
+            name.removeprefix(METRIC): _divide(value, num_valid)
             for name, value in sums.items()
             if name.startswith(METRIC)
         }
@@ -350,8 +350,8 @@ class CallSums:
             num_valid_tokens=round(num_valid),
             ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
             clipped_fraction=means.get("clipped_fraction", 0.0),
-            entropy_mean=_mean(sums["entropy"], sums["num_masked"]),
-            logprob_diff_mean=_mean(sums["logprob_diff"], sums["num_drawn"]),
+            entropy_mean=_divide(sums["entropy"], sums["num_masked"]),
+            logprob_diff_mean=_divide(sums["logprob_diff"], sums["num_drawn"]),
             logprob_diff_max=logprob_diff_max,
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
@@ -388,7 +388,7 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=data.placements)
 
 
-def _lies_like(gradient: Tensor | None, parameter: Tensor) -> bool:
+def _is_placed_like(gradient: Tensor | None, parameter: Tensor) -> bool:
     """Return whether a gradient that is there has the layout of its parameter."""
     if gradient is None:
         return True
@@ -398,14 +398,16 @@ def _lies_like(gradient: Tensor | None, parameter: Tensor) -> bool:
     return same_axes and gradient.placements == parameter.placements
 
 
-def local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+def compute_local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Return the 2-norm, [], of this rank's shard of each gradient that is there."""
-    gradients = _local_gradients(parameters)
+    gradients = _list_local_gradients(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
     return dict(zip(with_grad, torch._foreach_norm(gradients) if gradients else (), strict=True))
 
 
-def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None) -> Tensor:
+def compute_squared_norm(
+    norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None
+) -> Tensor:
     """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the
     world is whole.
 
@@ -417,11 +419,13 @@ def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | Non
     return (squares * to_device(torch.tensor(shares, dtype=torch.float64), squares.device)).sum()
 
 
-def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _list_local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
+def _make_loss_inputs(
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None
+) -> LossInputs:
     """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K]
     becomes [T K].
     """
@@ -430,27 +434,27 @@ def _loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | Non
         generator_logprobs=batch.generator_logprobs.flatten(),
         advantages=batch.advantages.flatten(),
         mask=batch.mask.flatten(),
-        sequence_ids=_by_target(batch.sequence_ids, batch),
+        sequence_ids=_repeat_by_target(batch.sequence_ids, batch),
         num_sequences=batch.num_sequences,
-        reference_logprobs=_flat(batch.reference_logprobs),
-        proximal_logprobs=_flat(batch.proximal_logprobs),
+        reference_logprobs=_flatten(batch.reference_logprobs),
+        proximal_logprobs=_flatten(batch.proximal_logprobs),
         ratio_mask=batch.ratio_mask,
-        entropy=None if entropy_T is None else _by_target(entropy_T, batch),
+        entropy=None if entropy_T is None else _repeat_by_target(entropy_T, batch),
     )
 
 
-def _by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
+def _repeat_by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
     """Repeat each token's value for each of its targets, [T] to [T K]."""
     if batch.targets.ndim == 1:
         return values_T
     return values_T.repeat_interleave(batch.targets.size(1))
 
 
-def _flat(values: Tensor | None) -> Tensor | None:
+def _flatten(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.flatten()
 
 
-def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+def _select_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
     """Return the indices of the samples whose logprobs are returned."""
     if isinstance(asked, bool):
         return range(num_samples if asked else 0)
@@ -463,5 +467,5 @@ def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequenc
     return indices
 
 
-def _mean(total: float, count: float) -> float:
+def _divide(total: float, count: float) -> float:
     return total / count if count else 0.0

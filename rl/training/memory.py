@@ -162,25 +162,27 @@ def _estimate_rank(
     """Return the memory of a rank that has these modules of the converted model."""
     training, parallelism = config.training, config.parallelism
     on_rank = _OnRank(module, degrees)
-    stored, computed = _size(training.dtype), _size(training.param_dtype)
+    stored, computed = _get_itemsize(training.dtype), _get_itemsize(training.param_dtype)
     # Offloaded tensors do not count on a GPU.
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
 
     named = dict(module.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     num_copied_head = math.ceil(share.num_copied / (degrees.tp * degrees.fsdp))
-    num_all = on_rank.shards(named.values()) + num_copied_head
-    num_merged = on_rank.shards([linear.weight for linear, _ in adapted_layers(module)])
-    gradients = kept_on_device * (on_rank.shards(trained.values()) + num_copied_head) * stored
+    num_all = on_rank.count_sharded(named.values()) + num_copied_head
+    num_merged = on_rank.count_sharded([linear.weight for linear, _ in adapted_layers(module)])
+    gradients = (
+        kept_on_device * (on_rank.count_sharded(trained.values()) + num_copied_head) * stored
+    )
     of_backward = gradients if config.optimizer.early_step_in_backward else 0
-    gathered = _gathered(on_rank, named, training=training, parallelism=parallelism)
+    gathered = _count_gathered_bytes(on_rank, named, training=training, parallelism=parallelism)
     gathered += math.ceil(share.num_copied / degrees.tp) * 2 * computed
     state, of_step = _count_optimizer_bytes(
         on_rank, trained, optimizer=config.optimizer, training=training, on_gpu=on_gpu
     )
 
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    kept, recomputed = _activations_of_token(
+    kept, recomputed = _count_activation_bytes(
         module,
         degrees=degrees,
         itemsize=computed,
@@ -189,7 +191,7 @@ def _estimate_rank(
         exchanges_heads=parallelism.exchanges_heads,
     )
     received = share.num_buffers * spec.model.dim * computed / degrees.tp
-    logits = _logits(
+    logits = _count_logit_bytes(
         spec,
         num_tokens=num_tokens,
         training=training,
@@ -226,7 +228,7 @@ def use_growing_segments() -> None:
         os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
 
 
-def peak_memory(device: torch.device) -> list[float]:
+def read_peak_memory(device: torch.device) -> list[float]:
     """Return the fields of a rank's `DeviceMemory` since `reset_peak_memory`; empty for a CPU."""
     if device.type != "cuda":
         return []
@@ -244,7 +246,7 @@ class DeviceMemoryError(RunError):
 
 
 @contextmanager
-def explaining_memory(
+def explain_memory_errors(
     what: str,
     *,
     device: torch.device,
@@ -259,7 +261,7 @@ def explaining_memory(
         yield
     except torch.OutOfMemoryError as error:
         used = ""
-        if peaks := peak_memory(device):
+        if peaks := read_peak_memory(device):
             num_free = torch.cuda.mem_get_info(device)[0]
             num_others = peaks[2] - num_free - torch.cuda.memory_reserved(device)
             allocated, reserved, total, free, others = (
@@ -273,11 +275,11 @@ def explaining_memory(
         raise DeviceMemoryError(
             f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was "
             f"{estimated().describe()}. "
-            f"{_advise_less(training, checkpoint_mode=activation_checkpoint.mode)}"
+            f"{_describe_savings(training, checkpoint_mode=activation_checkpoint.mode)}"
         ) from error
 
 
-def _advise_less(training: TrainingConfig, *, checkpoint_mode: str) -> str:
+def _describe_savings(training: TrainingConfig, *, checkpoint_mode: str) -> str:
     """Return the options that reduce memory and are not used yet."""
     advice = [
         f"lower training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}",
@@ -327,11 +329,11 @@ class _OnRank:
         self._experts = {p for p in module.parameters() if p.ndim == 3}
         """The stacked matrices of experts."""
 
-    def shards(self, part: Collection[Tensor]) -> int:
+    def count_sharded(self, part: Collection[Tensor]) -> int:
         """Return the elements of one rank's shards."""
         return self._share(part, num_shards=self.degrees.fsdp, num_expert_shards=self.degrees.fsdp)
 
-    def gathered(self, part: Collection[Tensor]) -> int:
+    def count_gathered(self, part: Collection[Tensor]) -> int:
         """Return the elements of one tensor-parallel rank, without data parallelism."""
         # Under expert parallelism a rank gathers only its own experts.
         return self._share(part, num_shards=1, num_expert_shards=self.degrees.ep)
@@ -356,20 +358,20 @@ def _count_optimizer_bytes(
     on_gpu: bool,
 ) -> tuple[int, int]:
     """Return the bytes of the optimizer's state between steps, and of copies in its step."""
-    stored, num_trained = _size(training.dtype), on_rank.shards(trained.values())
+    stored, num_trained = _get_itemsize(training.dtype), on_rank.count_sharded(trained.values())
     # Adam keeps two running means, Muon one.
     by_muon = [
         p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)
     ]
-    num_adam = num_trained - on_rank.shards(by_muon)
+    num_adam = num_trained - on_rank.count_sharded(by_muon)
     copies = num_adam * stored if optimizer.implementation == "foreach" else 0
     if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
-        largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
+        largest = max((on_rank.count_sharded([p]) for p in trained.values()), default=0)
         copies = min(PIECE_NUMBERS["cuda" if on_gpu else "cpu"], largest) * PIECE_BYTES
     return (num_trained + num_adam) * stored, copies
 
 
-def _gathered(
+def _count_gathered_bytes(
     on_rank: _OnRank,
     named: Mapping[str, Tensor],
     *,
@@ -380,13 +382,13 @@ def _gathered(
     ranks.
     """
     degrees, reshard = on_rank.degrees, parallelism.reshard_after_forward
-    computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
+    computed, reduced = _get_itemsize(training.param_dtype), _get_itemsize(training.reduce_dtype)
     if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:
         # All parameters are cast at once.
         return (
             0
             if training.param_dtype == training.dtype
-            else on_rank.gathered(named.values()) * computed
+            else on_rank.count_gathered(named.values()) * computed
         )
     stays = reshard == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
     stays |= reshard == "default" and degrees.pp > 1
@@ -397,23 +399,25 @@ def _gathered(
     root = {name: p for name, p in named.items() if not name.startswith("layers.")}
     blocks = [p for name, p in named.items() if name not in root]
     # torchao's wrapper casts a shard to one byte a number before its gather.
-    in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
-    of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
+    in_float8 = on_rank.count_gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
+    of_blocks = on_rank.count_gathered(blocks) * computed - in_float8 * (computed - 1)
     # In a pipeline those of all blocks wait for the end of the pass, and are then copied block by
     # block.
     num_waiting = num_layers if degrees.pp > 1 else 1
-    block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (
+    block_gradients = on_rank.count_gathered([p for p in blocks if p.requires_grad]) * (
         computed * num_waiting + reduced
     )
-    root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
+    root_gradients = (
+        on_rank.count_gathered([p for p in root.values() if p.requires_grad]) * computed
+    )
     return (
-        on_rank.gathered(root.values()) * computed
+        on_rank.count_gathered(root.values()) * computed
         + root_gradients
         + (num_blocks * of_blocks + block_gradients) // num_layers
     )
 
 
-def _activations_of_token(
+def _count_activation_bytes(
     module: Decoder,
     *,
     degrees: Degrees,
@@ -480,7 +484,7 @@ def _activations_of_token(
     return ends + num_full * block_input + (num_layers - num_full) * whole, is_last * whole
 
 
-def _logits(
+def _count_logit_bytes(
     spec: ModelSpec,
     *,
     num_tokens: int,
@@ -500,11 +504,11 @@ def _logits(
     # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes
     # few rows at once.
     num_copies = 3 if num_parts > 1 or with_entropy else 2 * on_gpu
-    size = _size(training.param_dtype)
+    size = _get_itemsize(training.param_dtype)
     if spec.float32_head and size < FLOAT32:
         size, copies = FLOAT32, 2 * FLOAT32 * width * (vocab_size // num_parts + num_all)
     return num_tokens * vocab_size // num_parts * (size + num_copies * FLOAT32) + copies
 
 
-def _size(dtype: str) -> int:
+def _get_itemsize(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)

@@ -104,7 +104,7 @@ class TrainedModels:
         self._world = World.from_env() if world is None else world
         self.device = self._world.default_device() if device is None else torch.device(device)
         self._folder = hf_assets_path
-        self._base = _fingerprint(HFFolder(hf_assets_path))
+        self._base = _hash_files(HFFolder(hf_assets_path))
         check_config(config)
         degrees = check_trainer(config, spec=spec, world_size=self._world.size, device=self.device)
         self._rank = RankInfo.join(
@@ -161,12 +161,12 @@ class TrainedModels:
         """
         whole = {
             file: {name: whole_tensor(tensor).detach().cpu() for name, tensor in content.items()}
-            for file, content in self._tensors(model_id, optimizer=optimizer).items()
+            for file, content in self._collect_tensors(model_id, optimizer=optimizer).items()
         }
         if self._world.rank:
             return
         try:
-            self._write(Path(folder), whole, description=self._description(model_id))
+            self._write(Path(folder), whole, description=self._describe(model_id))
         except (OSError, SafetensorError) as error:
             raise UnsavedModelError(disk_reason(error)) from error
 
@@ -192,7 +192,7 @@ class TrainedModels:
             ModelError: a file is missing, damaged or of another model; the text names it, nothing
                 has changed.
         """
-        into = self._tensors(model_id, optimizer=optimizer)
+        into = self._collect_tensors(model_id, optimizer=optimizer)
         group = dist.group.WORLD if dist.is_initialized() else None
         found = on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
         self[model_id].drop_gradient()
@@ -210,7 +210,7 @@ class TrainedModels:
         self._engines.clear()
         self._rank.leave()
 
-    def _tensors(self, model_id: str, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
+    def _collect_tensors(self, model_id: str, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
         """Return a model's trained tensors by file and name, without copying."""
         engine = self[model_id]
         trained = engine.policy.trained_parameters
@@ -219,7 +219,7 @@ class TrainedModels:
             tensors[OPTIMIZER] = optimizer_tensors(trained, engine.optimizer)
         return tensors
 
-    def _description(self, model_id: str) -> dict[str, Any]:
+    def _describe(self, model_id: str) -> dict[str, Any]:
         lora = self.lora(model_id)
         settings = None
         if lora is not None:
@@ -237,7 +237,7 @@ class TrainedModels:
         file = folder / DESCRIPTION
         try:
             saved = json.loads(file.read_text(encoding="utf-8"))
-            for name, value in self._description(model_id).items():
+            for name, value in self._describe(model_id).items():
                 if saved[name] != value:
                     raise ModelError(
                         f"the saved model's {name} is {saved[name]!r}, but this model's is "
@@ -305,7 +305,7 @@ def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tenso
             parameter.data = kept
 
 
-def _fingerprint(folder: HFFolder) -> str:
+def _hash_files(folder: HFFolder) -> str:
     """Hash the sizes, headers and ends of the weights files: enough to tell models apart, and
     quick.
     """

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from rl.config.tree import check_bounds
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor, wrapped_like
 from rl.models.adapter import DecoderAdapter
-from rl.training.rounding import Rounding, other_bits, round_into, rows_of
+from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
@@ -84,7 +84,7 @@ class Muon:
         self.adapter = adapter
         self.momenta: dict[nn.Parameter, Tensor] = {}
 
-    def momentum_of(self, parameter: nn.Parameter) -> Tensor:
+    def get_momentum(self, parameter: nn.Parameter) -> Tensor:
         """Return the running mean of a parameter, creating zeros if there is none."""
         if parameter not in self.momenta:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -106,13 +106,13 @@ class Muon:
                 mine = whole if owner == rank else mine
                 del whole  # Free it before the next matrix is gathered.
             # Compute after all gathers of the window, so that no rank waits in the next gather.
-            update = None if mine is None else self._orthogonalized(window[rank][0], mine)
+            update = None if mine is None else self._orthogonalize_parts(window[rank][0], mine)
             for owner, (name, parameter) in enumerate(window):
                 whole = (
                     update
                     if owner == rank and update is not None
                     else torch.empty(
-                        parameter.shape, dtype=parameter.dtype, device=_device_of(parameter)
+                        parameter.shape, dtype=parameter.dtype, device=_get_device(parameter)
                     )
                 )
                 if num_ranks > 1:
@@ -136,7 +136,7 @@ class Muon:
             return
         weights = rows_of(parameter)
         update = update.to(weights).reshape(weights.shape)
-        for rows, bits in self.rounding.pieces(name, parameter):
+        for rows, bits in self.rounding.split_rows(name, parameter):
             wide = weights[rows].float().mul_(1.0 - lr * weight_decay)
             wide.add_(update[rows].float(), alpha=-lr)
             self.rounding.store_weights(parameter, rows, wide, bits)
@@ -144,20 +144,20 @@ class Muon:
     def _advance(self, name: str, parameter: nn.Parameter, *, momentum: float) -> Tensor:
         """Update the momentum and return the matrix to orthogonalise, placed as the parameter."""
         assert parameter.grad is not None
-        gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
+        gradient, mean = local_tensor(parameter.grad), local_tensor(self.get_momentum(parameter))
         if parameter.dtype != torch.bfloat16:
             mean.lerp_(gradient, 1.0 - momentum)
             update = gradient.lerp(mean, momentum)  # Nesterov's
-            return wrapped_like(parameter.data, update.to(_device_of(parameter)))
+            return wrapped_like(parameter.data, update.to(_get_device(parameter)))
         update = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        for rows, bits in self.rounding.pieces(name, parameter):
+        for rows, bits in self.rounding.split_rows(name, parameter):
             wide = rows_of(gradient)[rows].float()
             wide_mean = rows_of(mean)[rows].float().lerp_(wide, 1.0 - momentum)
             rows_of(update)[rows] = wide.lerp(wide_mean, momentum).to(update.dtype)
-            round_into(rows_of(mean)[rows], wide_mean, other_bits(bits)[0])
-        return wrapped_like(parameter.data, update.to(_device_of(parameter)))
+            round_into(rows_of(mean)[rows], wide_mean, derive_bits(bits)[0])
+        return wrapped_like(parameter.data, update.to(_get_device(parameter)))
 
-    def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:
+    def _orthogonalize_parts(self, name: str, whole: Tensor) -> Tensor:
         """Orthogonalise and scale each matrix of a parameter, in the parameter's dtype."""
         parts = {name: whole}
         if self.adapter is not None:
@@ -192,7 +192,7 @@ def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
     return x.T if tall else x
 
 
-def _device_of(parameter: nn.Parameter) -> torch.device:
+def _get_device(parameter: nn.Parameter) -> torch.device:
     """Return the device of the computation; the shard may be offloaded to the host."""
     data = parameter.data
     return torch.device(data.device_mesh.device_type) if isinstance(data, DTensor) else data.device

@@ -17,7 +17,7 @@ from rl.config.configurable import Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
-from rl.training.rounding import Rounding, other_bits, round_into, rows_of
+from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
 from rl.types import OptimParams
 
 _DECAYS = unless("decay", "constant")
@@ -95,7 +95,7 @@ class Optimizer(Configurable):
             foreach=config.implementation == "foreach",
         )
 
-    def settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
+    def make_settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
         """Return one step's settings: the configured ones, `lr` of the schedule, `params`.
 
         Raises ValueError if a setting is out of range.
@@ -121,7 +121,7 @@ class Optimizer(Configurable):
         return settings
 
     def step(self, settings: dict[str, Any], *, version: int = 0) -> None:
-        """Update the parameters from their gradients with the result of `settings`.
+        """Update the parameters from their gradients with the result of `make_settings`.
 
         `version` counts the steps before this one, for another rounding in each.
         """
@@ -157,9 +157,9 @@ class Optimizer(Configurable):
             return
         if parameter.grad is None:
             return
-        state = self._state_of(parameter)
+        state = self._get_state(parameter)
         gradient, *means = map(rows_of, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
-        for rows, bits in self.rounding.pieces(self._rounded[parameter], parameter):
+        for rows, bits in self.rounding.split_rows(self._rounded[parameter], parameter):
             wide = nn.Parameter(rows_of(parameter)[rows].float())
             wide.grad = gradient[rows].float()
             new = [mean[rows].float() for mean in means]
@@ -170,7 +170,7 @@ class Optimizer(Configurable):
             finally:
                 del self.inner.state[wide]
             self.rounding.store_weights(parameter, rows, wide.detach(), bits)
-            for mean, wide_mean, noise in zip(means, new, other_bits(bits), strict=True):
+            for mean, wide_mean, noise in zip(means, new, derive_bits(bits), strict=True):
                 round_into(mean[rows], wide_mean, noise)
         state["step"] += 1
 
@@ -190,7 +190,7 @@ class Optimizer(Configurable):
         if self.muon is not None:
             self.muon.momenta.clear()
 
-    def held_tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors of the state that exist, which are none before the first step."""
         held = [tensor for state in self.inner.state.values() for tensor in state.values()]
         return held + ([] if self.muon is None else list(self.muon.momenta.values()))
@@ -201,13 +201,13 @@ class Optimizer(Configurable):
         The tensors are not copied, so writing into them restores a state.
         """
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self._state_of(p) for p in parameters}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self._get_state(p) for p in parameters}
         if self.muon is not None:
             matrices = self.muon.parameters.values()
-            states |= {p: {"momentum_buffer": self.muon.momentum_of(p)} for p in matrices}
+            states |= {p: {"momentum_buffer": self.muon.get_momentum(p)} for p in matrices}
         return states
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _get_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the running means and the step count of a parameter that Muon does not step,
         creating missing ones.
         """
@@ -279,7 +279,7 @@ class LRSchedule(Configurable):
         length = round(config.decay_ratio * config.total_steps)
         self.decay_start = max(config.warmup_steps, config.total_steps - length)
 
-    def factor(self, step: int) -> float:
+    def compute_factor(self, step: int) -> float:
         """Return the factor of a step, counted from 0."""
         config = self.config
         if step < config.warmup_steps:

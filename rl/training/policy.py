@@ -238,8 +238,8 @@ class Policy:
         adapter = self.spec.adapter(self.spec.model)
         # An absent buffer is read as zero, and other programs know the model only without it.
         buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
-        tensors = self.whole_tensors(chain(self.plain_tensors(), buffers.items()))
-        with self._gathering(tensors) as writes:
+        tensors = self.gather_tensors(chain(self.plain_tensors(), buffers.items()))
+        with self._gather_on_exit(tensors) as writes:
             if writes:
                 write_hf_folder(
                     folder,
@@ -252,8 +252,8 @@ class Policy:
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""
-        config, factors = self.lora.config, self.whole_tensors(self.lora.peft_factors())
-        with self._gathering(factors) as writes:
+        config, factors = self.lora.config, self.gather_tensors(self.lora.peft_factors())
+        with self._gather_on_exit(factors) as writes:
             if writes:
                 write_peft_folder(
                     folder,
@@ -270,7 +270,7 @@ class Policy:
                     )
 
     @contextmanager
-    def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
+    def _gather_on_exit(self, gathered: Iterable[object]) -> Iterator[bool]:
         """Yield whether this rank writes, then consume what is left of `gathered`, on every
         rank.
         """
@@ -282,7 +282,7 @@ class Policy:
                 pass
         barrier()
 
-    def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
+    def mark_restored(self, names: Collection[str], *, base_model: str | None) -> None:
         """Note that a checkpoint, whose `base_model` is given, has set these parameters and
         buffers.
         """
@@ -314,7 +314,7 @@ class Policy:
             }
         return dict(self.plain_tensors()) | buffers
 
-    def whole_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    def gather_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must
         consume all.
         """
@@ -375,7 +375,7 @@ class Policy:
 
         def prepared(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
             batch = batch.to(self.device)
-            return batch, *self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+            return batch, *self._prepare_arguments(batch, entropy_gradient, of_loss=of_loss(batch))
 
         dtype = self._options.param_dtype
         if self.pipeline is not None:
@@ -394,7 +394,7 @@ class Policy:
                 assert number is not None
                 number.backward()
 
-    def _arguments(
+    def _prepare_arguments(
         self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the model's input ids and its other arguments, among them a head that gives all
@@ -412,7 +412,7 @@ class Policy:
                 and len(batch.loss_rows) < batch.input_ids.numel()
             )
             rows = batch.loss_rows if is_part else None
-            head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
+            head = self._make_head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
             return batch.input_ids, {
                 "positions": batch.positions,
                 "sequences": batch.sequences,
@@ -423,7 +423,9 @@ class Policy:
         share = batch.sequences
         if not self._options.parallelism.exchanges_heads:
             share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
-        own_head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
+        own_head = self._make_head(
+            batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient
+        )
         places_T = to_device(context.places(num_tokens), self.device)
 
         def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
@@ -434,7 +436,7 @@ class Policy:
         options = {"positions": batch.positions[mine_t], "sequences": share, "head": gathering_head}
         return batch.input_ids[mine_t], options
 
-    def real_tokens(self) -> Tensor:
+    def mask_real_tokens(self) -> Tensor:
         """Return a mask [t] of this rank's tokens of the latest micro-batch that are no padding."""
         batch = self._latest
         assert batch is not None, "there was no forward"
@@ -449,7 +451,7 @@ class Policy:
             reshard(part)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0
         being 0.
         """
@@ -463,7 +465,7 @@ class Policy:
         self.release()
         return values.collect()
 
-    def _head(
+    def _make_head(
         self,
         targets_T: Tensor,
         temperatures_T: Tensor,

@@ -19,7 +19,7 @@ _PYTHON, _NUMPY = 3, "MT19937"
 """Version of Python's state, and the algorithm of numpy's."""
 
 
-def random_file(*, layout: str, rank: int) -> str:
+def name_random_file(*, layout: str, rank: int) -> str:
     """Return the name of a rank's file; states are restored only by the same rank of the same
     layout.
     """
@@ -49,7 +49,7 @@ def read_random_states(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        return _states(load_file(file))
+        return _unpack_states(load_file(file))
     except (
         KeyError,
         OSError,
@@ -62,7 +62,7 @@ def read_random_states(file: Path) -> dict[str, Any] | None:
         raise ValueError(f"checkpoint file {file} has no random states: {error}") from error
 
 
-def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _unpack_states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     states: dict[str, Any] = {name: tensors[name] for name in ("torch", "cuda") if name in tensors}
     for name, state in states.items():
         if state.dtype != torch.uint8 or state.dim() != 1:
@@ -72,17 +72,17 @@ def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             states["torch"]
         )  # raises RuntimeError for bytes that are no state
     gauss = tensors["python.gauss"].item() if "python.gauss" in tensors else None
-    states["python"] = (_PYTHON, tuple(_integers(tensors, "python")), gauss)
+    states["python"] = (_PYTHON, tuple(_read_integers(tensors, "python")), gauss)
     random.Random().setstate(states["python"])  # raises ValueError for numbers that are no state
     if "numpy" in tensors:
-        *keys, place, has_gauss = _integers(tensors, "numpy")
+        *keys, place, has_gauss = _read_integers(tensors, "numpy")
         cached = tensors["numpy.gauss"].item()
         states["numpy"] = (_NUMPY, np.array(keys, dtype=np.uint32), place, has_gauss, cached)
         np.random.RandomState().set_state(states["numpy"])
     return states
 
 
-def _integers(tensors: Mapping[str, Tensor], name: str) -> list[int]:
+def _read_integers(tensors: Mapping[str, Tensor], name: str) -> list[int]:
     tensor = tensors[name]
     if tensor.dtype != torch.int64 or tensor.dim() != 1:
         raise ValueError(f"tensor {name} is not a list of integers")

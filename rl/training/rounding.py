@@ -51,7 +51,7 @@ class Rounding:
         parameter.
         """
 
-    def pieces(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
+    def split_rows(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their
         numbers, int32.
         """
@@ -61,14 +61,14 @@ class Rounding:
         digest = hashlib.blake2b(
             f"{self.seed} {self.version} {name}".encode(), digest_size=4
         ).digest()
-        rows_R, columns_C = _places(parameter)
+        rows_R, columns_C = _compute_places(parameter)
         # An odd factor, the golden ratio's, spreads the columns before they are mixed with the row.
         columns_C = columns_C * -1640531535
-        keys_R = _mix(rows_R ^ int.from_bytes(digest, "little", signed=True))
+        keys_R = _hash_bits(rows_R ^ int.from_bytes(digest, "little", signed=True))
         num_rows = max(1, PIECE_NUMBERS[local.device.type] // local.size(1))
         for start in range(0, local.size(0), num_rows):
             rows = slice(start, start + num_rows)
-            yield rows, _mix(keys_R[rows, None] + columns_C)
+            yield rows, _hash_bits(keys_R[rows, None] + columns_C)
 
     def store_weights(
         self, parameter: nn.Parameter, rows: slice, wide_rC: Tensor, bits_rC: Tensor
@@ -88,7 +88,7 @@ class Rounding:
         total = torch.stack([x.double() for x in sums])
         self._sums[parameter] = total + self._sums.get(parameter, 0.0)
 
-    def result(self, *, mesh: DeviceMesh | None) -> RoundingResult:
+    def reduce(self, *, mesh: DeviceMesh | None) -> RoundingResult:
         """Sum over ranks what was stored since the last call."""
         total = torch.zeros(4, dtype=torch.float64)
         for parameter, sums in self._sums.items():
@@ -125,7 +125,7 @@ def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
     target.copy_(torch.where(wide == wide, bits.view(torch.float32), wide))
 
 
-def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
+def derive_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return two more random numbers of 16 bits, each independent of the low bits and of the
     other.
     """
@@ -133,7 +133,7 @@ def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
     return high, (bits & _LOW_BITS) ^ high
 
 
-def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+def _compute_places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     """Return the numbers of this rank's rows [R] and columns [C] in the whole tensor, int32."""
     shape, device = parameter.shape, local_tensor(parameter.detach()).device
     if not shape:  # one number
@@ -154,7 +154,7 @@ def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     return rows_R.to(torch.int32), indices[-1].to(torch.int32)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _hash_bits(x: Tensor) -> Tensor:
     """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions",
     lowbias32).
     """

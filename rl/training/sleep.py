@@ -54,7 +54,7 @@ class TrainerSleep:
         if engine.reference is not None:
             engine.reference.policy.release()
         barrier()
-        for storage in self._storages():
+        for storage in self._find_storages():
             host = self._host.get(storage._cdata)
             if host is None or host.nbytes != storage.nbytes():
                 pinned = storage.device.type == "cuda"
@@ -90,10 +90,10 @@ class TrainerSleep:
         self.asleep = False
         return moved_bytes
 
-    def _storages(self) -> list[torch.UntypedStorage]:
+    def _find_storages(self) -> list[torch.UntypedStorage]:
         """Return the storages on the engine's device; tied parameters share one."""
         engine = self.engine
-        tensors = engine.optimizer.held_tensors()
+        tensors = engine.optimizer.list_tensors()
         policies = [engine.policy, *([] if engine.reference is None else [engine.reference.policy])]
         for part in (part for policy in policies for part in policy.parts):
             tensors += model_tensors(part).values()

@@ -42,13 +42,13 @@ class TokenValues:
         wait.
         """
 
-    def wants(self, batch: PackedBatch) -> bool:
+    def has_wanted(self, batch: PackedBatch) -> bool:
         """Return whether the micro-batch has a wanted sample."""
         return not self._values.keys().isdisjoint(batch.sample_indices)
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if self._data_rank.speaks and self.wants(batch):
+        if self._data_rank.speaks and self.has_wanted(batch):
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:

@@ -237,7 +237,7 @@ def test_times_and_speeds_of_a_step():
         clock.start()
         group = await worker.run(0, make_problem([12, 34]))  # 2 + 4 tokens in 2 s, scored in 0.5 s
         early = replace(group, generated_at=1.0)
-        clock.rollouts_arrived(Batch(groups=[early, group], dropped=[]))
+        clock.split_batch_wait(Batch(groups=[early, group], dropped=[]))
         await asyncio.sleep(0.5)
         clock.lap("train")
         await asyncio.sleep(1.0)
