@@ -1,5 +1,6 @@
-"""Settings of checkpoints, and the choice of what a run loads before its first step. Tensors are
-not read here.
+"""Settings of checkpoints, and the choice of what a run loads before its first step.
+
+Tensors are not read here.
 """
 
 from __future__ import annotations
@@ -158,9 +159,7 @@ class LoadSource:
     position: LoopPosition | None
     """Position at which the loop continues; None starts the loop anew."""
     whole: bool = False
-    """True for a checkpoint of the run itself, which is loaded regardless of
-    `exclude_from_loading`.
-    """
+    """True for a checkpoint of the run itself: `exclude_from_loading` does not apply."""
 
 
 def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
@@ -175,11 +174,15 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     shared = config.shared_folder
     if shared is None:
         return initial_source(config)
+
+    # A checkpoint in a shared folder comes before `initial_load_path`, so that a run that is
+    # started again with the same command continues.
     load_step = config.load_step if config.initial_load_path is None else LATEST
     if not config.load_only:
         _check_free(config, shared, load_step)
         if repairs and load_step == LATEST:
             find_newest_usable(shared, lambda path: _make_source(path, config, model_only=False))
+
     steps = saved_steps(shared)
     if not steps:
         return initial_source(config)
@@ -193,8 +196,9 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
 
 
 def initial_source(config: CheckpointConfig) -> LoadSource | None:
-    """Return what `initial_load_path` asks to load, or None; raises ValueError as
-    `find_load_source`.
+    """Return what `initial_load_path` asks to load, or None.
+
+    Raises ValueError as `find_load_source`.
     """
     load_step = config.load_step
     if config.initial_load_path is None:
@@ -205,9 +209,11 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 f"(folder={config.folder!r})"
             )
         return None
+
     path = Path(config.initial_load_path).expanduser().absolute()
     if not path.is_dir():
         raise ValueError(f"initial_load_path={config.initial_load_path}: there is no such folder")
+
     if config.initial_load_in_hf:
         if load_step != LATEST or config.exclude_from_loading:
             raise ValueError(
@@ -220,7 +226,9 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "config.json: set initial_load_in_hf=False, or give a Hugging Face folder"
             )
         return LoadSource(path=path, model_only=True, position=None)
-    if steps := saved_steps(path):
+
+    steps = saved_steps(path)
+    if steps:
         path = _find_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
         raise ValueError(
@@ -231,8 +239,9 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
 
 
 def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
-    """Return the latest checkpoint of a run's own folder, or None; raises ValueError if it cannot
-    be continued.
+    """Return the latest checkpoint of a run's own folder, or None.
+
+    Raises ValueError if it cannot be continued.
 
     Args:
         num_steps: number of steps that the run is to have in all.
@@ -263,6 +272,7 @@ def _continue_from(path: Path, *, num_steps: int) -> LoadSource:
 
 def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
     """Check that the run can save into the folder later."""
+    # The folder may not exist yet; then the nearest folder above it must be writable.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"folder={config.folder!r}: {existing} is not a writable folder")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rl.training.checkpoint_files import METADATA, RANDOM, DamagedCheckpointError
+from rl.training.compat import UNPICKLER_METHODS, PythonUnpickler, StorageInfo
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset(
@@ -49,7 +49,7 @@ _RECORDS = frozenset(
 """Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and
 dtypes.
 """
-_LOAD: Any = pickle._Unpickler.dispatch
+_LOAD = UNPICKLER_METHODS
 """Methods by code of a pickle."""
 _UNUSED_CODES = (
     pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
@@ -85,10 +85,12 @@ class SavedTensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        entries = self.metadata.state_dict_metadata
-        return {
-            name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")
-        }
+        """Shape of each tensor by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shapes[name] = tuple(entry.size)
+        return shapes
 
 
 def read_saved_tensors(folder: str | Path) -> SavedTensors:
@@ -132,7 +134,7 @@ class _Record:
         self.fields = fields
 
 
-class _Unpickler(pickle._Unpickler):
+class _Unpickler(PythonUnpickler):
     """Unpickler that makes records of known classes, and refuses all others.
 
     The one in Python: only there keys can be checked before they are hashed, which takes for ever
@@ -153,9 +155,11 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._records:
             return self._records[module, name]
-        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
+        # The only values that are used as they are: they have no behaviour that a file can reach.
+        if module == "torch" and name.isidentifier():
+            value = getattr(torch, name, None)
+            if value is torch.Size or isinstance(value, torch.dtype):
+                return value
         raise _ForeignClassError(
             f"checkpoint file {self._file} names {f'{module}.{name}'[:200]!r}, which a checkpoint "
             "has no use for and which is not run: it was damaged, or made to attack you; load no "
@@ -177,8 +181,10 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
-    if odd := [type(key).__name__ for key in keys if not isinstance(key, str | _Record)]:
-        raise TypeError(f"a key is a {odd[0]}")
+    """Raise TypeError for a key whose hash may take for ever."""
+    for key in keys:
+        if not isinstance(key, str | _Record):
+            raise TypeError(f"a key is a {type(key).__name__}")
 
 
 def _translate(content: Any) -> SavedTensors:
@@ -193,7 +199,8 @@ def _translate(content: Any) -> SavedTensors:
             pickled[name] = None
         else:
             tensors[_check_text(name)] = _translate_tensor(entry)
-    places: dict[MetadataIndex, _StorageInfo] = {}
+
+    places: dict[MetadataIndex, StorageInfo] = {}
     for index, place in _check_dict(fields["storage_data"]).items():
         of_index = _get_fields(index, "MetadataIndex")
         name = _check_text(of_index["fqn"])
@@ -226,16 +233,17 @@ def _translate_tensor(entry: Any) -> TensorStorageMetadata:
     )
 
 
-def _translate_place(entry: Any) -> _StorageInfo:
+def _translate_place(entry: Any) -> StorageInfo:
     """Return where a piece of a tensor lies: in a file beside `.metadata`, as it is."""
     fields = _get_fields(entry, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    # A path would let a checkpoint read any file that the trainer may read.
     if not _DATA_FILE.fullmatch(_check_text(name)):
         raise ValueError(f"a tensor is in {name[:200]!r}, which is no file of a checkpoint")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or changed in another way")
     (offset, length) = _check_size((offset, length))
-    return _StorageInfo(relative_path=name, offset=offset, length=length)
+    return StorageInfo(relative_path=name, offset=offset, length=length)
 
 
 def _check_kind(value: Any, kind: str) -> None:

@@ -1,5 +1,4 @@
-"""Tensors of a checkpoint: their names, whether they fit the run that loads them, reading and
-writing.
+"""Tensors of a checkpoint: their names, whether they fit a run, reading and writing.
 
 The controller checks that a checkpoint fits on a model without memory before a run starts; the
 trainer checks it again on loading. torch.distributed.checkpoint reads and writes.
@@ -43,13 +42,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Return all parameters and persistent buffers by their names in a checkpoint, without
-    copying.
-    """
-    tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
-    return {
-        f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()
-    }
+    """Return parameters and persistent buffers by their names in a checkpoint, without copying."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"{prefix}.{name}"] = unwrapped(parameter.data)
+    for name, buffer in persistent_buffers(model).items():
+        tensors[f"{prefix}.{name}"] = buffer
+    return tensors
 
 
 def optimizer_tensors(
@@ -57,24 +56,26 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state by its names in a checkpoint, without copying."""
     states = optimizer.state_tensors()
-    return {
-        f"{OPTIMIZER}.{name}.{key}": tensor
-        for name, parameter in trained.items()
-        for key, tensor in states[parameter].items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trained.items():
+        for key, tensor in states[parameter].items():
+            tensors[f"{OPTIMIZER}.{name}.{key}"] = tensor
+    return tensors
 
 
 def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
-    """Return what a run may leave out of a checkpoint of its own: what is only compared, or could
-    not be read.
-    """
+    """Return what a run may leave out of its own checkpoint: what is compared, or unreadable."""
     parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)
     return tuple(part for part in parts if excluded(part, patterns))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern is the name, a dotted prefix of the name, or a glob that matches the
-    name.
+    """Return whether a pattern is the name, a dotted prefix of it, or a glob that matches it.
+
+    Example:
+        excluded("model.norm.weight", ("model",))                  # True
+        excluded("model.layers.3.norm.weight", ("model.*.norm*",)) # True
+        excluded("model.normal", ("model.norm",))                  # False
     """
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
@@ -103,15 +104,15 @@ def matching_tensors(
     needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()} | dict(elsewhere)
     parts = {name.split(".")[0] for name in into}
     tensors = read_saved_tensors(path)
+    others: tuple[str, ...] = (TOKENIZER,)
     if parts != {MODEL}:
         _check_random_states(path, tensors, exclude=exclude)
+        others = (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
+
     there: Shapes = {
         name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts
     }
     names = {**needed, **there}
-    others = (
-        (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
-    )
     _check_exclusions(path, [*others, *names], exclude=exclude)
     needed, there = _drop_excluded(needed, exclude), _drop_excluded(there, exclude)
     differences = list(_find_converter_differences(saved, converters, names, exclude))
@@ -142,7 +143,8 @@ def check_tokenizer(
     """
     if saved is None or present is None or excluded(TOKENIZER, exclude):
         return
-    if differences := saved.differences(present, tokens_alone=model_only):
+    differences = saved.differences(present, tokens_alone=model_only)
+    if differences:
         raise ValueError(
             f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
             f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder "
@@ -183,6 +185,7 @@ def _find_converter_differences(
     ours, theirs = converters.saved_settings(), saved.converters
     if ours == theirs:
         return
+
     plain = {f"{MODEL}.{name}" for name in (*converters.plain_names, *converters.plain_buffers)}
     of_model = [name for name in names if excluded(name, (MODEL,))]
     depending = [name for name in of_model if name not in plain] or of_model
@@ -202,11 +205,11 @@ def _find_tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
 
 
 def _describe(converters: Mapping[str, Mapping[str, Any]]) -> str:
-    described = (
-        f"{name} ({', '.join(f'{field}={value}' for field, value in settings.items())})"
-        for name, settings in converters.items()
-    )
-    return " and ".join(described) or "no converter that adds weights"
+    texts: list[str] = []
+    for name, settings in converters.items():
+        fields = ", ".join(f"{field}={value}" for field, value in settings.items())
+        texts.append(f"{name} ({fields})")
+    return " and ".join(texts) or "no converter that adds weights"
 
 
 def write_tensors(
@@ -216,11 +219,13 @@ def write_tensors(
     more: Mapping[str, bytes],
     group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write the tensors of all ranks; return this rank's files, or raise a rank's OSError on every
-    rank.
+    """Write the tensors of all ranks and return this rank's files.
 
     Args:
         more: content of further files of this rank, by their names.
+
+    Raises:
+        OSError: of the first rank that failed, on every rank.
     """
     rank = 0 if group is None else dist.get_rank(group)
     with raise_plain_errors():
@@ -237,9 +242,7 @@ def write_tensors(
 def read_tensors(
     folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors of `state` in place; raises ValueError for files that hold something
-    else.
-    """
+    """Fill the tensors of `state` in place; raises ValueError for files that hold other data."""
     into: dict[str, Any] = dict(state)
     try:
         with raise_plain_errors():
@@ -273,8 +276,9 @@ def raise_plain_errors() -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not
-    in the metadata.
+    """Reader that runs nothing: only tensors are in the metadata.
+
+    Other objects PyTorch would unpickle.
     """
 
     def read_metadata(self) -> Metadata:  # of the whole checkpoint only
@@ -291,7 +295,7 @@ class _Writer(FileSystemWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        # Here, because an error of one rank is raised on all of them.
+        # Here, because an error of one rank is raised on all ranks.
         for file, content in self._more.items():
             file.write_bytes(content)
         try:

@@ -1,12 +1,14 @@
-"""The training engine: gradients, optimizer steps, logprobs and checkpoints of one policy in any
-layout.
+"""The training engine: gradients, steps, logprobs and checkpoints of one policy in any layout.
 
 Every rank creates an engine and calls the same methods with the same arguments in the same order;
 each rank takes its share of the samples, and all return the same numbers. A single process needs no
 process group.
 
-    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"),
-    hf_assets_path="/models/Qwen3-0.6B") engine.forward_backward(samples) engine.optim_step()
+    engine = TrainingEngine.Config().build(
+        model_spec=model_registry("0.6B"), hf_assets_path="/models/Qwen3-0.6B"
+    )
+    result = engine.forward_backward(samples)  # result.loss_mean, result.entropy_mean, ...
+    engine.optim_step()                        # policy version 1
 """
 
 from __future__ import annotations
@@ -59,6 +61,22 @@ class TrainingEngine(Configurable):
     A call of `forward_backward` or `optim_step` that fails after it has started drops the whole
     accumulated gradient. With `optimizer.early_step_in_backward` parameters may have been stepped
     by then: only `load_checkpoint` mends that.
+
+    Args:
+        model_spec: model; a folder's sizes replace its own. None takes the family from the
+            folder too.
+        hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
+            weights.
+        device: None takes this process's GPU, or the CPU if there is none.
+        world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
+        failure_folder: receives the batch of a loss that is not finite, and the collectives of
+            a failure.
+        rank: meshes to share with other engines of this process; None joins the process group.
+
+    Raises:
+        ValueError: the degrees do not fit the world size or the model, or the folder does not
+            fit.
+        TimeoutError: not all ranks appeared in time.
     """
 
     Config: TypeAlias = TrainerConfig
@@ -78,51 +96,29 @@ class TrainingEngine(Configurable):
         failure_folder: str | None = None,
         rank: RankInfo | None = None,
     ) -> None:
-        """
-        Args:
-            model_spec: model; a folder's sizes replace its own. None takes the family from the
-                folder too.
-            hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
-                weights.
-            device: None takes this process's GPU, or the CPU if there is none.
-            world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
-            failure_folder: receives the batch of a loss that is not finite, and the collectives of
-                a failure.
-            rank: meshes to share with other engines of this process; None joins the process group.
-
-        Raises:
-            ValueError: the degrees do not fit the world size or the model, or the folder does not
-                fit.
-            TimeoutError: not all ranks appeared in time.
-        """
         world = World.from_env() if world is None else world
+        self.config = config
+        self.hf_assets_path = hf_assets_path
+        self.failure_folder = failure_folder
         self.device = world.default_device() if device is None else torch.device(device)
+
+        # Everything that can be refused is refused before the ranks wait for each other.
         folder, self._spec = _open_assets(hf_assets_path, model_spec)
         self._degrees = check_trainer(
             config, spec=self._spec, world_size=world.size, device=self.device
         )
-        self.config, self.hf_assets_path, self.failure_folder = (
-            config,
-            hf_assets_path,
-            failure_folder,
-        )
         self._owns_rank = rank is None
-        self._rank = rank or RankInfo.join(
-            self._degrees,
-            world=world,
-            device=self.device,
-            comm=config.comm,
-            # FSDP copies, so that one process needs a mesh too.
-            always=config.training.cpu_offload,
-            record_in=failure_folder,
-        )
+        self._rank = self._join_ranks(world) if rank is None else rank
+
         self.policy = self._make_policy(config.training)
         self.experts = _build_expert_balance(config.experts, self.policy)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
+        # The reference copies the first weights, so it comes after they are there.
         self.reference = self._make_reference()
+
         self.optimizer = _build_optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
@@ -141,8 +137,23 @@ class TrainingEngine(Configurable):
         if config.optimizer.early_step_in_backward:
             self._gradient.step_early_with(self._step_early)
         self._enable_gc_again = _stop_collections(config.training)
+
+        # Ranks read weights at different speeds: only from here on a late rank is a lost rank.
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
+
+    def _join_ranks(self, world: World) -> RankInfo:
+        """Join the process group and return this rank's meshes."""
+        config = self.config
+        return RankInfo.join(
+            self._degrees,
+            world=world,
+            device=self.device,
+            comm=config.comm,
+            # FSDP copies, so that one process needs a mesh too.
+            always=config.training.cpu_offload,
+            record_in=self.failure_folder,
+        )
 
     def _make_policy(self, training: TrainingConfig) -> Policy:
         """Return a policy of this engine's model and layout, without values in its parameters."""
@@ -223,12 +234,14 @@ class TrainingEngine(Configurable):
         """
         if params is not None and self.config.optimizer.early_step_in_backward:
             raise ValueError(f"optim_step({params}): must have no settings, because {STEPPED}")
+        # What a caller may have done wrong is raised first: the gradient is still whole then.
         settings = self._make_settings(params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
             check_bounds(params, "max_norm", above=0)
             max_norm = params.max_norm
         scale = self._gradient.scale(allow_empty=allow_empty)
+
         reset_peak_memory(self.device)
         with (
             self._explain_memory_errors("optim_step"),
@@ -245,6 +258,7 @@ class TrainingEngine(Configurable):
             rounding = None
             if self.config.training.dtype == "bfloat16":
                 rounding = self.optimizer.rounding.reduce(mesh=self.policy.mesh)
+
         self.drop_gradient()
         self._gradient.has_stepped = False
         self.policy_version += 1
@@ -260,6 +274,7 @@ class TrainingEngine(Configurable):
         self.optimizer.step_one(parameter, self._make_settings(), version=self.policy_version)
 
     def _explain_memory_errors(self, call: str) -> AbstractContextManager[None]:
+        # The estimate builds the model once more, so it is made only for an error.
         estimated = partial(
             estimate_memory,
             self.config,
@@ -332,15 +347,13 @@ class TrainingEngine(Configurable):
     def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
-        """Load a checkpoint, a Hugging Face folder or a PEFT adapter, and return the policy
-        version.
+        """Load a checkpoint, a Hugging Face folder or a PEFT adapter; return the policy version.
 
-        An accumulated gradient is dropped. See `Checkpointer.load` for what each kind of folder
-        sets.
+        An accumulated gradient is dropped. `Checkpointer.load` says what each kind of folder sets.
 
         Raises:
             ValueError: the folder is of no known kind, incomplete, damaged or of another
-                architecture, or the reference policy's weights are gone.
+                architecture, or it lacks the reference policy's weights.
         """
         self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
@@ -394,9 +407,7 @@ class TrainingEngine(Configurable):
             raise CheckpointError(STEPPED)
 
     def buffer_names(self) -> set[str]:
-        """Return the names in `model_state_dict` that are buffers, which keep their dtype when
-        pushed.
-        """
+        """Return the names in `model_state_dict` of buffers, which keep their dtype when pushed."""
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
@@ -404,6 +415,7 @@ class TrainingEngine(Configurable):
         if self._enable_gc_again:
             gc.enable()
             self._enable_gc_again = False
+        # Also after a failed save: a rank that stays in the group keeps the others waiting.
         try:
             self.checkpointer.close()
         finally:
@@ -439,8 +451,7 @@ def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
 
 
 def _stop_collections(training: TrainingConfig) -> bool:
-    """Leave garbage collection to the engine if it is configured; return whether Python collected
-    before.
+    """Leave garbage collection to the engine if configured; return True if Python collected before.
 
     Python pauses one process at an unpredictable moment, for which all other ranks would wait, one
     pause after another. Collections at the same steps pause them together.

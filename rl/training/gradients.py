@@ -26,6 +26,7 @@ from rl.distributed.mesh import ranks_of_stage
 from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
+from rl.training.compat import compute_norms, scale_in_place
 from rl.training.failures import make_non_finite_error
 from rl.training.memory import read_peak_memory
 from rl.training.policy import Policy
@@ -43,11 +44,16 @@ STEPPED = (
 
 
 class GradientAccumulator:
-    """The gradient between two optimizer steps; every rank makes the same calls with the same
-    samples.
+    """The gradient between two optimizer steps.
 
-    A call that fails after it has started drops the whole gradient; a call that is refused changes
-    nothing.
+    Every rank makes the same calls with the same samples. A call that fails after it has started
+    drops the whole gradient; a call that is refused changes nothing.
+
+    Example:
+        gradient.add(first_half, loss=loss, version=7, return_logprobs=False)
+        gradient.add(other_half, loss=loss, version=7, return_logprobs=False)
+        scale = gradient.scale()  # 1 / (sum of both denominators): as if it were one call
+        norm = gradient.finish(scale=scale, max_norm=1.0, version=7)
     """
 
     def __init__(
@@ -67,9 +73,7 @@ class GradientAccumulator:
         self.num_calls = 0
         """Calls since the last `optim_step`."""
         self.denominator: float | None = None
-        """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no
-        division.
-        """
+        """Sum over calls and ranks; None without a call, or if the loss asks for no division."""
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
         self._steps_early = False
@@ -79,13 +83,13 @@ class GradientAccumulator:
         """Norms of this rank's shards of the gradients that are freed."""
 
     def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
-        """Step each parameter in the backward of a call's last micro-batch, and free its
-        gradient.
-        """
+        """Step each parameter in the backward of a call's last micro-batch; free its gradient."""
 
         def step_early(parameter: nn.Parameter) -> None:
+            # Set as soon as the last micro-batch's loss is known, before its backward.
             if self.has_stepped:
                 place_gradients([parameter])
+                # The step's norm is reported although it comes too late to clip.
                 self._norms |= compute_local_norms([parameter])
                 step(parameter)
                 parameter.grad = None
@@ -112,6 +116,7 @@ class GradientAccumulator:
             result = call.reduce()
             if self._experts is not None:
                 result = replace(result, expert_load=self._experts.reduce())
+
             self.num_calls += 1
             if self._failure_folder is not None:
                 self._samples.extend(samples)
@@ -127,6 +132,7 @@ class GradientAccumulator:
         """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
         call = CallSums(samples, policy=self._policy, wanted=range(len(samples)))
         with awaiting(f"forward of step {version}", record_in=self._failure_folder):
+            # Without a backward FSDP keeps parameters gathered, also after an error.
             try:
                 self._run(call, loss=loss, backward=False)
             finally:
@@ -136,8 +142,9 @@ class GradientAccumulator:
         return result
 
     def scale(self, *, allow_empty: bool = False) -> float:
-        """Return the factor of the summed gradient; raises ValueError as
-        `TrainingEngine.optim_step`.
+        """Return the factor of the summed gradient.
+
+        Raises ValueError as `TrainingEngine.optim_step`.
         """
         if self.has_stepped and not self.num_calls:
             raise ValueError(STEPPED)
@@ -156,23 +163,30 @@ class GradientAccumulator:
         return 1.0 / self.denominator
 
     def finish(self, *, scale: float, max_norm: float, version: int) -> float:
-        """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises
-        NonFiniteLossError.
+        """Multiply the gradient by `scale`, clip it, and return its norm before clipping.
+
+        Raises NonFiniteLossError.
         """
         parameters, mesh = list(self._policy.trained_parameters.values()), self._policy.mesh
         if not self.num_calls:
+            # An empty step: running means and weights decay as if by a gradient of zero.
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
+
         place_gradients(parameters)
-        assert all(_is_placed_like(p.grad, p.data) for p in parameters), (
-            "gradients lie as their parameters"
-        )
+        for parameter in parameters:
+            assert _is_placed_like(parameter.grad, parameter.data), (
+                "gradients lie as their parameters"
+            )
+
         squares = compute_squared_norm(self._norms | compute_local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
+
+        # The division by the denominator and the clip are one pass over the gradient.
         factor = scale * min(1.0, max_norm / (norm + 1e-6))
         if factor != 1.0:
-            torch._foreach_mul_(_list_local_gradients(parameters), factor)
+            scale_in_place(_list_local_gradients(parameters), factor)
         return norm
 
     def drop(self) -> None:
@@ -185,13 +199,12 @@ class GradientAccumulator:
 
     @contextmanager
     def drop_on_error(self, what: str) -> Iterator[None]:
-        """Drop the gradient if the block fails; a collective that fails is reported as part of
-        `what`.
-        """
+        """Drop the gradient if the block fails; a collective's error is that of `what`."""
         try:
             with awaiting(what, record_in=self._failure_folder):
                 yield
         except BaseException:
+            # Some micro-batches may be in the gradient and others not.
             self._policy.release()
             self.drop()
             raise
@@ -242,9 +255,7 @@ class GradientAccumulator:
 
 
 class CallSums:
-    """Micro-batches of one call, and sums over them that stay on the device until the end of the
-    call.
-    """
+    """Micro-batches of one call, and their sums, which stay on the device until its end."""
 
     def __init__(
         self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]
@@ -266,9 +277,7 @@ class CallSums:
                 device=policy.device,
             )
         self._sums: list[dict[str, Tensor]] = []
-        """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with
-        METRIC.
-        """
+        """Sums of each micro-batch by name, [] float64; a loss's metrics begin with METRIC."""
         self._largest: list[Tensor] = []
 
     @property
@@ -314,18 +323,23 @@ class CallSums:
             "num_rows": torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
             "num_attended": torch.where(is_padding_T, 0, batch.positions + 1).sum(),
         }
-        sums |= {f"{METRIC}{name}": value for name, value in output.metric_sums.items()}
+        for name, value in output.metric_sums.items():
+            sums[f"{METRIC}{name}"] = value
+        # In float64, so that sums over many micro-batches and ranks do not round.
         self._sums.append({name: value.detach().double() for name, value in sums.items()})
         self._largest.append(diff_T.amax().double())
 
     def reduce(self) -> ForwardBackwardResult:
-        """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0,
-        a ratio 1.
+        """Sum over micro-batches and ranks, which waits for the device.
+
+        A mean over no token is 0, a ratio 1.
         """
         policy, samples = self._policy, self._samples
         names = list(self._sums[0]) if self._sums else []
         if policy.pipeline is not None:  # Only the last stage knows the sums.
             names, self.has_denominator = policy.pipeline.from_last((names, self.has_denominator))
+
+        # One collective for all numbers of a call: sums, maxima, and the memory of the ranks.
         zeros = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
         rows = [torch.stack(list(sums.values())) for sums in self._sums]
         sums_N = torch.stack(rows).sum(0) if rows else zeros
@@ -335,13 +349,13 @@ class CallSums:
         totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(
             sums_N, largest, mesh=policy.mesh
         )
+
         sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
-        means = {
-            name.removeprefix(METRIC): _divide(value, num_valid)
-            for name, value in sums.items()
-            if name.startswith(METRIC)
-        }
+        means: dict[str, float] = {}
+        for name, value in sums.items():
+            if name.startswith(METRIC):
+                means[name.removeprefix(METRIC)] = _divide(value, num_valid)
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
             denominator=sums["denominator"],
@@ -370,13 +384,12 @@ class CallSums:
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Lay out the gradients as their parameters, where backward has left them otherwise on
-    tensor-parallel ranks.
+    """Lay out the gradients as their parameters, where backward has left them otherwise.
 
-    The gradient of a replicated parameter, as of a norm, is a partial sum: its rank has seen only
-    its own tokens or heads. That of a row-sharded embedding is whole on every rank. A norm or a
-    step that took such a gradient for its parameter's shard would count it several times, or be
-    wrong.
+    On tensor-parallel ranks the gradient of a replicated parameter, as of a norm, is a partial sum:
+    its rank has seen only its own tokens or heads. That of a row-sharded embedding is whole on
+    every rank. A norm or a step that took such a gradient for its parameter's shard would count it
+    several times, or be wrong.
     """
     for parameter in parameters:
         grad, data = parameter.grad, parameter.data
@@ -400,19 +413,17 @@ def _is_placed_like(gradient: Tensor | None, parameter: Tensor) -> bool:
 
 def compute_local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Return the 2-norm, [], of this rank's shard of each gradient that is there."""
-    gradients = _list_local_gradients(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
-    return dict(zip(with_grad, torch._foreach_norm(gradients) if gradients else (), strict=True))
+    return dict(zip(with_grad, compute_norms(_list_local_gradients(parameters)), strict=True))
 
 
 def compute_squared_norm(
     norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None
 ) -> Tensor:
-    """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the
-    world is whole.
+    """Return this rank's part of the square of the gradients' 2-norm, [] float64.
 
-    Each rank adds the squares of its shards' norms, divided by the number of ranks that hold the
-    same shard, which are of one stage.
+    The sum over the world is the whole square. Each rank adds the squares of its shards' norms,
+    divided by the number of ranks that hold the same shard, which are of one stage.
     """
     squares = torch.stack(list(norms.values())).double().square()
     shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
@@ -426,9 +437,7 @@ def _list_local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 def _make_loss_inputs(
     batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None
 ) -> LossInputs:
-    """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K]
-    becomes [T K].
-    """
+    """Return the loss's inputs; [T, K] becomes [T K], so that a loss sees one entry a target."""
     return LossInputs(
         logprobs=logprobs_T.flatten(),
         generator_logprobs=batch.generator_logprobs.flatten(),

@@ -71,11 +71,11 @@ class Muon:
         group: dist.ProcessGroup | None = None,
         rounding: Rounding | None = None,
     ) -> None:
-        """The adapter splits a parameter into its matrices; a parameter that it does not know is
-        one matrix.
-
-        `group` has the ranks with shards of these parameters; None: all. `rounding` is for
-        parameters in bfloat16.
+        """
+        Args:
+            adapter: splits a parameter into its matrices; one that it does not know is one matrix.
+            group: ranks with shards of these parameters; None: all.
+            rounding: for parameters in bfloat16.
         """
         self.rounding = rounding or Rounding(seed=0)
         self.group = group
@@ -98,6 +98,7 @@ class Muon:
         if dist.is_initialized():
             rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         with_grad = [(name, p) for name, p in self.parameters.items() if p.grad is not None]
+        # A window has one parameter for each rank, so that all ranks compute at the same time.
         for start in range(0, len(with_grad), num_ranks):
             window = with_grad[start : start + num_ranks]
             mine = None
@@ -107,14 +108,14 @@ class Muon:
                 del whole  # Free it before the next matrix is gathered.
             # Compute after all gathers of the window, so that no rank waits in the next gather.
             update = None if mine is None else self._orthogonalize_parts(window[rank][0], mine)
+
             for owner, (name, parameter) in enumerate(window):
-                whole = (
-                    update
-                    if owner == rank and update is not None
-                    else torch.empty(
+                if owner == rank and update is not None:
+                    whole = update
+                else:
+                    whole = torch.empty(
                         parameter.shape, dtype=parameter.dtype, device=_get_device(parameter)
                     )
-                )
                 if num_ranks > 1:
                     dist.broadcast(whole, group_src=owner, group=self.group)
                 self._apply(
@@ -134,6 +135,7 @@ class Muon:
             local.mul_(1.0 - lr * weight_decay)
             local.add_(update.to(local), alpha=-lr)
             return
+
         weights = rows_of(parameter)
         update = update.to(weights).reshape(weights.shape)
         for rows, bits in self.rounding.split_rows(name, parameter):
@@ -149,6 +151,7 @@ class Muon:
             mean.lerp_(gradient, 1.0 - momentum)
             update = gradient.lerp(mean, momentum)  # Nesterov's
             return wrapped_like(parameter.data, update.to(_get_device(parameter)))
+
         update = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         for rows, bits in self.rounding.split_rows(name, parameter):
             wide = rows_of(gradient)[rows].float()
@@ -177,12 +180,12 @@ class Muon:
 
 
 def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition U S V^T; singular values end
-    in 0.7 .. 1.2.
+    """Return approximately U V^T of the singular value decomposition U S V^T.
 
-    Values far below the largest need more iterations; 0 stays 0.
+    Singular values end in 0.7 .. 1.2. Values far below the largest need more iterations; 0 stays 0.
     """
     a, b, c = COEFFICIENTS
+    # X X^T of a wide matrix is the smaller of the two products.
     tall = matrix_AB.size(0) > matrix_AB.size(1)
     x = matrix_AB.T if tall else matrix_AB
     x = x / x.norm().clamp(min=EPS)  # at least the largest singular value

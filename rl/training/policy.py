@@ -1,5 +1,4 @@
-"""The model in training: weights from and to files, packing, forward pass and logprobs in any
-parallel layout.
+"""The model in training: weights from and to files, packing, forward pass, logprobs, in any layout.
 
 Shape legend: T packed tokens of one micro-batch, t the tokens of this context-parallel rank, K
 targets of each token where there are several.
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
@@ -102,13 +102,14 @@ class Policy:
         self.training = training
         self.context = None if mesh is None else ContextParallel.of(mesh[CP])
         """Share of this rank in its micro-batches; None without context parallelism."""
+        self.loaded_from: str | None = None
+        """Hugging Face folder of the plain model's weights, if all came from one."""
         self._num_forwards = 0
         self._latest: PackedBatch | None = None
         """Micro-batch of the latest forward."""
+
         degrees = parallelism.degrees(1 if mesh is None else mesh.size())
         self.converters = ModelConverters(converters, spec=spec, degrees=degrees, device=device)
-        self.loaded_from: str | None = None
-        """Hugging Face folder of the plain model's weights, if all came from one."""
         self._options = ShardingOptions(
             parallelism=parallelism,
             param_dtype=getattr(torch, training.param_dtype),
@@ -119,10 +120,9 @@ class Policy:
             expert_mesh=rank.expert_mesh,
         )
         self._chunk_logprobs = compile_function(logprobs_of_chunk, compile_config)
-        self.pipeline: Pipeline | None = None
-        if mesh is not None and (axis := pipeline_axis(mesh)) is not None:
-            plan = plan_stages(parallelism, module_names(spec.model))
-            self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
+        self.pipeline = _make_pipeline(parallelism, spec, mesh=mesh, device=device)
+
+        # Data-parallel ranks draw differently, the ranks that share a sample alike.
         seed_everything(
             training.seed, offset=self.data_rank.index, deterministic=training.deterministic
         )
@@ -134,15 +134,11 @@ class Policy:
         """The modules that compute: the model, or its part of each of this rank's stages."""
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
-        # A router would count a shared prompt only once for the balance of experts.
-        splits_keys = self.context is not None and not parallelism.exchanges_heads
-        self._shares_prompts = training.share_prompts and not (
-            spec.model.has_experts or splits_keys
-        )
         if print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
 
     def _convert_model(self) -> Decoder:
+        """Return the whole converted model on the meta device."""
         with torch.device("meta"):
             whole: Decoder = self.spec.model.build().to(getattr(torch, self.training.dtype))
             make_batch_invariant(whole, spec=self.spec, device=self.device)
@@ -156,17 +152,20 @@ class Policy:
         trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
         if pipeline is not None:
             pipeline.plan.check_trained(name for name, is_trained in trained.items() if is_trained)
+
         parts = parallelize_decoder(whole, mesh=self.mesh, config=self._options, pipeline=pipeline)
-        tied = {"lm_head.weight": trained["embed_tokens.weight"]}
+        # A tied head has no name in the whole model, but the last stage has a copy of the weight.
+        trained = {"lm_head.weight": trained["embed_tokens.weight"]} | trained
         if self.device.type == "cpu":
             keep_freed_memory()
         for part in parts:
             for name, parameter in part.named_parameters():
                 # PyTorch's plan for norms makes new parameters that require a gradient even if
                 # frozen before.
-                parameter.requires_grad_((tied | trained)[name])
+                parameter.requires_grad_(trained[name])
             materialize(part, device=self.device, cpu_offload=self._options.cpu_offload)
             reset_buffers(part)
+
         if pipeline is not None:
             pipeline.attach(parts, tied=self.spec.model.tie_embeddings)
             self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
@@ -190,6 +189,14 @@ class Policy:
         return [name for name in self.converters.plain_names if name in self.parameters]
 
     @property
+    def _shares_prompts(self) -> bool:
+        """True if samples of a micro-batch send their common prompt through the model once."""
+        if self.context is not None and not self._options.parallelism.exchanges_heads:
+            return False
+        # A router would count a shared prompt only once for the balance of experts.
+        return self.training.share_prompts and not self.spec.model.has_experts
+
+    @property
     def is_first_rank(self) -> bool:
         """True on the rank that writes files."""
         return self.mesh is None or dist.get_rank() == 0
@@ -203,9 +210,7 @@ class Policy:
         raise ValueError("converters has no LoRA: there is no adapter to save or to load")
 
     def init_weights(self) -> None:
-        """Draw weights from the configured seed, the same in every layout and with any
-        converters.
-        """
+        """Draw weights from the configured seed, the same in every layout."""
         names = set(self.converters.plain_names)
         self.whole.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
@@ -220,14 +225,18 @@ class Policy:
         folder.spec(expected=self.spec)
         adapter = self.spec.adapter(self.spec.model)
         folder.check(self.whole, adapter, names=set(self.converters.plain_names))
+
         for name, whole in read_parameters(folder, adapter, self._own_names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+
+        # A folder leaves out buffers that are zero.
         buffers = hf_buffers(self.model, adapter)
         for buffer in buffers.values():
             buffer.zero_()
         for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
             buffers[name].copy_(whole)
+
         self.loaded_from = str(folder.path.expanduser().absolute())
         self.converters.weights_loaded(self.model, fresh=True)
 
@@ -271,9 +280,7 @@ class Policy:
 
     @contextmanager
     def _gather_on_exit(self, gathered: Iterable[object]) -> Iterator[bool]:
-        """Yield whether this rank writes, then consume what is left of `gathered`, on every
-        rank.
-        """
+        """Yield whether this rank writes; afterwards every rank consumes the rest of `gathered`."""
         try:
             yield self.is_first_rank
         finally:
@@ -283,10 +290,9 @@ class Policy:
         barrier()
 
     def mark_restored(self, names: Collection[str], *, base_model: str | None) -> None:
-        """Note that a checkpoint, whose `base_model` is given, has set these parameters and
-        buffers.
-        """
+        """Note that a checkpoint of this `base_model` has set these parameters and buffers."""
         loaded = [name in names for name in self._own_names]
+        # Stages have different parameters; a folder is the base only if all of them agree.
         if self.pipeline is not None:
             loaded = list(chain.from_iterable(self.pipeline.from_all(loaded)))
         if any(loaded):
@@ -301,43 +307,49 @@ class Policy:
         return self.converters.plain_tensors(self.parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `plain_tensors` and persistent buffers by name, each a DTensor if other ranks have
-        none.
+        """Return `plain_tensors` and persistent buffers by name.
+
+        In a pipeline buffers are DTensors of their stage, as other stages have none.
         """
         buffers: dict[str, Tensor] = persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
             of_stage, alike = self.mesh[OF_STAGE], [Replicate()] * len(OF_STAGE)
-            buffers = {
-                name: DTensor.from_local(buffer, of_stage, alike, run_check=False)
-                for name, buffer in buffers.items()
-            }
+            for name, buffer in list(buffers.items()):
+                # All ranks of a stage have the same bits, so nothing has to be compared.
+                buffers[name] = DTensor.from_local(buffer, of_stage, alike, run_check=False)
         return dict(self.plain_tensors()) | buffers
 
     def gather_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must
-        consume all.
+        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time.
+
+        Every rank must consume all of them, since each is gathered by all ranks.
         """
         if self.pipeline is not None:
             return self.pipeline.gather(named)
         return ((item[0], *map(whole_tensor, item[1:])) for item in named)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample
-        that does not fit.
+        """Return this rank's micro-batches, as many on every rank.
+
+        Raises ValueError for a sample that does not fit.
         """
         _check_ids(samples, vocab_size=self.spec.model.vocab_size)
+
+        # Every kind of split needs equal parts, so lengths are padded to a multiple of all.
         tp = 1 if self.mesh is None else self.mesh[TP].size()
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
         if self.context is not None:
             multiple = self.context.pad_multiple(multiple)
-        max_sequences, of_pipeline = self.training.max_sequences_per_microbatch, {}
+
+        max_sequences = self.training.max_sequences_per_microbatch
+        of_pipeline: dict[str, Any] = {}
         if self.pipeline is not None:
-            own_limit = self.pipeline.config.pipeline_parallel_microbatch_size
-            max_sequences = min(
-                (n for n in (max_sequences, own_limit) if n is not None), default=None
-            )
-            of_pipeline = {"num_allowed": self.pipeline.num_allowed}
+            limit = self.pipeline.config.pipeline_parallel_microbatch_size
+            if limit is not None:
+                max_sequences = limit if max_sequences is None else min(max_sequences, limit)
+            of_pipeline["num_allowed"] = self.pipeline.num_allowed
+
         with span("pack"):
             return pack(
                 samples,
@@ -373,22 +385,24 @@ class Policy:
                 values of others may be 0.
         """
 
-        def prepared(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
+        def prepare(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
             batch = batch.to(self.device)
             return batch, *self._prepare_arguments(batch, entropy_gradient, of_loss=of_loss(batch))
 
         dtype = self._options.param_dtype
         if self.pipeline is not None:
             assert self.mesh is not None
-            num_tokens = batches[0].input_ids.numel() // (
-                self.mesh[CP].size() * self.mesh[TP].size()
-            )
+            # A stage receives hidden states of this rank's tokens, before it has seen any.
+            num_shares = self.mesh[CP].size() * self.mesh[TP].size()
+            num_tokens = batches[0].input_ids.numel() // num_shares
             hidden = partial(
                 torch.empty, num_tokens, self.spec.model.dim, dtype=dtype, device="meta"
             )
-            self.pipeline.run(batches, prepared, read, hidden=hidden, backward=backward)
+            self.pipeline.run(batches, prepare, read, hidden=hidden, backward=backward)
             return
-        for batch, ids, options in map(prepared, batches):
+
+        # One by one: the graph of a micro-batch is freed before the next forward.
+        for batch, ids, options in map(prepare, batches):
             number = read(batch, *call_in_dtype(self.model, dtype, ids, **options))
             if backward:
                 assert number is not None
@@ -397,8 +411,9 @@ class Policy:
     def _prepare_arguments(
         self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the model's input ids and its other arguments, among them a head that gives all
-        tokens' values.
+        """Return the model's input ids and its other arguments.
+
+        Among them is a head that gives the values of all tokens.
         """
         self._num_forwards += 1
         self._latest = batch
@@ -418,6 +433,9 @@ class Policy:
                 "sequences": batch.sequences,
                 "head": head,
             }
+
+        # Each context-parallel rank computes its tokens; the head gathers the values of all, so
+        # that the loss need not know of the split.
         context, num_tokens = self.context, batch.input_ids.numel()
         mine_t = to_device(context.token_indices(num_tokens), self.device)
         share = batch.sequences
@@ -452,9 +470,7 @@ class Policy:
 
     @torch.no_grad()
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0
-        being 0.
-        """
+        """Return each sample's logprobs, [T] or [T, K] float32 in nats; entry 0 is 0."""
         values = TokenValues(
             samples,
             data_rank=self.data_rank,
@@ -473,9 +489,7 @@ class Policy:
         *,
         rows_R: Tensor | None = None,
     ) -> TokenHead:
-        """Return the function of hidden states and the head's weight that gives logprobs and
-        entropies.
-        """
+        """Return the function from hidden states and head weight to logprobs and entropies."""
         return partial(
             token_logprobs,
             targets_T=targets_T,
@@ -488,7 +502,23 @@ class Policy:
         )
 
 
+def _make_pipeline(
+    parallelism: ParallelismConfig,
+    spec: ModelSpec,
+    *,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> Pipeline | None:
+    """Return this rank's stages of a pipeline, or None without one."""
+    axis = pipeline_axis(mesh)
+    if axis is None:
+        return None
+    plan = plan_stages(parallelism, module_names(spec.model))
+    return Pipeline(parallelism, plan, axis=axis, device=device)
+
+
 def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
+    """Raise ValueError for an id outside of the vocabulary."""
     for index, sample in enumerate(samples):
         given = {"token_ids": sample.token_ids}
         if sample.targets is not None:

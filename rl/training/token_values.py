@@ -27,9 +27,7 @@ class TokenValues:
         device: torch.device,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples
-        are copied.
-        """
+        """Collect the samples at the indices `wanted`, or all of them."""
         self._data_rank = data_rank
         self._mesh = mesh
         self._device = device
@@ -38,9 +36,7 @@ class TokenValues:
             index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices
         }
         self._added: list[tuple[PackedBatch, Tensor]] = []
-        """Micro-batches with their values, which stay on the device so that the next one need not
-        wait.
-        """
+        """Micro-batches with their values, on the device: a copy would make the next one wait."""
 
     def has_wanted(self, batch: PackedBatch) -> bool:
         """Return whether the micro-batch has a wanted sample."""
@@ -48,17 +44,17 @@ class TokenValues:
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
+        # Ranks that hold the same tokens would add them several times.
         if self._data_rank.speaks and self.has_wanted(batch):
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
-        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0
-        is 0.
-        """
+        """Return one array for each wanted sample, shaped as its mask, on every rank."""
         for batch, values_T in self._added:
             for index, values in batch.scatter(values_T.cpu().numpy()).items():
                 if index in self._values:
                     self._values[index][:] = values
+
         arrays = list(self._values.values())
         if self._mesh is None:
             return arrays
