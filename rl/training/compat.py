@@ -18,7 +18,7 @@ StorageInfo = _StorageInfo
 # Only the unpickler in Python calls methods that a subclass can replace, one for each code; the one
 # in C, which `pickle.Unpickler` names, has no such table.
 PythonUnpickler = pickle._Unpickler
-UNPICKLER_METHODS: dict[int, Any] = pickle._Unpickler.dispatch  # type: ignore[attr-defined]
+UNPICKLER_METHODS: Any = pickle._Unpickler.dispatch
 
 
 def scale_in_place(tensors: Sequence[Tensor], factor: float) -> None:
