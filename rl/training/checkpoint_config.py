@@ -119,6 +119,7 @@ class CheckpointConfig(Configurable.Config):
                 "initial_load_model_only=False: needs initial_load_path, and "
                 "initial_load_in_hf=False, because a Hugging Face folder holds only the model"
             )
+        # Names of tensors are checked against a checkpoint, once there is one.
         for name in self.exclude_from_loading:
             if not name or name.split(".")[0] == "lr_scheduler":
                 raise ValueError(
@@ -253,6 +254,8 @@ def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) ->
 
 
 def _continue_from(path: Path, *, num_steps: int) -> LoadSource:
+    """Return a run's own checkpoint as a source; raises ValueError if it cannot be continued."""
+    # The trainer's ranks check the tensors, as all of them together read faster.
     check_files(path, tensors=False)
     state = read_state(path)
     position = state.position
@@ -263,6 +266,7 @@ def _continue_from(path: Path, *, num_steps: int) -> LoadSource:
             f"loop.num_steps={num_steps}: must be at least {position.step}, the steps that {path} "
             "has done"
         )
+    # A run that has done all of its steps needs no optimizer: it may still export its weights.
     if state.model_only and position.step < num_steps:
         raise ValueError(
             f"{path} {_MODEL_ONLY}; move it away to continue from the checkpoint before it"
@@ -291,6 +295,7 @@ def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
 
 
 def _find_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
+    """Return the folder of a step; raises ValueError that lists the steps there are."""
     step = max(steps) if load_step == LATEST else load_step
     if step not in steps:
         raise ValueError(
@@ -300,6 +305,7 @@ def _find_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
 
 
 def _make_source(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
+    """Return a checkpoint as a source; raises ValueError if it lacks what the config needs."""
     check_files(path, tensors=False)
     state = read_state(path)
     if state.model_only and not model_only:

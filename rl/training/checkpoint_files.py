@@ -112,6 +112,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
     """Write state and manifest; `sums` describes the files that are already in the folder."""
+    # The state first, because the manifest has its checksum too.
     _write_json(folder / STATE, dataclasses.asdict(state))
     sums = {**sums, STATE: sum_of_file(folder / STATE)}
     manifest = {name: dataclasses.asdict(sums[name]) for name in sorted(sums)}
@@ -200,6 +201,10 @@ def _check_content(file: Path, written: FileSum) -> None:
 
 
 def sum_of_file(file: Path) -> FileSum:
+    """Return size and CRC-32, which tell of damage; who changes a file can change the manifest too.
+
+    The file is read in pieces, because it may be larger than the memory that is free.
+    """
     crc32 = num_bytes = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -217,6 +222,7 @@ def find_newest_usable(
         check: raises `DamagedCheckpointError` for a damaged checkpoint.
         skip: called for each damaged checkpoint; None sets them aside.
     """
+    # Only damage is skipped: a checkpoint of another model is an error of the user.
     for path in reversed(saved_steps(folder).values()):
         try:
             return check(path)

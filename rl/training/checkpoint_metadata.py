@@ -167,10 +167,12 @@ class _Unpickler(PythonUnpickler):
         )
 
     def _set_item(self) -> None:
+        # On the stack of a pickle a key lies below its value.
         _check_keys(self.stack[-2:-1])
         _LOAD[pickle.SETITEM[0]](self)
 
     def _set_items(self) -> None:
+        # Keys and values alternate.
         _check_keys(self.stack[::2])
         _LOAD[pickle.SETITEMS[0]](self)
 
@@ -193,6 +195,7 @@ def _translate(content: Any) -> SavedTensors:
     tensors: dict[str, STORAGE_TYPES] = {}
     pickled: dict[str, None] = {}
     for name, entry in _check_dict(fields["state_dict_metadata"]).items():
+        # Of random states in an old checkpoint only the names are kept, for a message.
         if type(entry).__name__ == "BytesStorageMetadata" and _check_text(name).startswith(
             f"{RANDOM}."
         ):
@@ -217,6 +220,7 @@ def _translate_tensor(entry: Any) -> TensorStorageMetadata:
     fields = _get_fields(entry, "TensorStorageMetadata")
     properties = fields["properties"]
     _check_kind(properties, "TensorProperties")
+    # Pickled as a tuple that begins with the dtype; the rest says how the tensor lay in memory.
     dtype, *_ = properties.fields
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{type(dtype).__name__} in place of a dtype")
@@ -269,6 +273,7 @@ def _check_text(value: Any) -> str:
 
 
 def _check_size(value: Any) -> torch.Size:
+    # By type and not by isinstance, as True and False are instances of int.
     if not isinstance(value, tuple) or not all(
         type(number) is int and number >= 0 for number in value
     ):

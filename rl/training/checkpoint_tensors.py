@@ -105,6 +105,7 @@ def matching_tensors(
     parts = {name.split(".")[0] for name in into}
     tensors = read_saved_tensors(path)
     others: tuple[str, ...] = (TOKENIZER,)
+    # A run that takes only the weights compares nothing else.
     if parts != {MODEL}:
         _check_random_states(path, tensors, exclude=exclude)
         others = (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
@@ -114,6 +115,7 @@ def matching_tensors(
     }
     names = {**needed, **there}
     _check_exclusions(path, [*others, *names], exclude=exclude)
+
     needed, there = _drop_excluded(needed, exclude), _drop_excluded(there, exclude)
     differences = list(_find_converter_differences(saved, converters, names, exclude))
     differences += _find_tensor_differences(needed, there)
@@ -167,6 +169,7 @@ def _drop_excluded(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
 
 
 def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that excludes nothing, which is most likely misspelt."""
     for pattern in exclude:
         if not any(excluded(name, (pattern,)) for name in names):
             raise ValueError(
@@ -182,6 +185,7 @@ def _find_converter_differences(
 
     Such tensors are those that converters added, or all if converters added none.
     """
+    # Two adapters with different alpha have tensors of the same names and shapes.
     ours, theirs = converters.saved_settings(), saved.converters
     if ours == theirs:
         return
@@ -235,6 +239,7 @@ def write_tensors(
             process_group=group,
             no_dist=group is None,
         )
+    # Each rank sums its own files, so that no file is read by another host.
     files = [*folder.glob(f"__{rank}_*"), *(folder / name for name in more)]
     return [*files, folder / METADATA] if rank == 0 else files
 

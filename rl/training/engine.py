@@ -242,6 +242,7 @@ class TrainingEngine(Configurable):
             max_norm = params.max_norm
         scale = self._gradient.scale(allow_empty=allow_empty)
 
+        # A peak is that of a whole step: from here to the next step.
         reset_peak_memory(self.device)
         with (
             self._explain_memory_errors("optim_step"),
@@ -252,6 +253,7 @@ class TrainingEngine(Configurable):
             )
             # Of parameters stepped early, none has a gradient left.
             self.optimizer.step(settings, version=self.policy_version)
+            # Float8 computes the scales of the new weights here, in one collective.
             self.policy.converters.post_optimizer_hook(self.policy.model)
             if self.experts is not None:
                 self.experts.step()
@@ -271,6 +273,7 @@ class TrainingEngine(Configurable):
         )
 
     def _step_early(self, parameter: nn.Parameter) -> None:
+        """Step one parameter inside the backward, with the settings of the step that is to come."""
         self.optimizer.step_one(parameter, self._make_settings(), version=self.policy_version)
 
     def _explain_memory_errors(self, call: str) -> AbstractContextManager[None]:
@@ -360,6 +363,7 @@ class TrainingEngine(Configurable):
             self.policy_version = self.checkpointer.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
+        # Weights that were between two versions are those of a version again.
         self._gradient.has_stepped = False
         return self.policy_version
 
@@ -423,6 +427,7 @@ class TrainingEngine(Configurable):
                 self._rank.leave()
 
     def _collect_garbage(self) -> None:
+        # By the version, which is the same on all ranks, so that all of them pause together.
         training = self.config.training
         if not training.gc_every_steps or self.policy_version % training.gc_every_steps:
             return
@@ -440,6 +445,7 @@ class TrainingEngine(Configurable):
 
 def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
+    # Stages of a pipeline have different parameters, so Muon shares its work within a stage.
     adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
     made: Optimizer = config.build(
         parameters=policy.trained_parameters,
@@ -470,6 +476,8 @@ def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | N
                 "hf_assets_path=None: must be a Hugging Face folder if model_spec is None"
             )
         return None, spec
+
+    # The sizes of a folder win over the spec's: weights of other sizes could not be read.
     folder = HFFolder(path, tokenizer=True)
     if spec is None:
         return folder, folder.spec()

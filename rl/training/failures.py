@@ -51,6 +51,7 @@ def wrap_checkpoint_errors(
     try:
         yield
     except FileExistsError:
+        # The caller named a folder that is in use, which is an error of the call and not of a disk.
         raise
     except kinds as error:
         raise CheckpointError(f"{what}: {error}") from error

@@ -109,6 +109,7 @@ class GradientAccumulator:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         if self.has_stepped:
             raise ValueError(STEPPED)
+        # What the caller may have done wrong is raised before anything is added.
         wanted = _select_samples(return_logprobs, num_samples=len(samples))
         call = CallSums(samples, policy=self._policy, wanted=wanted)
         with self.drop_on_error(f"forward_backward of step {version}"):
@@ -181,6 +182,7 @@ class GradientAccumulator:
 
         squares = compute_squared_norm(self._norms | compute_local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
+        # Before the step: one gradient that is not finite would destroy every weight.
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
 
         # The division by the denominator and the clip are one pass over the gradient.
@@ -221,6 +223,8 @@ class GradientAccumulator:
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
                 self._check_denominator(output)
+                # Before the backward, whose hooks step the parameters: the last micro-batch
+                # completes their gradients.
                 self.has_stepped = self._steps_early and call.is_complete
             # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
             return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
@@ -301,8 +305,10 @@ class CallSums:
         """Add the sums and logprobs of one micro-batch."""
         if self._values is not None:
             self._values.add(batch, logprobs_T)
+
         entropy_T = _repeat_by_target(entropy_T, batch)
         logprobs_T = inputs.logprobs.detach()
+        # Only tokens that the generator drew have a logprob to compare with.
         drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
         is_padding_T = batch.sequence_ids == batch.num_sequences

@@ -191,6 +191,7 @@ class TrainedModels:
         """Write the files, and last the description, without which a folder is no model."""
         sums = {}
         for file, content in tensors.items():
+            # safetensors refuses views of larger tensors.
             save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / file)
             sums[file] = dataclasses.asdict(sum_of_file(folder / file))
         text = json.dumps({**description, "files": sums}, indent=2)

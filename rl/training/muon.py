@@ -116,6 +116,7 @@ class Muon:
                     whole = torch.empty(
                         parameter.shape, dtype=parameter.dtype, device=_get_device(parameter)
                     )
+                # One rank's bits for all: sums in another order would let replicas drift apart.
                 if num_ranks > 1:
                     dist.broadcast(whole, group_src=owner, group=self.group)
                 self._apply(

@@ -166,6 +166,7 @@ class Optimizer(Configurable):
         self, parameter: nn.Parameter, settings: dict[str, Any], *, version: int = 0
     ) -> None:
         """Update one parameter as `step` would; not with Muon."""
+        # The same random bits as in `step`, so that stepping early changes no number.
         self.rounding.version = version
         (group,) = self.inner.param_groups
         group.update(settings)
@@ -206,6 +207,7 @@ class Optimizer(Configurable):
 
     def _step_only(self, parameter: nn.Parameter) -> None:
         """Let PyTorch's optimizer step one parameter."""
+        # It steps whole groups, so the group has this parameter alone meanwhile.
         (group,) = self.inner.param_groups
         parameters = group["params"]
         group["params"] = [parameter]

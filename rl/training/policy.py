@@ -174,6 +174,7 @@ class Policy:
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that get gradients and are stepped, by name."""
+        # Asked anew, because a reference policy freezes its parameters after it was built.
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
