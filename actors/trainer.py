@@ -28,8 +28,8 @@ from rl.distributed.process_group import World
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
+from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
-from rl.training.memory import use_growing_segments
 from rl.training.sleep import TrainerSleep
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread

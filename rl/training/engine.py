@@ -38,9 +38,11 @@ from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
+from rl.training.device_memory import explain_memory_errors, reset_peak_memory
+from rl.training.export import export_hf, save_adapter
 from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
-from rl.training.memory import estimate_memory, explain_memory_errors, reset_peak_memory
+from rl.training.memory import estimate_memory
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
@@ -63,8 +65,7 @@ class TrainingEngine(Configurable):
     by then: only `load_checkpoint` mends that.
 
     Args:
-        model_spec: model; a folder's sizes replace its own. None takes the family from the
-            folder too.
+        model_spec: model; a folder's sizes replace its own. None takes the family from it too.
         hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
             weights.
         device: None takes this process's GPU, or the CPU if there is none.
@@ -74,8 +75,7 @@ class TrainingEngine(Configurable):
         rank: meshes to share with other engines of this process; None joins the process group.
 
     Raises:
-        ValueError: the degrees do not fit the world size or the model, or the folder does not
-            fit.
+        ValueError: the degrees do not fit the world size or the model, or the folder does not fit.
         TimeoutError: not all ranks appeared in time.
     """
 
@@ -381,7 +381,7 @@ class TrainingEngine(Configurable):
         self._check_version()
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
-            self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
+            export_hf(self.policy, folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
         """Write the LoRA adapters as a folder that PEFT opens.
@@ -393,7 +393,7 @@ class TrainingEngine(Configurable):
         """
         self._check_version()
         with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
-            self.policy.save_adapter(folder)
+            save_adapter(self.policy, folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's parameters, adapters merged, and persistent buffers by name.
@@ -435,12 +435,8 @@ class TrainingEngine(Configurable):
         num_objects = gc.collect()
         if training.gc_debug:
             time_s = time.perf_counter() - started
-            logger.info(
-                "collected after step %d: %d objects, %.3f s",
-                self.policy_version,
-                num_objects,
-                time_s,
-            )
+            text = "collected after step %d: %d objects, %.3f s"
+            logger.info(text, self.policy_version, num_objects, time_s)
 
 
 def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:

@@ -27,8 +27,8 @@ from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
 from rl.training.compat import compute_norms, scale_in_place
+from rl.training.device_memory import read_peak_memory
 from rl.training.failures import make_non_finite_error
-from rl.training.memory import read_peak_memory
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
 from rl.training.token_values import TokenValues

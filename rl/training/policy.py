@@ -9,17 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
@@ -27,7 +24,7 @@ from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, ParallelismConfig, pipeline_axis
 from rl.distributed.pipeline import Pipeline
-from rl.distributed.process_group import RankInfo, barrier
+from rl.distributed.process_group import RankInfo
 from rl.distributed.sharding import (
     ShardingOptions,
     call_in_dtype,
@@ -42,16 +39,15 @@ from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import Decoder, module_names, part_of, persistent_buffers, reset_buffers
-from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
+from rl.models.hf import HFFolder, hf_buffers, read_parameters
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import parallelize_decoder
-from rl.models.peft import write_peft_folder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
-from rl.training.token_values import TokenValues
+from rl.training.token_values import TokenValues, check_token_ids
 from rl.types import TrainingSample
 from rl.utils.malloc import give_back_freed_memory, keep_freed_memory
 from rl.utils.processes import seed_everything
@@ -74,7 +70,8 @@ without backward.
 class Policy:
     """A model, built on the meta device, converted, sharded, and only then given memory.
 
-    Its parameters hold no values until `load_hf` or `init_weights`.
+    Each rank builds its part. Its parameters hold no values until `load_hf` or `init_weights`.
+    Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
     """
 
     def __init__(
@@ -90,10 +87,6 @@ class Policy:
         device: torch.device,
         print_after_conversion: bool = False,
     ) -> None:
-        """Build one rank's part of the model.
-
-        Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
-        """
         mesh = rank.mesh
         self.spec = spec
         self.mesh = mesh
@@ -120,7 +113,11 @@ class Policy:
             expert_mesh=rank.expert_mesh,
         )
         self._chunk_logprobs = compile_function(logprobs_of_chunk, compile_config)
-        self.pipeline = _make_pipeline(parallelism, spec, mesh=mesh, device=device)
+        self.pipeline: Pipeline | None = None
+        axis = pipeline_axis(mesh)
+        if axis is not None:
+            plan = plan_stages(parallelism, module_names(spec.model))
+            self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
 
         # Data-parallel ranks draw differently, the ranks that share a sample alike.
         seed_everything(
@@ -241,55 +238,6 @@ class Policy:
         self.loaded_from = str(folder.path.expanduser().absolute())
         self.converters.weights_loaded(self.model, fresh=True)
 
-    def export_hf(
-        self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None
-    ) -> None:
-        """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers."""
-        adapter = self.spec.adapter(self.spec.model)
-        # An absent buffer is read as zero, and other programs know the model only without it.
-        buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
-        tensors = self.gather_tensors(chain(self.plain_tensors(), buffers.items()))
-        with self._gather_on_exit(tensors) as writes:
-            if writes:
-                write_hf_folder(
-                    folder,
-                    tensors,
-                    adapter,
-                    dtype=dtype,
-                    buffers=buffers,
-                    tokenizer_from=tokenizer_from,
-                )
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""
-        config, factors = self.lora.config, self.gather_tensors(self.lora.peft_factors())
-        with self._gather_on_exit(factors) as writes:
-            if writes:
-                write_peft_folder(
-                    folder,
-                    factors,
-                    rank=config.rank,
-                    alpha=config.alpha,
-                    base_model=self.base_model,
-                )
-                if self.base_model is None:
-                    logger.warning(
-                        "adapter %s: the Hugging Face folder of its base weights is unknown, so "
-                        "the adapter names none (docs/training.md)",
-                        folder,
-                    )
-
-    @contextmanager
-    def _gather_on_exit(self, gathered: Iterable[object]) -> Iterator[bool]:
-        """Yield whether this rank writes; afterwards every rank consumes the rest of `gathered`."""
-        try:
-            yield self.is_first_rank
-        finally:
-            # The other ranks gather here, and so does the first rank after an error.
-            for _ in gathered:
-                pass
-        barrier()
-
     def mark_restored(self, names: Collection[str], *, base_model: str | None) -> None:
         """Note that a checkpoint of this `base_model` has set these parameters and buffers."""
         loaded = [name in names for name in self._own_names]
@@ -335,7 +283,7 @@ class Policy:
 
         Raises ValueError for a sample that does not fit.
         """
-        _check_ids(samples, vocab_size=self.spec.model.vocab_size)
+        check_token_ids(samples, vocab_size=self.spec.model.vocab_size)
 
         # Every kind of split needs equal parts, so lengths are padded to a multiple of all.
         tp = 1 if self.mesh is None else self.mesh[TP].size()
@@ -501,33 +449,3 @@ class Policy:
             chunk_logprobs=self._chunk_logprobs,
             entropy_gradient=entropy_gradient,
         )
-
-
-def _make_pipeline(
-    parallelism: ParallelismConfig,
-    spec: ModelSpec,
-    *,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-) -> Pipeline | None:
-    """Return this rank's stages of a pipeline, or None without one."""
-    axis = pipeline_axis(mesh)
-    if axis is None:
-        return None
-    plan = plan_stages(parallelism, module_names(spec.model))
-    return Pipeline(parallelism, plan, axis=axis, device=device)
-
-
-def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
-    """Raise ValueError for an id outside of the vocabulary."""
-    for index, sample in enumerate(samples):
-        given = {"token_ids": sample.token_ids}
-        if sample.targets is not None:
-            given["targets"] = sample.targets[1:]
-        for name, ids in given.items():
-            outside = ids[(ids < 0) | (ids >= vocab_size)]
-            if outside.size:
-                raise ValueError(
-                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to "
-                    f"{vocab_size - 1}"
-                )

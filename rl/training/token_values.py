@@ -1,4 +1,4 @@
-"""Numbers of tokens, collected from the micro-batches of all ranks."""
+"""Token ids that are checked, and numbers of tokens that are collected from all ranks."""
 
 from __future__ import annotations
 
@@ -65,3 +65,18 @@ class TokenValues:
         dist.all_reduce(summed)
         parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def check_token_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
+    """Raise ValueError for an id outside of the vocabulary."""
+    for index, sample in enumerate(samples):
+        given = {"token_ids": sample.token_ids}
+        if sample.targets is not None:
+            given["targets"] = sample.targets[1:]
+        for name, ids in given.items():
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            if outside.size:
+                raise ValueError(
+                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to "
+                    f"{vocab_size - 1}"
+                )

@@ -26,13 +26,9 @@ from rl.models import qwen3
 from rl.models.decoder import FeedForward
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
+from rl.training.device_memory import DeviceMemoryError, read_peak_memory, use_growing_segments
 from rl.training.engine import TrainingEngine
-from rl.training.memory import (
-    DeviceMemoryError,
-    estimate_memory,
-    read_peak_memory,
-    use_growing_segments,
-)
+from rl.training.memory import estimate_memory
 from rl.training.sleep import TrainerSleep
 from rl.types import DeviceMemory, TrainingSample
 from tools.null_gpu.counters import Counters, read_own, reset_own
