@@ -250,7 +250,7 @@ class GeneratorPool:
             check_sums(version=version, pushed=snapshot.sums, pulled=pulled)
             started = now_s()
             diff, lost_later = await self._compare(version, [g for g, _ in answers])
-            result = ServeResult(canary_diff=diff, canary_s=now_s() - started)
+            result = ServeResult(parity_diff=diff, parity_s=now_s() - started)
         except BaseException:
             # The version is still served: logprobs that are there are for the next generator that
             # pulls it.

@@ -29,8 +29,8 @@ from rl.engine_client import EngineClient, FileUse, bind_method
 from rl.models.spec import ModelSpec
 from rl.observability.machine import MachineLimits, machine_limits
 from rl.observability.spans import span
+from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
-from rl.training.memory import use_growing_segments
 from rl.training.sleep import TrainerSleep
 from rl.types import RUN
 from rl.utils.processes import use_threads

@@ -71,12 +71,12 @@ def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, 
     Raises:
         ValueError: the goal was never reached.
     """
-    seconds = age = 0.0
+    seconds = staleness = 0.0
     for record in records:
         seconds += record.get("time/step_s", 0.0)
-        age = max(age, record.get("age/max", 0.0))
+        staleness = max(staleness, record.get("staleness/max", 0.0))
         if record.get("eval/correct", 0.0) >= goal:
-            return {"step": record["step"], "seconds": seconds, "age_max": age}
+            return {"step": record["step"], "seconds": seconds, "staleness_max": staleness}
     raise ValueError(f"no evaluation reached {goal}")
 
 

@@ -32,8 +32,10 @@ _ARRAYS = ("token_ids", "logprobs", "policy_versions")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Settings of sampling. Returned logprobs are those of the distribution that was sampled
-    from.
+    """Settings of sampling. Returned logprobs are those of the distribution sampled from.
+
+    Example:
+        SamplingParams(max_tokens=64, num_samples=8, temperature=1.0, stop_token_ids=(151645,))
     """
 
     max_tokens: int
@@ -65,11 +67,11 @@ class Message:
 
 
 def as_messages(messages: Any, *, name: str = "messages") -> tuple[Message, ...]:
-    """Return the messages of a list, a generator or any other iterable; raise ValueError if it is
-    none.
-    """
+    """Return the messages of any iterable; raise ValueError if it is none."""
     if type(messages) is tuple:
         return messages
+
+    # A string is iterable too, but its letters are no messages; a set has no order.
     hint = f"{name} must be a sequence of Message, such as [Message(role='user', content='...')]"
     if isinstance(messages, Message | str | bytes | Mapping | Set) or not isinstance(
         messages, Iterable
@@ -103,6 +105,7 @@ class Problem(Shareable):
                 f"problem {self.id!r}: info={shown(self.info)} must be a mapping of names to values"
             )
         info = self.info if isinstance(self.info, dict) else dict(self.info)
+        # A frozen class sets its fields as its own __init__ does.
         object.__setattr__(self, "info", copy_data(info))
         if isinstance(self.demonstration, list):
             object.__setattr__(self, "demonstration", tuple(self.demonstration))
@@ -126,7 +129,7 @@ class Prompt:
 
     def __setstate__(self, state: list[Any]) -> None:
         restore_fields(self, state)
-        self.__post_init__()
+        self.__post_init__()  # Arrays of a pickle are writable.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -159,6 +162,7 @@ class Reply:
     completion: Completion
 
     def __post_init__(self) -> None:
+        # An environment may be anybody's code, and its reply shares the arrays with the rollout.
         freeze_arrays(self.completion, *_ARRAYS)
 
 
@@ -178,6 +182,7 @@ class Observation:
     """
 
     def __post_init__(self) -> None:
+        # Each rollout makes several of these objects: what is there already is not copied.
         if type(self.messages) is not tuple:
             object.__setattr__(self, "messages", as_messages(self.messages))
         if type(self.metrics) is not ReadOnlyDict:
@@ -262,17 +267,20 @@ class Rollout:
 
     @property
     def num_completion_tokens(self) -> int:
+        # Several times for each sample of a step: a loop is twice as fast as a sum.
         num = 0
-        for turn in self.turns:  # several times for each sample of a step: twice as fast as a sum
+        for turn in self.turns:
             num += len(turn.completion.token_ids)
         return num
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, with the environment's answer to the last reply."""
-        messages = [
-            m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))
-        ]
+        messages: list[Message] = []
+        for turn in self.turns:
+            messages += turn.messages
+            messages.append(Message(role="assistant", content=turn.text))
+        # A turn's observation is the first of the next turn's messages; only the last has no turn.
         return (*messages, *self.turns[-1].observation.messages)
 
 
@@ -305,6 +313,13 @@ class TrainingSample:
 
     Entry t of every array belongs to token t as a *target*. Token 0 is never a target, so `mask[0]`
     is False. With `targets` of K columns, mask, advantages and all logprobs are [T, K].
+
+    Example (a prompt of two tokens, a reply of three with an advantage of 0.5):
+        token_ids           [12,  40,  7,    9,    2   ]
+        mask                [0,   0,   1,    1,    1   ]
+        generator_logprobs  [nan, nan, -0.1, -1.2, -0.3]
+        advantages          [0,   0,   0.5,  0.5,  0.5 ]
+        policy_versions     [-1,  -1,  3,    3,    3   ]
     """
 
     token_ids: np.ndarray
@@ -448,6 +463,8 @@ class RoundingResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimStepResult:
+    """Result of an `optim_step` call, the same on every rank."""
+
     grad_norm: float
     """Gradient norm after the division by the denominator and before clipping."""
     lr: float
@@ -474,10 +491,10 @@ class BoxSum:
 class ServeResult:
     """All generators have pulled a version and passed the parity check."""
 
-    canary_diff: float | None = None
+    parity_diff: float | None = None
     """Largest mean difference of any generator's logprobs of a fixed text from the trainer's, in
     nats a token; None if it was not checked."""
-    canary_s: float = 0.0
+    parity_s: float = 0.0
     """Seconds that the check took after the pulls."""
 
 
@@ -488,8 +505,8 @@ class PublishResult:
     policy_version: int
     push_s: float
     pull_s: float
-    canary_diff: float | None = None
-    canary_s: float = 0.0
+    parity_diff: float | None = None
+    parity_s: float = 0.0
     """Seconds of the parity check, as in `ServeResult`; not part of `pull_s`."""
 
 

@@ -52,7 +52,12 @@ async def make_training_batch(
     """
     members_PG = [group.scored for group in batch.groups]
     by_turn = config.advantage.credit == "token"
-    rewards_PG = [[token_rewards(m, by_turn=by_turn) for m in members] for members in members_PG]
+    rewards_PG: list[list[np.ndarray]] = []
+    for members in members_PG:
+        rewards_G = [token_rewards(member, by_turn=by_turn) for member in members]
+        rewards_PG.append(rewards_G)
+
+    # The KL is part of the reward, so it is subtracted before groups are compared.
     metrics: dict[str, Metric] = {}
     references: list[np.ndarray] | None = None
     if config.kl_reward.coef:
@@ -60,26 +65,25 @@ async def make_training_batch(
             rewards_PG, members_PG, config=config, trainer=trainer
         )
     advantages_PG = config.advantage(rewards_PG)
-    ids = [(p, g) for p, members in enumerate(members_PG) for g in range(len(members))]
-    samples = dict(
-        zip(ids, _samples(members_PG, chain(*advantages_PG), config=config), strict=True)
-    )
+
+    samples = _make_samples(members_PG, chain(*advantages_PG), config=config)
     if references is not None:
-        pairs = zip(samples.items(), references, strict=True)
-        samples = {
-            key: replace(sample, reference_logprobs=values) for (key, sample), values in pairs
-        }
+        for rollout_id, reference_T in zip(list(samples), references, strict=True):
+            samples[rollout_id] = replace(samples[rollout_id], reference_logprobs=reference_T)
+
+    # Lengths and masks come after the advantages: a sample that is left out of the loss still
+    # counts for its group.
     samples, counts = _limit_lengths(samples, config=config)
     if config.mask_truncated_completions:
-        masked = [(p, g) for p, g in samples if members_PG[p][g].rollout.is_truncated]
-        samples |= {rollout_id: _masked(samples[rollout_id]) for rollout_id in masked}
-        counts["samples/masked"] = Sum(len(masked))
+        counts["samples/masked"] = Sum(_mask_truncated(samples, members_PG))
+
     if adds_proximal_logprobs:
         proximal = await trainer.compute_logprobs([*samples.values()])
-        pairs = zip(samples.items(), proximal, strict=True)
-        samples = {
-            key: replace(sample, proximal_logprobs=values) for (key, sample), values in pairs
-        }
+        for rollout_id, proximal_T in zip(list(samples), proximal, strict=True):
+            samples[rollout_id] = replace(samples[rollout_id], proximal_logprobs=proximal_T)
+
+    # By prompts, not by samples: a group whose samples were dropped leaves its minibatch smaller
+    # instead of moving the prompts behind it.
     width = config.groups_per_batch // config.num_minibatches
     minibatches: dict[int, dict[RolloutId, TrainingSample]] = defaultdict(dict)
     for (p, g), sample in samples.items():
@@ -92,19 +96,35 @@ async def make_training_batch(
     )
 
 
-def _samples(
+def _make_samples(
     members_PG: Sequence[Sequence[ScoredRollout]],
     advantages: Iterable[np.ndarray],
     *,
     config: LoopConfig,
-) -> list[TrainingSample]:
+) -> dict[RolloutId, TrainingSample]:
+    """Return the samples of all rollouts; `advantages` are in the order of the rollouts."""
+    ids: list[RolloutId] = []
+    for p, members in enumerate(members_PG):
+        ids += [(p, g) for g in range(len(members))]
+
     rollouts = [member.rollout for member in chain(*members_PG)]
-    return policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
+    samples = policy_samples(rollouts, [*advantages], temperature=config.sampling.temperature)
+    return dict(zip(ids, samples, strict=True))
 
 
-def _masked(sample: TrainingSample) -> TrainingSample:
-    """Return the sample without any token to train on."""
-    return replace(sample, mask=np.zeros_like(sample.mask))
+def _mask_truncated(
+    samples: dict[RolloutId, TrainingSample], members_PG: Sequence[Sequence[ScoredRollout]]
+) -> int:
+    """Leave no token to train on in rollouts that ran out of tokens; return how many there are.
+
+    Masked samples stay in the batch, because a loss may divide by its number of sequences.
+    """
+    num_masked = 0
+    for (p, g), sample in list(samples.items()):
+        if members_PG[p][g].rollout.is_truncated:
+            samples[p, g] = replace(sample, mask=np.zeros_like(sample.mask))
+            num_masked += 1
+    return num_masked
 
 
 async def _subtract_kl(
@@ -121,18 +141,21 @@ async def _subtract_kl(
         mean KL of a token.
     """
     kl_reward = config.kl_reward
-    none = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
-    samples = _samples(members_PG, none, config=config)
+    # The reference policy reads tokens alone: the advantages do not exist yet, so zeros stand in.
+    zeros = (np.zeros(m.rollout.num_completion_tokens, np.float32) for m in chain(*members_PG))
+    samples = [*_make_samples(members_PG, zeros, config=config).values()]
     references = await trainer.compute_reference_logprobs(samples)
-    kls = [
-        kl_penalty(s.generator_logprobs[s.mask], reference_T[s.mask], kl_reward.estimator)
-        for s, reference_T in zip(samples, references, strict=True)
-    ]
+
+    kls: list[np.ndarray] = []
+    for sample, reference_T in zip(samples, references, strict=True):
+        generator_C = sample.generator_logprobs[sample.mask]
+        kls.append(kl_penalty(generator_C, reference_T[sample.mask], kl_reward.estimator))
+
     known = iter(kls)
-    penalized_PG = [
-        [rewards_C - kl_reward.coef * next(known) for rewards_C in rewards]
-        for rewards in rewards_PG
-    ]
+    penalized_PG: list[list[np.ndarray]] = []
+    for rewards_G in rewards_PG:
+        penalized_G = [rewards_C - kl_reward.coef * next(known) for rewards_C in rewards_G]
+        penalized_PG.append(penalized_G)
     total = sum(float(kl_C.sum()) for kl_C in kls)
     return penalized_PG, references, Mean(total, sum(map(len, kls)))
 
@@ -144,30 +167,39 @@ def _limit_lengths(
     left.
     """
     limit, policy = config.max_sample_tokens, config.long_samples
+    # With "drop_group" the producer has already replaced the groups of long samples.
     if limit is None or policy == "drop_group":
         return samples, {}
-    num_long = sum(len(s.token_ids) > limit for s in samples.values())
-    if policy == "truncate":
-        shortened = {rollout_id: cut(s, max_tokens=limit) for rollout_id, s in samples.items()}
-        # A prompt that fills the limit leaves nothing to train on.
-        kept = {rollout_id: s for rollout_id, s in shortened.items() if s.mask.any()}
-    else:
-        kept = {rollout_id: s for rollout_id, s in samples.items() if len(s.token_ids) <= limit}
-    if not kept:
+
+    trainable: dict[RolloutId, TrainingSample] = {}
+    num_long = 0
+    for rollout_id, sample in samples.items():
+        is_long = len(sample.token_ids) > limit
+        num_long += is_long
+        if policy == "truncate":
+            shortened = cut(sample, max_tokens=limit)
+            # A prompt that fills the limit leaves nothing to train on.
+            if shortened.mask.any():
+                trainable[rollout_id] = shortened
+        elif not is_long:
+            trainable[rollout_id] = sample
+
+    if not trainable:
         raise RunError(
             f"none of the step's {len(samples)} samples can be trained on: the shortest has "
             f"{min(len(s.token_ids) for s in samples.values())} tokens, "
             f"loop.max_sample_tokens={limit} with loop.long_samples={policy}; raise "
             "max_sample_tokens or set it to None"
         )
-    num_dropped = len(samples) - len(kept)
+
+    num_dropped = len(samples) - len(trainable)
     counts: dict[str, Metric] = {"samples/dropped": Sum(num_dropped)}
     if policy == "truncate":
         counts["samples/truncated"] = Sum(num_long - num_dropped)
-    return kept, counts
+    return trainable, counts
 
 
-def trained_rollouts(
+def collect_trained_rollouts(
     batch: Batch,
     training: TrainingBatch,
     *,
@@ -180,49 +212,54 @@ def trained_rollouts(
     `logprobs` are of the gradient's own forward pass; proximal logprobs of a sample take their
     place.
     """
-    samples = dict(chain.from_iterable(part.items() for part in training.minibatches))
-    return [
-        [
-            _trained(member.rollout, advantages_C, samples.get((p, g)), logprobs.get((p, g)))
-            if (p, g) in recorded
-            else TrainedRollout(advantages=advantages_C)
-            for g, (member, advantages_C) in enumerate(zip(group.scored, advantages_G, strict=True))
-        ]
-        for p, (group, advantages_G) in enumerate(
-            zip(batch.groups, training.advantages_PG, strict=True)
-        )
-    ]
+    samples: dict[RolloutId, TrainingSample] = {}
+    for minibatch in training.minibatches:
+        samples |= minibatch
+
+    rows: list[list[TrainedRollout]] = []
+    for p, group in enumerate(batch.groups):
+        row = []
+        for g, member in enumerate(group.scored):
+            trained = TrainedRollout(advantages=training.advantages_PG[p][g])
+            if (p, g) in recorded:
+                # Logprobs are large: only rollouts that go into rollouts.jsonl carry them.
+                sample, logprobs_T = samples.get((p, g)), logprobs.get((p, g))
+                trained = _add_logprobs(trained, member.rollout, sample, logprobs_T)
+            row.append(trained)
+        rows.append(row)
+    return rows
 
 
-def _trained(
+def _add_logprobs(
+    trained: TrainedRollout,
     rollout: Rollout,
-    advantages_C: np.ndarray,
     sample: TrainingSample | None,
     logprobs_T: np.ndarray | None,
 ) -> TrainedRollout:
-    """Return the numbers of a recorded rollout; `sample` is None if the rollout was too long to
-    train on.
-    """
-    generated_T = np.concatenate(
-        [
-            np.full(len(ids), is_reply)
-            for turn in rollout.turns
-            for ids, is_reply in ((turn.prompt_ids, False), (turn.completion.token_ids, True))
-        ]
-    )
+    """Add mask and logprobs of a recorded rollout.
 
-    def of_generated(values: np.ndarray, fill: float) -> np.ndarray:
+    `sample` is None if the rollout was too long to train on.
+    """
+    if sample is None:
+        return replace(trained, mask=np.zeros(len(trained.advantages), dtype=bool))
+
+    is_generated: list[np.ndarray] = []
+    for turn in rollout.turns:
+        is_generated.append(np.zeros(len(turn.prompt_ids), dtype=bool))
+        is_generated.append(np.ones(len(turn.completion.token_ids), dtype=bool))
+    generated_T = np.concatenate(is_generated)
+
+    def select_generated(values: np.ndarray, fill: float) -> np.ndarray:
         """Return the values of the generated tokens; a truncated sample has fewer."""
         padded_T = np.full(len(generated_T), fill, dtype=values.dtype)
         padded_T[: len(values)] = values
         return padded_T[generated_T]
 
-    if sample is None:
-        return TrainedRollout(advantages=advantages_C, mask=np.zeros(len(advantages_C), dtype=bool))
+    # With several minibatches the gradient's own forward is of weights that have moved since.
     if sample.proximal_logprobs is not None:
         logprobs_T = sample.proximal_logprobs
-    return TrainedRollout(
-        advantages=advantages_C,
-        mask=of_generated(sample.mask, False),
-        trainer_logprobs=None if logprobs_T is None else of_generated(logprobs_T, np.nan),
+    return replace(
+        trained,
+        mask=select_generated(sample.mask, False),
+        trainer_logprobs=None if logprobs_T is None else select_generated(logprobs_T, np.nan),
     )

@@ -78,24 +78,21 @@ class LoopConfig(Configurable.Config):
     """
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
 
-    def evaluates(self, step: int) -> bool:
+    def is_evaluation_due(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
         every = self.eval_every
         return bool(every) and (step % every == 0 or step == self.num_steps)
 
-    def publishes(self, step: int) -> bool:
-        """Return True if the weights are published after this step; an evaluation needs them."""
-        return step % self.publish_every == 0 or self.evaluates(step)
+    def is_push_due(self, step: int) -> bool:
+        """Return True if the weights are pushed after this step; an evaluation needs them."""
+        return step % self.publish_every == 0 or self.is_evaluation_due(step)
 
     def __post_init__(self) -> None:
-        from_0 = (
-            "num_steps",
-            "eval_every",
-            "max_empty_steps",
-            "max_logprob_diff",
-            "max_off_policy_steps",
+        # A run of 0 steps only warms up, evaluates and exports.
+        check_bounds(self, "num_steps", "eval_every", at_least=0)
+        check_bounds(
+            self, "max_empty_steps", "max_logprob_diff", "max_off_policy_steps", at_least=0
         )
-        check_bounds(self, *from_0, at_least=0)
         check_bounds(
             self, "groups_per_batch", "group_size", "num_minibatches", "publish_every", at_least=1
         )
@@ -108,6 +105,8 @@ class LoopConfig(Configurable.Config):
                 f"num_minibatches={self.num_minibatches} does not divide "
                 f"groups_per_batch={self.groups_per_batch}"
             )
+        # The last step before a push trains on tokens of weights that are publish_every - 1 steps
+        # old, however fast the generators are.
         if self.max_off_policy_steps < self.publish_every - 1:
             raise ValueError(
                 f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can "
@@ -116,24 +115,21 @@ class LoopConfig(Configurable.Config):
             )
 
     def _check_single_samples(self) -> None:
-        """Raise ValueError for settings that compare the samples of a prompt, where each prompt has
-        one.
-        """
+        """Raise ValueError for settings that compare the samples of a prompt, which has one."""
         advantage = self.advantage
-        wrong = {
-            f'advantage.baseline="{advantage.baseline}"': advantage.baseline
-            in ("group_mean", "leave_one_out"),
-            f'advantage.scale="{advantage.scale}"': advantage.scale == "group_std",
-            "drop_zero_advantage_groups=True": self.drop_zero_advantage_groups,
-        }
-        for setting, compares in wrong.items():
-            if compares:
-                raise ValueError(
-                    f"group_size=1: must be at least 2, as {setting} compares the samples of a "
-                    "prompt; for one sample "
-                    'a prompt take baseline "batch_mean" with scale "batch_std" (REINFORCE++), and '
-                    "keep all groups"
-                )
+        comparing: str | None = None
+        if advantage.baseline in ("group_mean", "leave_one_out"):
+            comparing = f'advantage.baseline="{advantage.baseline}"'
+        elif advantage.scale == "group_std":
+            comparing = f'advantage.scale="{advantage.scale}"'
+        elif self.drop_zero_advantage_groups:
+            comparing = "drop_zero_advantage_groups=True"
+        if comparing is not None:
+            raise ValueError(
+                f"group_size=1: must be at least 2, as {comparing} compares the samples of a "
+                'prompt; for one sample a prompt take baseline "batch_mean" with scale "batch_std" '
+                "(REINFORCE++), and keep all groups"
+            )
         if self.groups_per_batch == 1 and advantage.baseline == "batch_mean":
             raise ValueError(
                 "group_size=1 with groups_per_batch=1: the only sample of a batch is its own "

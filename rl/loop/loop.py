@@ -1,22 +1,22 @@
 """The GRPO loop, written against the protocols of `rl.protocols`.
 
-    prompts -> generate -> score -> advantages        the producer, up to max_off_policy_steps steps ahead
-            -> forward_backward -> optim_step         the loop, step by step
-            -> publish                                the weight sync, behind the next gradient
+    prompts -> generate -> score -> advantages     the producer, up to max_off_policy_steps ahead
+            -> forward_backward -> optim_step      the loop, step by step
+            -> push -> pull                        the weight sync, behind the next gradient
 
 The loop waits for
-    a batch               until enough groups are generated and scored. The producer starts groups as long as their
-                          tokens can stay within max_off_policy_steps; newer weights and taken
-                          batches allow more.
+    a batch               until enough groups are generated and scored. The producer starts groups
+                          as long as their tokens can stay within max_off_policy_steps; newer
+                          weights and taken batches allow more.
     the trainer           for each gradient and each update.
     the previous push     before an update changes the weights that are still being copied.
-    the generators        with max_off_policy_steps 0, until all of them serve the new weights; above 0, only if the
-                          weights before the last ones are not served yet.
+    the generators        with max_off_policy_steps 0, until all of them serve the new weights;
+                          above 0, only if the weights before the last are not served yet.
     the rollouts' writer  until the rollouts of the previous step are written.
 
-With `max_off_policy_steps` 0 generation, training and publishing take turns, and every rollout is
-on-policy. Above 0 the next batches are generated while a step trains, and weights are pushed while
-the next gradient is computed.
+With `max_off_policy_steps` 0 generation, training and the weight sync take turns, and every rollout
+is on-policy. Above 0 the next batches are generated while a step trains, and weights are pushed
+while the next gradient is computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rl.config.configurable import Configurable
-from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
+from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.config import LoopConfig
 from rl.loop.metrics import (
     StepClock,
@@ -75,16 +75,15 @@ class RolloutSetup:
     thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
     """Event loop of the environments, shared by training and evaluation."""
 
-    def parts(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
-        """Return the worker that turns a training problem into a scored group, and the
-        evaluator.
-        """
+    def build(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
+        """Return the worker that makes scored groups of training problems, and the evaluator."""
         sampling = SamplingParams(
             max_tokens=config.sampling.max_tokens,
             num_samples=config.group_size,
             temperature=config.sampling.temperature,
             stop_token_ids=self.renderer.stop_token_ids,
         )
+
         episodes = Episodes(
             generator=self.generator,
             renderer=self.renderer,
@@ -106,7 +105,7 @@ class RolloutSetup:
         )
         evaluator = Evaluator(
             sets=self.task.eval_sets(),
-            # With clocks and counters of their own, so that evaluations do not count in a step's.
+            # A clock of its own: the time and tokens of evaluations do not count in a step's speed.
             episodes=replace(episodes, generating=BusyClock()),
             rewarder=self.rewarder,
             settings=config.evaluation,
@@ -116,12 +115,42 @@ class RolloutSetup:
         return worker, evaluator
 
 
+def _make_producer(
+    config: LoopConfig, *, worker: RolloutWorker, problems: NumberedProblems, step: int
+) -> RolloutProducer:
+    """Return the producer of a loop that has done `step` steps."""
+    return RolloutProducer(
+        bound=StalenessBound(
+            max_off_policy_steps=config.max_off_policy_steps,
+            groups_per_batch=config.groups_per_batch,
+            num_steps=config.num_steps,
+            step=step,
+        ),
+        worker=worker.run,
+        problems=problems,
+        drop_equal=config.drop_zero_advantage_groups,
+        max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
+        max_dropped=config.max_empty_steps * config.groups_per_batch,
+        max_failed_rewards=config.max_failed_rewards,
+        # A batch's first failure must not count as all of its rewards.
+        rewards_per_step=config.groups_per_batch * config.group_size,
+    )
+
+
 class LogprobMismatchError(RunError):
     """Trainer and generator disagree about the logprobs of on-policy tokens."""
 
 
 class Loop(Configurable):
-    """Trains with GRPO until `num_steps` steps are done."""
+    """Trains with GRPO until `num_steps` steps are done.
+
+    Example:
+        loop = Loop.Config(num_steps=80, groups_per_batch=32, group_size=8).build(
+            trainer=trainer, publisher=publisher, rollouts=rollouts,
+            checkpoints=checkpoints, sinks=[metrics],
+        )
+        await loop.run()  # 80 steps of 256 rollouts each
+    """
 
     Config: TypeAlias = LoopConfig
 
@@ -156,31 +185,17 @@ class Loop(Configurable):
         self.sinks = sinks
         self.recorder = recorder
         self.watch = watch
+
         # With a single update the loss can use its own logprobs.
         self._adds_proximal_logprobs = proximal_logprobs and config.num_minibatches > 1
         self._stop = stop or StopRequest()
         self._continues = position is not None
         self._writer = BackgroundWriter("rollouts.jsonl")
-        worker, self._evaluator = rollouts.parts(config)
+
+        worker, self._evaluator = rollouts.build(config)
         start = position or LoopPosition(step=0, num_problems=0)
         problems = NumberedProblems(rollouts.task.train_problems(seed=rollouts.seed), start)
-        self._producer = RolloutProducer(
-            bound=StalenessBound(
-                max_off_policy_steps=config.max_off_policy_steps,
-                groups_per_batch=config.groups_per_batch,
-                num_steps=config.num_steps,
-                step=start.step,
-            ),
-            worker=worker.run,
-            problems=problems,
-            drop_equal=config.drop_zero_advantage_groups,
-            max_sample_tokens=config.max_sample_tokens
-            if config.long_samples == "drop_group"
-            else None,
-            max_dropped=config.max_empty_steps * config.groups_per_batch,
-            max_failed_rewards=config.max_failed_rewards,
-            rewards_per_step=config.groups_per_batch * config.group_size,
-        )
+        self._producer = _make_producer(config, worker=worker, problems=problems, step=start.step)
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
         self._progress = Progress(
@@ -196,16 +211,19 @@ class Loop(Configurable):
                 has its weights.
         """
         try:
-            with self._stop.listening(self._describe_stop):
+            with self._stop.listen(self._describe_stop):
                 await self._run_steps()
         except StopRequestedError:
             try:
-                await self._writer.finish()  # a checkpoint's rollouts are not generated again
+                # A checkpoint's rollouts are not generated again, so they are written first.
+                await self._writer.finish()
             finally:
-                if self.checkpoints.would_save(self._progress.done):
-                    await self.checkpoints.save(self._progress.now(), wait=True)
+                if self.checkpoints.should_save(self._progress.done):
+                    await self.checkpoints.save(self._progress.make_position(), wait=True)
             raise
-        except Exception as error:  # also an error of the user's task
+        except Exception as error:
+            # Any error, as the user's task runs here too: without a save the steps since the last
+            # checkpoint are lost.
             if self._progress.whole is not None:
                 await self.checkpoints.save_after(error, self._progress.whole)
             raise
@@ -222,21 +240,27 @@ class Loop(Configurable):
             with error_context(f"step {step}"):
                 self._stop.check()
                 await self._step(step)
+
             with error_context(f"after step {step}"):
                 if not self._progress.evaluated:
                     self._stop.check()
                     await self._evaluate(step)
                 await self._save(step)
+
+        # The generators of a finished run serve its last weights, and its rollouts are on disk.
         with error_context(f"after step {max(first - 1, last)}"):
-            await self._sync.served()
+            await self._sync.wait_for_pull()
             await self._writer.finish()
 
     async def _begin(self) -> None:
         done = self._progress.done
         self._stop.check()
+
+        # A generator's weights are zero until its first pull, also in a run that continues.
         await self._sync.begin()
-        published = await self._sync.served()
+        published = await self._sync.wait_for_pull()
         self._progress.step_of_version[published.policy_version] = done
+
         if not self._continues:
             await self._save(done)
         if not self._progress.evaluated:
@@ -245,11 +269,17 @@ class Loop(Configurable):
     async def _step(self, step: int) -> None:
         clock, config = self._clock, self.config
         clock.start()
+
+        # On-policy, groups start with the step: an evaluation between two steps has the generators
+        # for itself.
         if config.max_off_policy_steps == 0:
             self._producer.serve(step - 1)
-        batch = await self._next_batch(step)
+        batch = await self._wait_for_batch(step)
         self._progress.has_batch = True
-        clock.rollouts_arrived(batch)
+        clock.split_batch_wait(batch)
+
+        # The bound holds by construction; tokens are checked all the same, because a generator that
+        # keeps old weights would break it silently.
         staleness = off_policy_steps(
             batch.groups,
             step=step,
@@ -263,9 +293,11 @@ class Loop(Configurable):
             adds_proximal_logprobs=self._adds_proximal_logprobs,
         )
         trained = await self._train(step, batch, training, on_policy=not staleness.any())
+
         policy_version = trained[-1].update.policy_version
-        await self._publish(step, policy_version)
+        await self._push_weights(step, policy_version)
         clock.lap("publish")
+
         self._write(
             {
                 "step": step,
@@ -277,87 +309,100 @@ class Loop(Configurable):
                 **time_metrics(minibatches=trained, published=self._sync.last, clock=clock),
             }
         )
-        self._progress.step_ended(step, has_gradient=training.has_gradient)
+        self._progress.finish_step(step, has_gradient=training.has_gradient)
         self._check_empty_steps(batch)
 
     async def _train(
         self, step: int, batch: Batch, training: TrainingBatch, *, on_policy: bool
     ) -> list[TrainedMinibatch]:
-        """Update the weights once for each minibatch, and record the rollouts with the trainer's
-        logprobs.
-        """
+        """Update the weights once for each minibatch, and record the rollouts."""
         recorded = set() if self.recorder is None else set(self.recorder.recorded_ids(batch.groups))
         logprobs: dict[RolloutId, np.ndarray] = {}
         trained: list[TrainedMinibatch] = []
 
         def write(recorder: Recorder) -> None:
-            rollouts = trained_rollouts(batch, training, recorded=recorded, logprobs=logprobs)
+            rollouts = collect_trained_rollouts(
+                batch, training, recorded=recorded, logprobs=logprobs
+            )
             recorder.step(step, batch, rollouts)
 
         try:
             for samples in training.minibatches:
-                indices = [i for i, rollout_id in enumerate(samples) if rollout_id in recorded]
+                # Ask only for logprobs that are recorded: each costs a copy from the device.
+                indices: list[int] = []
+                ids: list[RolloutId] = []
+                for index, rollout_id in enumerate(samples):
+                    if rollout_id in recorded:
+                        indices.append(index)
+                        ids.append(rollout_id)
                 gradient = await self.trainer.forward_backward(
                     [*samples.values()], return_logprobs=indices or False
                 )
-                logprobs |= zip(
-                    (i for i in samples if i in recorded), gradient.logprobs or (), strict=False
-                )
+                logprobs |= zip(ids, gradient.logprobs or (), strict=False)
+
+                # Later minibatches differ from the generator by the updates between them.
                 if on_policy and not trained:
                     self._check_logprobs(gradient)
                 self._clock.lap("train")
-                await self._sync.pushed()
+
+                # The gradient needed the weights only to be read; the update writes them.
+                await self._sync.wait_for_push()
                 self._clock.lap("publish")
+
                 is_empty = not any(sample.mask.any() for sample in samples.values())
-                update = await self._optim_step(allow_empty=is_empty)
+                update = await self._update_weights(allow_empty=is_empty)
                 self._clock.lap("train")
                 trained.append(TrainedMinibatch(gradient=gradient, update=update))
         except Exception:
+            # The rollouts of the failed step are what explains it.
             await self._record(write, last=True)
             raise
         await self._record(write)
         return trained
 
-    async def _next_batch(self, step: int) -> Batch:
+    async def _wait_for_batch(self, step: int) -> Batch:
         try:
-            return await self._stop.interrupting(self._producer.next_batch())
+            return await self._stop.run_until_stop(self._producer.next_batch())
         except StopRequestedError:
             raise
         except Exception:
+            # Groups that no batch has taken are recorded here, or nowhere.
             unused = self._producer.unused()
             await self._record(lambda recorder: recorder.stopped(step, unused), last=True)
             raise
 
-    async def _optim_step(self, *, allow_empty: bool) -> OptimStepResult:
-        """Update the weights; with `allow_empty` by a gradient of zero, if all of a minibatch is
-        masked.
-        """
+    async def _update_weights(self, *, allow_empty: bool) -> OptimStepResult:
+        """Update the weights; with `allow_empty` also where all of a minibatch is masked."""
         progress = self._progress
+        # From here to the end of the step the weights belong to no step, so an error must not save
+        # them.
         before, progress.whole = progress.whole, None
         try:
             return await self.trainer.optim_step(allow_empty=allow_empty)
-        except ArithmeticError:  # a gradient that is not finite: the weights are unchanged
+        except ArithmeticError:
+            # The gradient was not finite, so the weights are unchanged and may be saved.
             progress.whole = before
             raise
 
-    async def _publish(self, step: int, policy_version: int) -> None:
-        """Begin to publish the weights if they are due; with `max_off_policy_steps` 0 wait until it
-        is done.
+    async def _push_weights(self, step: int, policy_version: int) -> None:
+        """Begin to push the weights if they are due.
+
+        With `max_off_policy_steps` 0 wait until all generators have pulled them.
         """
-        if not self.config.publishes(step):
+        if not self.config.is_push_due(step):
             return
         self._progress.step_of_version[policy_version] = step
         if self.config.max_off_policy_steps == 0:
             await self._sync.begin()
-            await self._sync.served()
+            await self._sync.wait_for_pull()
         else:
             await self._sync.begin(on_served=lambda: self._producer.serve(step))
 
     async def _evaluate(self, step: int) -> None:
-        policy_version = (await self._sync.served()).policy_version
+        policy_version = (await self._sync.wait_for_pull()).policy_version
         started = now_s()
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
-            result = await self._stop.interrupting(self._evaluator.run())
+            result = await self._stop.run_until_stop(self._evaluator.run())
         eval_s = now_s() - started
         await self._record(lambda recorder: recorder.evaluation(step, result))
         self._write(
@@ -368,19 +413,21 @@ class Loop(Configurable):
                 "time/eval_s": eval_s,
             }
         )
-        self._progress.evaluation_ended()
+        self._progress.finish_evaluation()
 
     async def _save(self, step: int) -> None:
         last = step == self.config.num_steps > 0
         if self.checkpoints.is_due(step, last=last):
-            await self._writer.finish()  # a checkpoint's rollouts are not generated again
-            await self.checkpoints.save(self._progress.now(), last=last)
+            # A checkpoint's rollouts are not generated again, so they are written first.
+            await self._writer.finish()
+            await self.checkpoints.save(self._progress.make_position(), last=last)
 
     async def _record(self, write: Callable[[Recorder], None], *, last: bool = False) -> None:
         """Write rollouts in the background; with `last`, before a run that fails ends."""
-        if self.recorder is not None:
-            submit = self._writer.last if last else self._writer.begin
-            await submit(partial(write, self.recorder))
+        if self.recorder is None:
+            return
+        submit = self._writer.last if last else self._writer.begin
+        await submit(partial(write, self.recorder))
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:
@@ -397,27 +444,31 @@ class Loop(Configurable):
 
     def _check_empty_steps(self, batch: Batch) -> None:
         num_empty, most = self._progress.num_empty_steps, self.config.max_empty_steps
-        if num_empty > most:
-            rewards = {member.score.reward for group in batch.groups for member in group.scored}
-            masks = self.config.mask_truncated_completions
-            where = "in every group" if self.config.group_size > 1 else "in the batch"
+        if num_empty <= most:
+            return
+
+        rewards: set[float] = set()
+        for group in batch.groups:
+            for member in group.scored:
+                rewards.add(member.score.reward)
+        where = "in every group" if self.config.group_size > 1 else "in the batch"
+        or_masked = ""
+        if self.config.mask_truncated_completions:
             or_masked = (
                 " or only truncated replies, which loop.mask_truncated_completions leaves out of "
                 "the loss"
-                if masks
-                else ""
             )
-            raise NothingToLearnError(
-                f"{num_empty} steps in a row had equal rewards {where} (the last: "
-                f"{sorted(rewards)[:3]}){or_masked}, more than loop.max_empty_steps={most}: the "
-                "task is solved or out of reach, so there is no policy gradient"
-            )
+        raise NothingToLearnError(
+            f"{num_empty} steps in a row had equal rewards {where} (the last: "
+            f"{sorted(rewards)[:3]}){or_masked}, more than loop.max_empty_steps={most}: the "
+            "task is solved or out of reach, so there is no policy gradient"
+        )
 
     def _describe_stop(self) -> str:
         step = self._progress.done + self._progress.has_batch
         saves = (
             f"saving step {step}"
-            if self.checkpoints.would_save(step)
+            if self.checkpoints.should_save(step)
             else f"stopping after step {step}"
         )
         return f"{saves}, then ending; again to end at once"

@@ -5,10 +5,9 @@ Shape legend: G samples of a prompt.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, 
 from rl.rollouts.evaluation import score_metrics
 from rl.rollouts.group import RolloutWorker, ScoredRollout, equal_rewards
 from rl.rollouts.producer import Batch, DropReason
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout, Score
 from rl.utils.clock import now_s
 
 _FIELDS_OF_RESULT = ("ratio", "clipped_fraction")
@@ -29,13 +28,21 @@ record.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedMinibatch:
+    """Results of one optimizer step: of its gradient, and of its update."""
+
     gradient: ForwardBackwardResult
     update: OptimStepResult
 
 
 class StepClock:
-    """Stopwatch of a step: the seconds that the loop waited for each part, and each role's idle
-    time.
+    """Stopwatch of a step: what the loop waited for, and how long each role was idle.
+
+    Example:
+        clock.start()
+        batch = await producer.next_batch()
+        clock.split_batch_wait(batch)  # generate 1.10 s, score 0.02 s
+        await trainer.forward_backward(samples)
+        clock.lap("train")             # train 0.80 s
     """
 
     def __init__(self, worker: RolloutWorker) -> None:
@@ -48,7 +55,7 @@ class StepClock:
 
     def start(self) -> None:
         self._last = now_s()
-        self._busy_at_start = self._busy_s()
+        self._busy_at_start = self._read_busy_s()
         self.laps_s = defaultdict(float)
 
     def lap(self, name: str, *, until: float | None = None) -> None:
@@ -57,87 +64,109 @@ class StepClock:
         self.laps_s[name] += until - self._last
         self._last = until
 
-    def rollouts_arrived(self, batch: Batch) -> None:
-        """Split the wait for a batch at the arrival of its last token: generation before, scoring
-        after.
-        """
+    def split_batch_wait(self, batch: Batch) -> None:
+        """Divide the wait for a batch at its last token: generation before, scoring after."""
+        # A group that arrived before the step began has made the loop wait for nothing.
         self.lap("generate", until=min(now_s(), max(group.generated_at for group in batch.groups)))
         self.lap("score")
 
     def idle_s(self) -> dict[str, float]:
         """Return the idle seconds of each role in this step until now."""
         step_s = sum(self.laps_s.values())
-        generating_s, scoring_s = (
-            now - before for now, before in zip(self._busy_s(), self._busy_at_start, strict=True)
-        )
+        generating_s, scoring_s = self._read_busy_s()
+        generating_before_s, scoring_before_s = self._busy_at_start
+        # Not below 0: the busy times go on after the last lap, which step_s ends with.
         return {
-            "generator": max(0.0, step_s - generating_s),
-            "reward": max(0.0, step_s - scoring_s),
+            "generator": max(0.0, step_s - (generating_s - generating_before_s)),
+            "reward": max(0.0, step_s - (scoring_s - scoring_before_s)),
             "trainer": step_s - self.laps_s["train"],
         }
 
     def generated_tokens_per_s(self) -> Mean:
-        """Return the speed of generation since the last call, over the time in which any completion
-        ran.
-        """
+        """Return the speed of generation since the last call, over the time in which it ran."""
+        # Since the last call and not since `start`: groups generated ahead belong to no step yet.
         tokens, busy_s = self._episodes.num_generated_tokens, self._episodes.generating.total_s()
         tokens_before, busy_before_s = self._reported
         self._reported = tokens, busy_s
         return Mean(tokens - tokens_before, busy_s - busy_before_s)
 
-    def _busy_s(self) -> tuple[float, float]:
+    def _read_busy_s(self) -> tuple[float, float]:
         return self._episodes.generating.total_s(), self._worker.scoring.total_s()
 
 
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
     """Return the metrics of a batch's rollouts and of the groups dropped since the last batch."""
-    groups = [*batch.groups, *(group for _, group in batch.dropped)]
-    reasons: dict[str, Metric] = {
-        f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)
-    }
-    counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
-    by_function = score_metrics([score for group in groups for score in group.scores])
-    by_environment = _environment_metrics(
-        [member.rollout for group in groups for member in group.scored]
-    )
-    of_groups = [group_metrics(group.scored, size=len(group.rollouts)) for group in groups]
-    return merge([*of_groups, by_function, by_environment, reasons, *counts])
+    groups = [*batch.groups]
+    num_dropped: Counter[DropReason] = Counter()
+    for reason, group in batch.dropped:
+        groups.append(group)
+        num_dropped[reason] += 1
+
+    parts: list[Mapping[str, Metric]] = []
+    scores: list[Score] = []
+    rollouts: list[Rollout] = []
+    for group in groups:
+        parts.append(group_metrics(group.scored, size=len(group.rollouts)))
+        scores += group.scores
+        rollouts += [member.rollout for member in group.scored]
+
+    # Also reasons without a dropped group, so that every step has the same keys.
+    dropped: dict[str, Metric] = {}
+    for reason in get_args(DropReason):
+        dropped[f"groups/dropped_{reason}"] = Sum(num_dropped[reason])
+    return merge([*parts, score_metrics(scores), _environment_metrics(rollouts), dropped])
 
 
 def group_metrics(scored_G: Sequence[ScoredRollout], *, size: int) -> dict[str, Metric]:
     """Return the metrics of a group of `size` rollouts; a group of one is equal to nothing."""
     if not scored_G:
         return {}
-    equal: dict[str, Metric] = (
-        {"reward/equal_groups": Mean(equal_rewards(scored_G))} if size > 1 else {}
-    )
-    rollouts, scores = [m.rollout for m in scored_G], [m.score for m in scored_G]
-    rewards = [score.reward for score in scores]
-    nums_generated = [rollout.num_completion_tokens for rollout in rollouts]
-    num_generated, num_tokens = sum(nums_generated), sum(rollout.num_tokens for rollout in rollouts)
-    return {
+    rewards = [member.score.reward for member in scored_G]
+    nums_generated = [member.rollout.num_completion_tokens for member in scored_G]
+    num_tokens = num_attended = num_turns = 0
+    num_correct = num_cut_off = num_unfinished = 0
+    for member in scored_G:
+        rollout = member.rollout
+        num_tokens += rollout.num_tokens
+        num_attended += _count_attended(rollout)
+        num_turns += len(rollout.turns)
+        num_correct += member.score.correct
+        num_cut_off += rollout.completion.is_cut_off
+        num_unfinished += rollout.end != "done"
+
+    # Sums with their counts, because groups are merged by rollouts and not by groups.
+    num_rollouts, num_generated = len(scored_G), sum(nums_generated)
+    metrics: dict[str, Metric] = {
         "reward/mean": Mean.of(rewards),
         "reward/std": Std.of(rewards),
-        "reward/correct": Mean.of([score.correct for score in scores]),
-        "prompt/tokens_mean": Mean(num_tokens - num_generated, len(rollouts)),
-        "completion/tokens_mean": Mean(num_generated, len(rollouts)),
+        "reward/correct": Mean(num_correct, num_rollouts),
+        "prompt/tokens_mean": Mean(num_tokens - num_generated, num_rollouts),
+        "completion/tokens_mean": Mean(num_generated, num_rollouts),
         "completion/tokens_max": Max(max(nums_generated)),
-        "completion/context_mean": Mean(sum(map(_num_attended, rollouts)), num_generated),
-        "completion/cut_off": Mean.of([r.completion.is_cut_off for r in rollouts]),
-        "rollout/turns_mean": Mean.of([len(r.turns) for r in rollouts]),
-        "rollout/unfinished": Mean.of([r.end != "done" for r in rollouts]),
-        **equal,
+        "completion/context_mean": Mean(num_attended, num_generated),
+        "completion/cut_off": Mean(num_cut_off, num_rollouts),
+        "rollout/turns_mean": Mean(num_turns, num_rollouts),
+        "rollout/unfinished": Mean(num_unfinished, num_rollouts),
     }
+    # A single rollout always equals itself, which would look like a task without anything to learn.
+    if size > 1:
+        metrics["reward/equal_groups"] = Mean(equal_rewards(scored_G))
+    return metrics
 
 
 def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
+    """Return mean and largest staleness of the trained tokens, in steps.
+
+    Example:
+        staleness_metrics(np.array([0, 0, 1, 1]))  # staleness/mean 0.5, staleness/max 1
+    """
     return {
-        "age/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
-        "age/max": Max(int(off_policy_steps.max())),
+        "staleness/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
+        "staleness/max": Max(int(off_policy_steps.max())),
     }
 
 
-def _num_attended(rollout: Rollout) -> int:
+def _count_attended(rollout: Rollout) -> int:
     """Return the context lengths of all generated tokens, added up."""
     total = num_before = 0
     for turn in rollout.turns:
@@ -149,18 +178,18 @@ def _num_attended(rollout: Rollout) -> int:
 
 
 def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Return the environments' metrics, summed over turns; a rollout that does not report one
-    counts as 0.
-    """
+    """Return the environments' metrics, summed over turns and averaged over all rollouts."""
+    # A rollout that does not report a metric counts as 0, such as one that called no tool.
     totals: dict[str, float] = defaultdict(float)
-    for turn in chain.from_iterable(rollout.turns for rollout in rollouts):
-        for name, value in turn.observation.metrics.items():
-            totals[name] += value
+    for rollout in rollouts:
+        for turn in rollout.turns:
+            for name, value in turn.observation.metrics.items():
+                totals[name] += value
     return {f"environment/{name}": Mean(total, len(rollouts)) for name, total in totals.items()}
 
 
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:
-    # Later minibatches differ from the generator by the updates between them.
+    # Later minibatches differ from the generator by the updates between them, not by a fault.
     first = minibatches[0].gradient
     mismatch: dict[str, Metric] = {
         "logprob_diff/mean": Mean(first.logprob_diff_mean),
@@ -168,11 +197,12 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
         "logprob_diff/identical": Last(int(first.logprobs_identical)),
     }
     merged = merge([*map(_minibatch_metrics, minibatches), mismatch])
-    return merged | _effective_share(merged)
+    return merged | _compute_effective_share(merged)
 
 
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     gradient, update = minibatch.gradient, minibatch.update
+    # Means of tokens are merged by their number, so that a short minibatch counts for less.
     num_tokens = gradient.num_valid_tokens
     metrics: dict[str, Metric] = {
         # A mean over optimizer steps, each of which divides by its own denominator.
@@ -190,7 +220,8 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     if gradient.expert_load is not None:
         metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
         metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
-    if (memory := gradient.memory) is not None:
+    memory = gradient.memory
+    if memory is not None:
         metrics["memory/allocated_gb"] = Max(memory.allocated / 1e9)
         metrics["memory/reserved_gb"] = Max(memory.reserved / 1e9)
         metrics["memory/total_gb"] = Max(memory.total / 1e9)
@@ -206,6 +237,7 @@ def _packing_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
         "packing/num_micro_batches": Sum(packing.num_micro_batches),
         "packing/padding": Mean(packing.num_padding, num_rows),
         "packing/fill": Mean(packing.num_packed, packing.num_room),
+        # What the samples have more than was computed is the prompts that they share.
         "packing/shared": Mean(gradient.num_tokens - packing.num_packed, gradient.num_tokens),
         "packing/context_mean": Mean(
             packing.num_attended, packing.num_packed if packing.num_attended else 0
@@ -218,20 +250,22 @@ def _loss_metrics(
 ) -> dict[str, Metric]:
     """Return the loss's own metrics, averaged over tokens; raise ValueError for a reserved name."""
     num_tokens = gradient.num_valid_tokens
-    own = {
-        name: mean for name, mean in gradient.loss_metrics.items() if name not in _FIELDS_OF_RESULT
-    }
-    for name in own:
+    metrics: dict[str, Metric] = {}
+    for name, mean in gradient.loss_metrics.items():
+        if name in _FIELDS_OF_RESULT:
+            continue
         if f"loss/{name}" in reserved:
             raise ValueError(
                 f"the loss reports a metric {name!r}, but loss/{name} is the step's own: rename it"
             )
-    return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
+        # Sum and count, so that minibatches of different sizes merge by their tokens.
+        metrics[f"loss/{name}"] = Mean(mean * num_tokens, num_tokens)
+    return metrics
 
 
-def _effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
+def _compute_effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the effective sample share of all importance weights, if there are any."""
-    weight, squared = (merged.get(f"loss/{name}") for name in (WEIGHT, WEIGHT_SQUARED))
+    weight, squared = merged.get(f"loss/{WEIGHT}"), merged.get(f"loss/{WEIGHT_SQUARED}")
     if not (isinstance(weight, Mean) and isinstance(squared, Mean) and weight.count):
         return {}
     share = effective_sample_share(mean_weight=weight.value, mean_squared_weight=squared.value)
@@ -245,23 +279,27 @@ def time_metrics(
 
     `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the
     step; the first two are short where generation runs ahead. `time/push_s`, `pull_s` and
-    `canary_s`, and `canary/logprob_diff`, belong to the newest version that is served,
+    `parity_s`, and `parity/logprob_diff`, belong to the newest version that is served,
     `sync/version`.
     """
-    num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
-    num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)
+    num_trained = num_samples = 0
+    for minibatch in minibatches:
+        num_trained += minibatch.gradient.num_tokens
+        num_samples += minibatch.gradient.num_samples
     laps_s = clock.laps_s
     step_s = sum(laps_s.values())
+    laps = {f"time/{name}_s": lap_s for name, lap_s in laps_s.items()}
+    idle = {f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()}
     return {
-        **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
+        **laps,
         "time/push_s": published.push_s,
         "time/pull_s": published.pull_s,
-        "time/canary_s": published.canary_s,
+        "time/parity_s": published.parity_s,
         "time/step_s": step_s,
-        **{f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()},
+        **idle,
         "perf/generated_tokens_per_s": clock.generated_tokens_per_s(),
         "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
         "perf/samples_per_s": Mean(num_samples, step_s),
         "sync/version": published.policy_version,
-        "canary/logprob_diff": published.canary_diff,
+        "parity/logprob_diff": published.parity_diff,
     }

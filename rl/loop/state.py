@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Steps and evaluations that a running loop has done; `now` is its state between two steps."""
+    """Steps and evaluations that a running loop has done, from which it can continue."""
 
     def __init__(
         self,
@@ -44,36 +44,35 @@ class Progress:
         """True if no evaluation is due before the next step."""
         self.num_empty_steps = start.num_empty_steps
         self.step_of_version: dict[int, int] = {}
-        """The step after which each policy version was published, of versions that a step may still
-        train on.
-        """
+        """Step after which each version was pushed, of versions that a step may still train on."""
         self.has_batch = False
         """True while a step trains on its batch."""
-        self.whole: LoopPosition | None = self.now()
-        """Position after the last completed step; None while the trainer's weights are between two
-        steps.
-        """
+        self.whole: LoopPosition | None = self.make_position()
+        """Position after the last completed step; None while the weights are between two steps."""
 
-    def now(self) -> LoopPosition:
-        """Return the position; groups that have finished but are not trained on are generated
-        again.
+    def make_position(self) -> LoopPosition:
+        """Return the position between two steps.
+
+        Groups that have finished but are not trained on are generated again, so that a checkpoint
+        needs no rollouts.
         """
         position = self._problems.position(self.done, outstanding=self._producer.outstanding)
         return replace(position, evaluated=self.evaluated, num_empty_steps=self.num_empty_steps)
 
-    def step_ended(self, step: int, *, has_gradient: bool) -> None:
+    def finish_step(self, step: int, *, has_gradient: bool) -> None:
         self.done = step
         self.has_batch = False
-        self.evaluated = not self._config.evaluates(step)
+        self.evaluated = not self._config.is_evaluation_due(step)
         self.num_empty_steps = 0 if has_gradient else self.num_empty_steps + 1
+        # A version that no step may train on any more is forgotten: a token of it is then refused.
         self.step_of_version = {
-            version: published
-            for version, published in self.step_of_version.items()
-            if step - published <= self._config.max_off_policy_steps
+            version: pushed
+            for version, pushed in self.step_of_version.items()
+            if step - pushed <= self._config.max_off_policy_steps
         }
-        self.whole = self.now()
+        self.whole = self.make_position()
 
-    def evaluation_ended(self) -> None:
+    def finish_evaluation(self) -> None:
         self.evaluated = True
         if self.whole is not None:
             self.whole = replace(self.whole, evaluated=True)
@@ -105,12 +104,12 @@ class StepCheckpoints:
     """Step of the last checkpoint, or of the checkpoint that the loop continues from."""
 
     def is_due(self, step: int, *, last: bool = False) -> bool:
-        return step != self.last_saved and self.config.due(step, last=last)
+        return step != self.last_saved and self.config.is_due(step, last=last)
 
     async def save(self, position: LoopPosition, *, last: bool = False, wait: bool = False) -> None:
-        """Save the trainer, which has done the steps of `position`; always wait for the last
-        checkpoint.
-        """
+        """Save the trainer, which has done the steps of `position`; always wait for the last."""
+        # The position counts lines of metrics.jsonl: after a power failure a checkpoint must not
+        # count lines that the disk has lost.
         if self.records is not None:
             await self.records.flush_to_disk()
             position = replace(position, num_records=self.records.num_records)
@@ -122,22 +121,23 @@ class StepCheckpoints:
         )
         self.last_saved = position.step
 
-    def would_save(self, step: int) -> bool:
-        """Return True if a loop that ends early after `step` has unsaved progress that may be
-        saved.
-        """
+    def should_save(self, step: int) -> bool:
+        """Return True if a loop that ends early after `step` has progress to save."""
         return self.config.saves and step > 0 and step != self.last_saved
 
     async def save_after(self, error: Exception, position: LoopPosition) -> None:
         """Save a loop that ends with an error if the trainer still answers; only log what fails."""
         step = position.step
+        # A disk that has refused one checkpoint will refuse the next one.
         if (
             isinstance(error, CheckpointError)
-            or not self.would_save(step)
+            or not self.should_save(step)
             or not self.can_answer(error)
         ):
             return
         try:
+            # A checkpoint holds no gradient. The short deadline also finds a trainer that does not
+            # answer, before a save waits for it with a long one.
             async with asyncio.timeout(ANSWER_S):
                 await self.trainer.drop_gradient()
             await self.save(position, wait=True)

@@ -19,8 +19,12 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """A request to stop that is made at most once in a run; one loop after another may listen to
-    it.
+    """A request to stop, made at most once in a run; one loop after another may listen.
+
+    Example:
+        signal.signal(signal.SIGINT, lambda *_: stop.ask() or sys.exit(130))
+        with stop.listen(lambda: "saving step 41, then ending"):
+            batch = await stop.run_until_stop(producer.next_batch())
     """
 
     def __init__(self) -> None:
@@ -30,7 +34,7 @@ class StopRequest:
         self.was_asked = False
 
     @contextmanager
-    def listening(self, describe: Callable[[], str]) -> Iterator[None]:
+    def listen(self, describe: Callable[[], str]) -> Iterator[None]:
         """Accept a request while the block runs; `describe` returns what the loop will do then."""
         self._loop, self._describe = asyncio.get_running_loop(), describe
         try:
@@ -39,9 +43,7 @@ class StopRequest:
             self._describe = None
 
     def ask(self) -> bool:
-        """Request a stop from a signal handler of the loop's thread; return True if the loop will
-        stop.
-        """
+        """Request a stop from a signal handler; return True if the loop will stop."""
         if self._describe is None or self._loop is None or self.was_asked:
             return False
         self.was_asked = True
@@ -53,15 +55,17 @@ class StopRequest:
         if self.was_asked:
             raise StopRequestedError
 
-    async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run_until_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; on a request cancel it and raise StopRequestedError."""
         task, event = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
+            # A result that arrived together with the request is used.
             if task.done():
                 return task.result()
             raise StopRequestedError
         finally:
+            # Also when the caller is cancelled, which does not reach the two tasks by itself.
             task.cancel()
             event.cancel()
             await asyncio.gather(task, event, return_exceptions=True)

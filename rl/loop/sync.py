@@ -1,4 +1,9 @@
-"""Publish weights in the background, behind the trainer's next gradient, one version at a time."""
+"""Push weights and let generators pull them, in the background, one version at a time.
+
+begin            the trainer pushes while it computes the next gradient
+wait_for_push    before an update changes the weights that are still being copied
+wait_for_pull    before the next push, before an evaluation, and at the end of a run
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,22 @@ logger = logging.getLogger(__name__)
 class WeightSync:
     """Background publisher of the trainer's weights.
 
-    The trainer may compute during a push, and awaits `pushed` before it changes its weights.
+    Example:
+        await sync.begin()          # version 7 is on its way
+        await trainer.forward_backward(samples)
+        await sync.wait_for_push()  # before the weights change
+        await trainer.optim_step()
+        await sync.begin()          # waits until version 7 is served, then pushes version 8
     """
 
     def __init__(
         self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise
-        it.
-        """
+        """`on_failure` receives an error as soon as it occurs; every wait raises it too."""
         self._publisher = publisher
         self._on_failure = on_failure
         self._push: asyncio.Task[int] | None = None
-        self._serve: asyncio.Task[PublishResult] | None = None
+        self._pull: asyncio.Task[PublishResult] | None = None
         self._last: PublishResult | None = None
 
     @property
@@ -42,34 +50,36 @@ class WeightSync:
 
         `on_served` is called when all generators serve them.
         """
-        if self._serve is not None:
-            await self.served()
+        # One version at a time: besides the versions that are kept the store has room for one.
+        if self._pull is not None:
+            await self.wait_for_pull()
         self._push = asyncio.create_task(self._publisher.push(), name="push of weights")
-        self._serve = asyncio.create_task(
-            self._serve_pushed(self._push, on_served), name="pull of weights"
+        self._pull = asyncio.create_task(
+            self._pull_after(self._push, on_served), name="pull of weights"
         )
         # Send the push before the caller asks the trainer for anything else: a push that is queued
         # behind a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
 
-    async def pushed(self) -> None:
+    async def wait_for_push(self) -> None:
         """Wait until the trainer may change its weights."""
+        # Shielded here and below: a stop that cancels the waiting loop must not cut off a push.
         if self._push is not None:
             await asyncio.shield(self._push)
 
-    async def served(self) -> PublishResult:
+    async def wait_for_pull(self) -> PublishResult:
         """Wait until every generator serves the version that was begun last."""
-        assert self._serve is not None, "nothing was published"
-        return await asyncio.shield(self._serve)
+        assert self._pull is not None, "nothing was published"
+        return await asyncio.shield(self._pull)
 
     async def close(self) -> None:
         """Cancel the push and the pull in progress. Idempotent."""
-        tasks = [task for task in (self._push, self._serve) if task is not None]
+        tasks = [task for task in (self._push, self._pull) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve_pushed(
+    async def _pull_after(
         self, push: asyncio.Task[int], on_served: Callable[[], None] | None
     ) -> PublishResult:
         started = now_s()
@@ -80,24 +90,27 @@ class WeightSync:
             result = self._last = PublishResult(
                 policy_version=version,
                 push_s=push_s,
-                pull_s=now_s() - started - push_s - checked.canary_s,
-                canary_diff=checked.canary_diff,
-                canary_s=checked.canary_s,
+                pull_s=now_s() - started - push_s - checked.parity_s,
+                parity_diff=checked.parity_diff,
+                parity_s=checked.parity_s,
             )
-            diff = checked.canary_diff
+            parity = ""
+            if checked.parity_diff is not None:
+                parity = (
+                    f", parity {checked.parity_diff:.3g} nats a token in {checked.parity_s:.3f} s"
+                )
             # Logged for the last version too, which no step's record contains.
             logger.info(
                 "policy version %d is served: push %.3f s, pull %.3f s%s",
                 version,
                 push_s,
                 result.pull_s,
-                ""
-                if diff is None
-                else f", parity {diff:.3g} nats a token in {checked.canary_s:.3f} s",
+                parity,
             )
             if on_served is not None:
                 on_served()
         except Exception as error:
+            # The loop may be waiting for a batch, which newer weights would have let start.
             self._on_failure(error)
             raise
         return result

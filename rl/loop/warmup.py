@@ -1,5 +1,6 @@
-"""Supervised warm-up on demonstrations, as a policy gradient needs a policy that is right
-sometimes.
+"""Supervised warm-up on demonstrations.
+
+A policy gradient needs a policy that is right sometimes: where all rewards are 0, it is 0.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from rl.utils.errors import RunError
 
 
 class SupervisedWarmup(Configurable):
-    """Cross-entropy training with its own learning rate schedule, before the first step of the
-    loop.
-    """
+    """Cross-entropy training with its own learning rate schedule, before the loop's first step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Length, optimizer and schedule of the warm-up; `--warmup None` turns it off."""
+
         num_steps: int = 300
         """Optimizer steps."""
         num_demonstrations: int = 64
@@ -46,17 +47,16 @@ class SupervisedWarmup(Configurable):
         """Gradient clip norm."""
 
         def __post_init__(self) -> None:
-            check_bounds(
-                self, "num_steps", "num_demonstrations", at_least=1
-            )  # no warm-up: --warmup None
+            check_bounds(self, "num_steps", "num_demonstrations", at_least=1)
             check_bounds(self, "lr", "max_norm", above=0)
             check_bounds(self, "weight_decay", "lr_warmup_steps", at_least=0)
             check_bounds(self, "min_lr_ratio", at_least=0, at_most=1)
             if not all(0 <= beta < 1 for beta in self.betas):
                 raise ValueError(f"betas={self.betas}: must be at least 0 and below 1")
 
-        def lr_at(self, step: int) -> float:
+        def compute_lr(self, step: int) -> float:
             """Return the learning rate of a step, counted from 0."""
+            # Step 0 has a part of the peak already, since a step with lr 0 would teach nothing.
             rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
             cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
             return self.lr * rise * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
@@ -75,9 +75,7 @@ class SupervisedWarmup(Configurable):
         self.environments = environments
 
     async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
-        """Train on the problems' demonstrations, and call `on_step` with the loss per token after
-        each step.
-        """
+        """Train on the problems' demonstrations; `on_step` gets each step's loss per token."""
         config = self.config
         for step in range(config.num_steps):
             with error_context(f"warm-up step {step + 1}"):
@@ -91,8 +89,11 @@ class SupervisedWarmup(Configurable):
                         f"warmup.num_demonstrations={config.num_demonstrations}; let "
                         "`warmup_problems` repeat them, or lower warmup.num_steps"
                     )
+
+                # The run's own optimizer settings are for a policy gradient, so each step brings
+                # the warm-up's.
                 params = OptimParams(
-                    lr=config.lr_at(step),
+                    lr=config.compute_lr(step),
                     betas=config.betas,
                     weight_decay=config.weight_decay,
                     max_norm=config.max_norm,

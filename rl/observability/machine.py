@@ -337,7 +337,7 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
 
 def _is_overlap_possible(record: Mapping[str, float], config: Config) -> bool:
     """Return whether generation and training take turns on devices of their own."""
-    steps = _get_number(config, "loop.max_off_policy_steps") or record.get("age/max", 0.0)
+    steps = _get_number(config, "loop.max_off_policy_steps") or record.get("staleness/max", 0.0)
     return not steps and not value_at(config, "launch.share_gpus")
 
 

@@ -254,6 +254,17 @@ def _convert_to_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
+RENAMED = {
+    "age/max": "staleness/max",
+    "age/mean": "staleness/mean",
+    "canary/logprob_diff": "parity/logprob_diff",
+    "time/canary_s": "time/parity_s",
+}
+"""Present names of metrics by the names that older runs wrote. A run that is resumed has both in
+its file, so old names are replaced where a line is read.
+"""
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the records of a metrics file without damaged lines; none if the file does not exist.
 
@@ -268,13 +279,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_record(line: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the values of a line that are numbers; None for a line whose step is not a number."""
+    """Return the values of a line that are numbers; None for a line whose step is not a number.
+
+    Metrics of older runs have their present names (`RENAMED`).
+    """
     # The file may come from anybody, or from an older version.
     record = {}
     for name, value in line.items():
         number = parse_number(value)
         if number is not None:
-            record[name] = number
+            record[RENAMED.get(name, name)] = number
+
     return record if math.isfinite(record.get("step", math.nan)) else None
 
 

@@ -133,7 +133,7 @@ def _measure_pull_lag(run: RunData) -> Series:
 def _judge_logprobs(run: RunData) -> Finding | None:
     """Find a step from which on trainer and generator disagree about tokens of the same weights."""
     # Older tokens have other logprobs by nature.
-    on_policy = [r for r in run.steps if r.get("age/mean", 0.0) == 0.0]
+    on_policy = [r for r in run.steps if r.get("staleness/mean", 0.0) == 0.0]
     diffs = read_series(on_policy, DIFF)
     if len(diffs) < MIN_STEPS:
         return None
@@ -152,7 +152,7 @@ def _judge_logprobs(run: RunData) -> Finding | None:
         kind, title = "logprob_difference", "Trainer and generator do not compute the same"
         what = "The difference stays constant, as with another precision or other sampling settings"
 
-    names = (DIFF, "logprob_diff/max", "canary/logprob_diff", "age/mean", "loss/ratio_mean")
+    names = (DIFF, "logprob_diff/max", "parity/logprob_diff", "staleness/mean", "loss/ratio_mean")
     later = [r for r in select_kind(run.rollouts, "train") if r["step"] >= since][:64]
     examples = []
     for rollout in sorted(later, key=_measure_gap, reverse=True)[:2]:

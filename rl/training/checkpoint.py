@@ -51,10 +51,10 @@ from rl.training.checkpoint_tensors import (
     read_tensors,
     write_tensors,
 )
-from rl.training.failures import CheckpointError, checkpoint_errors
+from rl.training.failures import CheckpointError, wrap_checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
-from rl.training.random_states import pack_random_states, random_file, read_random_states
+from rl.training.random_states import name_random_file, pack_random_states, read_random_states
 from rl.training.reference import ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import atomic_folder
@@ -67,6 +67,12 @@ class Checkpointer(Configurable):
     """Saves and loads a policy in training; at most one save is in progress.
 
     Every rank has a checkpointer and calls the same methods in the same order.
+
+    Example:
+        checkpointer.save("checkpoints/step-40", policy_version=40, position=position, wait=False)
+        ...                                   # training continues with step 41
+        checkpointer.wait()                   # the folder checkpoints/step-40 is there
+        version = checkpointer.load("checkpoints/step-40", policy_version=0)  # 40
     """
 
     Config: TypeAlias = CheckpointConfig
@@ -97,7 +103,8 @@ class Checkpointer(Configurable):
             )
         self._rank = 0 if mesh is None else dist.get_rank()
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
-        self._random_file = random_file(layout=layout, rank=self._rank)
+        self._random_file = name_random_file(layout=layout, rank=self._rank)
+
         self._pinned_stager: DefaultStager | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[Path, Future[None]] | None = None
@@ -112,10 +119,10 @@ class Checkpointer(Configurable):
         model_only: bool = False,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint and, if its folder is named `step-<n>`, remove all but the latest few
-        beside it.
+        """Write a checkpoint.
 
-        A save in progress is waited for first, and its error raised.
+        If its folder is named `step-<n>`, all but the latest few beside it are removed. A save in
+        progress is waited for first, and its error raised.
 
         Args:
             folder: path on a file system that all ranks share.
@@ -136,18 +143,23 @@ class Checkpointer(Configurable):
             base_model=self.policy.base_model,
             tokenizer=self._tokenizer,
         )
+
+        # Random states are taken here, in the caller's thread, as the step left them.
         tensors = self.tensors(model_only=model_only)
         more = {} if model_only else {self._random_file: pack_random_states(process_states())}
         if wait or self.config.async_mode == "disabled":
             self._write(path, tensors, more, saved)
             return
+
+        # Once the copy is there, the next step may change the weights.
         done = self._thread.submit(self._write_behind, path, self._copy(tensors), more, saved)
         self._pending = (path, done)
         logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait for the background save; raises CheckpointError if it failed, or is in progress
-        after `timeout_s`.
+        """Wait for the background save.
+
+        Raises CheckpointError if it failed, or is in progress after `timeout_s`.
         """
         if self._pending is None:
             return
@@ -170,8 +182,7 @@ class Checkpointer(Configurable):
         model_only: bool = False,
         exclude: Sequence[str] | None = None,
     ) -> int:
-        """Restore a checkpoint of any layout in place, and return the policy version to continue
-        with.
+        """Restore a checkpoint of any layout in place; return the policy version to continue with.
 
         A Hugging Face folder sets the weights, a PEFT folder the adapters; both start at version 0.
         Where the policy starts at version 0, the reference policy takes the same weights; otherwise
@@ -193,38 +204,48 @@ class Checkpointer(Configurable):
             self._load_weights(path)
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
-        saved = self._verified_state(path)
-        if saved.model_only and not model_only:
-            raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
-        check_tokenizer(
-            path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude
-        )
-        into = self.tensors(model_only=model_only)
-        tensors = matching_tensors(
-            path,
-            saved,
-            into=into,
-            elsewhere=self._elsewhere(into),
-            converters=self.policy.converters,
-            exclude=exclude,
-        )
-        restores = not (model_only or excluded(RANDOM, exclude))
+
+        # All checks come before the first tensor is read: a refused checkpoint changes nothing.
+        saved = self._read_checked_state(path)
+        tensors = self._match_tensors(path, saved, model_only=model_only, exclude=exclude)
         random = None
-        if restores:
+        if not (model_only or excluded(RANDOM, exclude)):
             random = on_all_ranks(
                 partial(read_random_states, path / self._random_file), group=self._group
             )
-        with checkpoint_errors(f"checkpoint {path} could not be read"):
+
+        with wrap_checkpoint_errors(f"checkpoint {path} could not be read"):
             read_tensors(path, tensors, group=self._group)
-        self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
+        self.policy.mark_restored(_select_names(tensors, MODEL), base_model=saved.base_model)
         if self.reference is not None:
-            self.reference.policy.weights_restored(_names(tensors, REFERENCE), base_model=None)
+            self.reference.policy.mark_restored(_select_names(tensors, REFERENCE), base_model=None)
+
+        # Last, so that nothing here draws numbers after it.
         if random is not None:
             restore_process_states(random)
         if model_only:
             self._start_anew()
             return 0
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
+
+    def _match_tensors(
+        self, path: Path, saved: SavedState, *, model_only: bool, exclude: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the tensors to fill from a checkpoint; raises ValueError if it does not fit."""
+        if saved.model_only and not model_only:
+            raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
+        check_tokenizer(
+            path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude
+        )
+        into = self.tensors(model_only=model_only)
+        return matching_tensors(
+            path,
+            saved,
+            into=into,
+            elsewhere=self._list_elsewhere(into),
+            converters=self.policy.converters,
+            exclude=exclude,
+        )
 
     def _load_weights(self, path: Path) -> None:
         if is_peft_folder(path) and not has_weights(path):
@@ -234,27 +255,26 @@ class Checkpointer(Configurable):
         self._start_anew()
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of this rank, reference weights included, as nothing else
-        keeps them.
-        """
+        """Return what a checkpoint holds of this rank, without copying."""
         tensors = model_tensors(self.policy.model)
         if not model_only:
             tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
+            # The run's folder keeps the first weights nowhere else.
             if self.reference is not None:
                 tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
         return tensors
 
-    def _elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def _list_elsewhere(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that only other ranks of a pipeline have."""
-        if (pipeline := self.policy.pipeline) is None:
+        pipeline = self.policy.pipeline
+        if pipeline is None:
             return {}
-        own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return {
-            name: shape
-            for shapes in pipeline.from_all(own)
-            for name, shape in shapes.items()
-            if name not in own
-        }
+
+        here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        elsewhere: dict[str, tuple[int, ...]] = {}
+        for shapes in pipeline.from_all(here):
+            elsewhere |= {name: shape for name, shape in shapes.items() if name not in here}
+        return elsewhere
 
     def close(self) -> None:
         """Wait for the background save and free page-locked memory."""
@@ -288,12 +308,10 @@ class Checkpointer(Configurable):
         more: Mapping[str, bytes],
         saved: SavedState,
     ) -> None:
-        """Write a checkpoint; every rank returns, or raises, when the first rank has given it its
-        name.
-        """
+        """Write a checkpoint; every rank returns, or raises, when the folder has its name."""
         started = time.perf_counter()
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
-        with ExitStack() as hidden, checkpoint_errors(not_written):
+        with ExitStack() as hidden, wrap_checkpoint_errors(not_written):
             folder = on_first_rank(
                 lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
             )
@@ -301,10 +319,10 @@ class Checkpointer(Configurable):
             sums = {file.name: sum_of_file(file) for file in files}
 
             def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
-                of_all = {
-                    name: found for of_rank in sums_of_ranks for name, found in of_rank.items()
-                }
-                write_description(folder, saved, of_all)
+                all_sums: dict[str, FileSum] = {}
+                for sums_of_rank in sums_of_ranks:
+                    all_sums |= sums_of_rank
+                write_description(folder, saved, all_sums)
                 hidden.close()  # Gives the folder its name.
                 keep_latest(path, self.config.keep_latest_k)
 
@@ -320,11 +338,11 @@ class Checkpointer(Configurable):
             logger.error("background save failed: %s", error)
             raise
 
-    def _verified_state(self, path: Path) -> SavedState:
+    def _read_checked_state(self, path: Path) -> SavedState:
         """Check every file, each rank its share of them, and return the saved state."""
-        share = slice(
-            self._rank, None, 1 if self._group is None else dist.get_world_size(self._group)
-        )
+        # Checksums read the whole checkpoint once, as fast as all ranks together can.
+        num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        share = slice(self._rank, None, num_ranks)
         on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
         return read_state(path)
 
@@ -334,6 +352,7 @@ class Checkpointer(Configurable):
             self.reference.follow(self.policy)
 
 
-def _names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
+def _select_names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
+    """Return the names of a part's tensors, without the part."""
     prefix = f"{part}."
     return {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}

@@ -1,5 +1,6 @@
-"""Settings of checkpoints, and the choice of what a run loads before its first step. Tensors are
-not read here.
+"""Settings of checkpoints, and the choice of what a run loads before its first step.
+
+Tensors are not read here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rl.training.checkpoint_files import (
     HF_FOLDER,
     Skip,
     check_files,
+    find_newest_usable,
     is_checkpoint,
-    newest_usable,
     read_state,
     saved_steps,
 )
@@ -118,13 +119,14 @@ class CheckpointConfig(Configurable.Config):
                 "initial_load_model_only=False: needs initial_load_path, and "
                 "initial_load_in_hf=False, because a Hugging Face folder holds only the model"
             )
+        # Names of tensors are checked against a checkpoint, once there is one.
         for name in self.exclude_from_loading:
             if not name or name.split(".")[0] == "lr_scheduler":
                 raise ValueError(
                     f"exclude_from_loading: {name!r} has no state; the schedule follows train_state"
                 )
 
-    def due(self, step: int, *, last: bool = False) -> bool:
+    def is_due(self, step: int, *, last: bool = False) -> bool:
         """Return whether a checkpoint is saved after `step`; step 0 is the seed checkpoint."""
         if not self.saves:
             return False
@@ -158,9 +160,7 @@ class LoadSource:
     position: LoopPosition | None
     """Position at which the loop continues; None starts the loop anew."""
     whole: bool = False
-    """True for a checkpoint of the run itself, which is loaded regardless of
-    `exclude_from_loading`.
-    """
+    """True for a checkpoint of the run itself: `exclude_from_loading` does not apply."""
 
 
 def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
@@ -175,15 +175,19 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     shared = config.shared_folder
     if shared is None:
         return initial_source(config)
+
+    # A checkpoint in a shared folder comes before `initial_load_path`, so that a run that is
+    # started again with the same command continues.
     load_step = config.load_step if config.initial_load_path is None else LATEST
     if not config.load_only:
         _check_free(config, shared, load_step)
         if repairs and load_step == LATEST:
-            newest_usable(shared, lambda path: _checkpoint(path, config, model_only=False))
+            find_newest_usable(shared, lambda path: _make_source(path, config, model_only=False))
+
     steps = saved_steps(shared)
     if not steps:
         return initial_source(config)
-    source = _checkpoint(_path_of_step(steps, load_step, folder=shared), config, model_only=False)
+    source = _make_source(_find_step(steps, load_step, folder=shared), config, model_only=False)
     if source.position is None and not config.load_only:
         raise ValueError(
             f"folder={config.folder!r} holds checkpoints, but the loop would start at step 0 and "
@@ -193,8 +197,9 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
 
 
 def initial_source(config: CheckpointConfig) -> LoadSource | None:
-    """Return what `initial_load_path` asks to load, or None; raises ValueError as
-    `find_load_source`.
+    """Return what `initial_load_path` asks to load, or None.
+
+    Raises ValueError as `find_load_source`.
     """
     load_step = config.load_step
     if config.initial_load_path is None:
@@ -205,9 +210,11 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 f"(folder={config.folder!r})"
             )
         return None
+
     path = Path(config.initial_load_path).expanduser().absolute()
     if not path.is_dir():
         raise ValueError(f"initial_load_path={config.initial_load_path}: there is no such folder")
+
     if config.initial_load_in_hf:
         if load_step != LATEST or config.exclude_from_loading:
             raise ValueError(
@@ -220,28 +227,35 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "config.json: set initial_load_in_hf=False, or give a Hugging Face folder"
             )
         return LoadSource(path=path, model_only=True, position=None)
-    if steps := saved_steps(path):
-        path = _path_of_step(steps, load_step, folder=path)
+
+    steps = saved_steps(path)
+    if steps:
+        path = _find_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
         raise ValueError(
             f"initial_load_path={path}: must be a checkpoint, a folder of step-<n> for "
             f"load_step={load_step}, or, with initial_load_in_hf, a Hugging Face folder"
         )
-    return _checkpoint(path, config, model_only=config.initial_load_model_only)
+    return _make_source(path, config, model_only=config.initial_load_model_only)
 
 
 def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) -> LoadSource | None:
-    """Return the latest checkpoint of a run's own folder, or None; raises ValueError if it cannot
-    be continued.
+    """Return the latest checkpoint of a run's own folder, or None.
+
+    Raises ValueError if it cannot be continued.
 
     Args:
         num_steps: number of steps that the run is to have in all.
         skip: called for each damaged checkpoint; None sets them aside.
     """
-    return newest_usable(folder, lambda path: _continued(path, num_steps=num_steps), skip=skip)
+    return find_newest_usable(
+        folder, lambda path: _continue_from(path, num_steps=num_steps), skip=skip
+    )
 
 
-def _continued(path: Path, *, num_steps: int) -> LoadSource:
+def _continue_from(path: Path, *, num_steps: int) -> LoadSource:
+    """Return a run's own checkpoint as a source; raises ValueError if it cannot be continued."""
+    # The trainer's ranks check the tensors, as all of them together read faster.
     check_files(path, tensors=False)
     state = read_state(path)
     position = state.position
@@ -252,6 +266,7 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
             f"loop.num_steps={num_steps}: must be at least {position.step}, the steps that {path} "
             "has done"
         )
+    # A run that has done all of its steps needs no optimizer: it may still export its weights.
     if state.model_only and position.step < num_steps:
         raise ValueError(
             f"{path} {_MODEL_ONLY}; move it away to continue from the checkpoint before it"
@@ -261,6 +276,7 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
 
 def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
     """Check that the run can save into the folder later."""
+    # The folder may not exist yet; then the nearest folder above it must be writable.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"folder={config.folder!r}: {existing} is not a writable folder")
@@ -278,7 +294,8 @@ def _check_free(config: CheckpointConfig, folder: Path, load_step: int) -> None:
         )
 
 
-def _path_of_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
+def _find_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
+    """Return the folder of a step; raises ValueError that lists the steps there are."""
     step = max(steps) if load_step == LATEST else load_step
     if step not in steps:
         raise ValueError(
@@ -287,7 +304,8 @@ def _path_of_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Pa
     return steps[step]
 
 
-def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
+def _make_source(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
+    """Return a checkpoint as a source; raises ValueError if it lacks what the config needs."""
     check_files(path, tensors=False)
     state = read_state(path)
     if state.model_only and not model_only:

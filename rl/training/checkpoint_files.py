@@ -76,6 +76,8 @@ class SavedState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSum:
+    """Size and checksum of a file."""
+
     num_bytes: int
     crc32: int
 
@@ -89,8 +91,12 @@ def saved_steps(folder: str | Path) -> dict[int, Path]:
     folder = Path(folder)
     if not folder.is_dir():
         return {}
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return dict(sorted((int(match[1]), path) for match, path in found if path.is_dir()))
+    steps: dict[int, Path] = {}
+    for path in folder.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            steps[int(match[1])] = path
+    return dict(sorted(steps.items()))
 
 
 def is_checkpoint(folder: str | Path) -> bool:
@@ -106,6 +112,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
     """Write state and manifest; `sums` describes the files that are already in the folder."""
+    # The state first, because the manifest has its checksum too.
     _write_json(folder / STATE, dataclasses.asdict(state))
     sums = {**sums, STATE: sum_of_file(folder / STATE)}
     manifest = {name: dataclasses.asdict(sums[name]) for name in sorted(sums)}
@@ -113,22 +120,25 @@ def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSu
 
 
 def read_state(folder: str | Path) -> SavedState:
-    """Read the state that `write_description` wrote; raises ValueError if it is damaged or of
-    another version.
+    """Read the state that `write_description` wrote.
+
+    Raises ValueError if it is damaged or of another version.
     """
     file = Path(folder) / STATE
     values = _read_json(file)
     try:
-        if (position := values["position"]) is not None:
-            values["position"] = _position(position)
-        if (tokenizer := values["tokenizer"]) is not None:
-            values["tokenizer"] = TokenizerFingerprint(**{"complete": False} | tokenizer)
+        if values["position"] is not None:
+            values["position"] = _parse_position(values["position"])
+        if values["tokenizer"] is not None:
+            # A fingerprint of an earlier version does not say whether it is complete.
+            fields = {"complete": False} | values["tokenizer"]
+            values["tokenizer"] = TokenizerFingerprint(**fields)
         return SavedState(**values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
-def _position(values: Mapping[str, Any]) -> LoopPosition:
+def _parse_position(values: Mapping[str, Any]) -> LoopPosition:
     problems = values.get("problems")  # a checkpoint of an earlier version has none
     if problems is not None:
         problems = ProblemsFingerprint(**problems | {"digests": tuple(problems["digests"])})
@@ -150,6 +160,7 @@ def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)
     """
     path = Path(folder)
     sums = _read_manifest(path)
+    # Sizes cost nothing, and find a copy that was cut off before minutes are spent on checksums.
     _check_sizes(path, sums)
     for name in sorted(sums)[share]:
         if tensors or not name.endswith(TENSORS_SUFFIX):
@@ -167,6 +178,7 @@ def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"checkpoint file {file} is missing")
+        # A folder from elsewhere must not make a run read other files of this machine.
         if not os.path.realpath(file).startswith(f"{os.path.realpath(path)}/"):
             raise ValueError(
                 f"checkpoint file {file} is a link that leaves its folder: a checkpoint has none"
@@ -181,14 +193,18 @@ def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
 
 def _check_content(file: Path, written: FileSum) -> None:
     try:
-        found = sum_of_file(file)
+        present = sum_of_file(file)
     except OSError as error:
         raise ValueError(f"checkpoint file {file} cannot be read: {error.strerror}") from error
-    if found != written:
+    if present != written:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: its checksum differs")
 
 
 def sum_of_file(file: Path) -> FileSum:
+    """Return size and CRC-32, which tell of damage; who changes a file can change the manifest too.
+
+    The file is read in pieces, because it may be larger than the memory that is free.
+    """
     crc32 = num_bytes = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -197,7 +213,7 @@ def sum_of_file(file: Path) -> FileSum:
     return FileSum(num_bytes=num_bytes, crc32=crc32)
 
 
-def newest_usable(
+def find_newest_usable(
     folder: Path, check: Callable[[Path], T], *, skip: Skip | None = None
 ) -> T | None:
     """Return the result of `check` for the newest undamaged checkpoint, or None.
@@ -206,6 +222,7 @@ def newest_usable(
         check: raises `DamagedCheckpointError` for a damaged checkpoint.
         skip: called for each damaged checkpoint; None sets them aside.
     """
+    # Only damage is skipped: a checkpoint of another model is an error of the user.
     for path in reversed(saved_steps(folder).values()):
         try:
             return check(path)
@@ -215,28 +232,31 @@ def newest_usable(
 
 
 def keep_latest(path: Path, k: int) -> None:
-    """Remove all but the latest `k` steps beside a new step; step 0, the seed, stays. A `k` of 0
-    keeps all.
-    """
+    """Remove all but the latest `k` steps beside a new step; a `k` of 0 keeps all."""
     steps = saved_steps(path.parent)
     if not k or path not in steps.values():
         return
-    for folder in [folder for step, folder in steps.items() if step][:-k]:
+    # Step 0 is the seed checkpoint, from which other layouts start, and stays.
+    trained = [folder for step, folder in steps.items() if step]
+    for folder in trained[:-k]:
         try:
             remove(folder)
         except OSError as error:
+            # The new checkpoint is complete, so a run does not end for an old one.
             logger.warning("checkpoint %s could not be removed: %s", folder, error)
 
 
 def put_aside(path: Path, error: DamagedCheckpointError) -> None:
     """Rename a damaged checkpoint, so that nothing loads it, and log a warning."""
-    names = (f"{path.name}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
-    aside = next(free for free in map(path.with_name, names) if not free.exists())
+    aside = path.with_name(f"{path.name}{DAMAGED}")
+    numbers = count(2)
+    while aside.exists():
+        aside = path.with_name(f"{path.name}{DAMAGED}-{next(numbers)}")
     try:
         path.rename(aside)
     except OSError as problem:
-        why = problem.strerror or problem
-        raise DamagedCheckpointError(f"{error}; it could not be set aside: {why}") from problem
+        reason = problem.strerror or problem
+        raise DamagedCheckpointError(f"{error}; it could not be set aside: {reason}") from problem
     logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, aside.name)
 
 
@@ -252,6 +272,7 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
         raise DamagedCheckpointError(
             f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}"
         ) from error
+    # A name with a folder in it would be a file outside of the checkpoint.
     for name in sums:
         if not name or Path(name).name != name:
             raise DamagedCheckpointError(
@@ -273,12 +294,12 @@ def _read_json(file: Path) -> dict[str, Any]:
         )
     try:
         content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-        found = content.pop("format")
+        version = content.pop("format")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
-    if found not in _READABLE:
+    if version not in _READABLE:
         raise ValueError(
-            f"checkpoint file {file} has format {found!r}; this version reads "
+            f"checkpoint file {file} has format {version!r}; this version reads "
             f"{' and '.join(map(str, _READABLE))}"
         )
     return content

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rl.training.checkpoint_files import METADATA, RANDOM, DamagedCheckpointError
+from rl.training.compat import UNPICKLER_METHODS, PythonUnpickler, StorageInfo
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset(
@@ -49,7 +49,7 @@ _RECORDS = frozenset(
 """Classes and functions that the file of an honest checkpoint names, besides `torch.Size` and
 dtypes.
 """
-_LOAD: Any = pickle._Unpickler.dispatch
+_LOAD = UNPICKLER_METHODS
 """Methods by code of a pickle."""
 _UNUSED_CODES = (
     pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET + pickle.BYTEARRAY8
@@ -85,10 +85,12 @@ class SavedTensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        entries = self.metadata.state_dict_metadata
-        return {
-            name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")
-        }
+        """Shape of each tensor by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shapes[name] = tuple(entry.size)
+        return shapes
 
 
 def read_saved_tensors(folder: str | Path) -> SavedTensors:
@@ -132,7 +134,7 @@ class _Record:
         self.fields = fields
 
 
-class _Unpickler(pickle._Unpickler):
+class _Unpickler(PythonUnpickler):
     """Unpickler that makes records of known classes, and refuses all others.
 
     The one in Python: only there keys can be checked before they are hashed, which takes for ever
@@ -153,9 +155,11 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._records:
             return self._records[module, name]
-        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
+        # The only values that are used as they are: they have no behaviour that a file can reach.
+        if module == "torch" and name.isidentifier():
+            value = getattr(torch, name, None)
+            if value is torch.Size or isinstance(value, torch.dtype):
+                return value
         raise _ForeignClassError(
             f"checkpoint file {self._file} names {f'{module}.{name}'[:200]!r}, which a checkpoint "
             "has no use for and which is not run: it was damaged, or made to attack you; load no "
@@ -163,10 +167,12 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def _set_item(self) -> None:
+        # On the stack of a pickle a key lies below its value.
         _check_keys(self.stack[-2:-1])
         _LOAD[pickle.SETITEM[0]](self)
 
     def _set_items(self) -> None:
+        # Keys and values alternate.
         _check_keys(self.stack[::2])
         _LOAD[pickle.SETITEMS[0]](self)
 
@@ -177,61 +183,71 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
-    if odd := [type(key).__name__ for key in keys if not isinstance(key, str | _Record)]:
-        raise TypeError(f"a key is a {odd[0]}")
+    """Raise TypeError for a key whose hash may take for ever."""
+    for key in keys:
+        if not isinstance(key, str | _Record):
+            raise TypeError(f"a key is a {type(key).__name__}")
 
 
 def _translate(content: Any) -> SavedTensors:
     """Return what the records describe; raise one of `_MALFORMED` for anything else."""
-    fields = _fields(content, "Metadata")
+    fields = _get_fields(content, "Metadata")
     tensors: dict[str, STORAGE_TYPES] = {}
     pickled: dict[str, None] = {}
-    for name, entry in _dict(fields["state_dict_metadata"]).items():
-        if type(entry).__name__ == "BytesStorageMetadata" and _text(name).startswith(f"{RANDOM}."):
+    for name, entry in _check_dict(fields["state_dict_metadata"]).items():
+        # Of random states in an old checkpoint only the names are kept, for a message.
+        if type(entry).__name__ == "BytesStorageMetadata" and _check_text(name).startswith(
+            f"{RANDOM}."
+        ):
             pickled[name] = None
         else:
-            tensors[_text(name)] = _tensor(entry)
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for index, place in _dict(fields["storage_data"]).items():
-        of_index = _fields(index, "MetadataIndex")
-        name = _text(of_index["fqn"])
+            tensors[_check_text(name)] = _translate_tensor(entry)
+
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for index, place in _check_dict(fields["storage_data"]).items():
+        of_index = _get_fields(index, "MetadataIndex")
+        name = _check_text(of_index["fqn"])
         if name not in pickled:
             offset = of_index.get("offset")
-            of_tensor = MetadataIndex(name, None if offset is None else _size(offset))
-            places[of_tensor] = _place(place)
+            of_tensor = MetadataIndex(name, None if offset is None else _check_size(offset))
+            places[of_tensor] = _translate_place(place)
     return SavedTensors(
         metadata=Metadata(state_dict_metadata=tensors, storage_data=places), pickled=tuple(pickled)
     )
 
 
-def _tensor(entry: Any) -> TensorStorageMetadata:
-    fields = _fields(entry, "TensorStorageMetadata")
+def _translate_tensor(entry: Any) -> TensorStorageMetadata:
+    fields = _get_fields(entry, "TensorStorageMetadata")
     properties = fields["properties"]
     _check_kind(properties, "TensorProperties")
+    # Pickled as a tuple that begins with the dtype; the rest says how the tensor lay in memory.
     dtype, *_ = properties.fields
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{type(dtype).__name__} in place of a dtype")
     chunks = []
     for chunk in fields["chunks"]:
-        of_chunk = _fields(chunk, "ChunkStorageMetadata")
+        of_chunk = _get_fields(chunk, "ChunkStorageMetadata")
         chunks.append(
-            ChunkStorageMetadata(offsets=_size(of_chunk["offsets"]), sizes=_size(of_chunk["sizes"]))
+            ChunkStorageMetadata(
+                offsets=_check_size(of_chunk["offsets"]), sizes=_check_size(of_chunk["sizes"])
+            )
         )
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype), size=_size(fields["size"]), chunks=chunks
+        properties=TensorProperties(dtype=dtype), size=_check_size(fields["size"]), chunks=chunks
     )
 
 
-def _place(entry: Any) -> _StorageInfo:
+def _translate_place(entry: Any) -> StorageInfo:
     """Return where a piece of a tensor lies: in a file beside `.metadata`, as it is."""
-    fields = _fields(entry, "_StorageInfo")
+    fields = _get_fields(entry, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if not _DATA_FILE.fullmatch(_text(name)):
+    # A path would let a checkpoint read any file that the trainer may read.
+    if not _DATA_FILE.fullmatch(_check_text(name)):
         raise ValueError(f"a tensor is in {name[:200]!r}, which is no file of a checkpoint")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or changed in another way")
-    (offset, length) = _size((offset, length))
-    return _StorageInfo(relative_path=name, offset=offset, length=length)
+    (offset, length) = _check_size((offset, length))
+    return StorageInfo(relative_path=name, offset=offset, length=length)
 
 
 def _check_kind(value: Any, kind: str) -> None:
@@ -239,24 +255,25 @@ def _check_kind(value: Any, kind: str) -> None:
         raise TypeError(f"{type(value).__name__} in place of {kind}")
 
 
-def _fields(value: Any, kind: str) -> dict[str, Any]:
+def _get_fields(value: Any, kind: str) -> dict[str, Any]:
     _check_kind(value, kind)
-    return _dict(value.fields)
+    return _check_dict(value.fields)
 
 
-def _dict(value: Any) -> dict[Any, Any]:
+def _check_dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{type(value).__name__} in place of dict")
     return value
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} in place of str")
     return value
 
 
-def _size(value: Any) -> torch.Size:
+def _check_size(value: Any) -> torch.Size:
+    # By type and not by isinstance, as True and False are instances of int.
     if not isinstance(value, tuple) or not all(
         type(number) is int and number >= 0 for number in value
     ):

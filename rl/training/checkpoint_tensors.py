@@ -1,5 +1,4 @@
-"""Tensors of a checkpoint: their names, whether they fit the run that loads them, reading and
-writing.
+"""Tensors of a checkpoint: their names, whether they fit a run, reading and writing.
 
 The controller checks that a checkpoint fits on a model without memory before a run starts; the
 trainer checks it again on loading. torch.distributed.checkpoint reads and writes.
@@ -43,13 +42,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Return all parameters and persistent buffers by their names in a checkpoint, without
-    copying.
-    """
-    tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
-    return {
-        f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()
-    }
+    """Return parameters and persistent buffers by their names in a checkpoint, without copying."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"{prefix}.{name}"] = unwrapped(parameter.data)
+    for name, buffer in persistent_buffers(model).items():
+        tensors[f"{prefix}.{name}"] = buffer
+    return tensors
 
 
 def optimizer_tensors(
@@ -57,24 +56,26 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state by its names in a checkpoint, without copying."""
     states = optimizer.state_tensors()
-    return {
-        f"{OPTIMIZER}.{name}.{key}": tensor
-        for name, parameter in trained.items()
-        for key, tensor in states[parameter].items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trained.items():
+        for key, tensor in states[parameter].items():
+            tensors[f"{OPTIMIZER}.{name}.{key}"] = tensor
+    return tensors
 
 
 def exclusions_of_own(patterns: Iterable[str], *, model_only: bool) -> tuple[str, ...]:
-    """Return what a run may leave out of a checkpoint of its own: what is only compared, or could
-    not be read.
-    """
+    """Return what a run may leave out of its own checkpoint: what is compared, or unreadable."""
     parts = (TOKENIZER,) if model_only else (TOKENIZER, RANDOM)
     return tuple(part for part in parts if excluded(part, patterns))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern is the name, a dotted prefix of the name, or a glob that matches the
-    name.
+    """Return whether a pattern is the name, a dotted prefix of it, or a glob that matches it.
+
+    Example:
+        excluded("model.norm.weight", ("model",))                  # True
+        excluded("model.layers.3.norm.weight", ("model.*.norm*",)) # True
+        excluded("model.normal", ("model.norm",))                  # False
     """
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
@@ -103,19 +104,21 @@ def matching_tensors(
     needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()} | dict(elsewhere)
     parts = {name.split(".")[0] for name in into}
     tensors = read_saved_tensors(path)
+    others: tuple[str, ...] = (TOKENIZER,)
+    # A run that takes only the weights compares nothing else.
     if parts != {MODEL}:
         _check_random_states(path, tensors, exclude=exclude)
+        others = (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
+
     there: Shapes = {
         name: shape for name, shape in tensors.shapes.items() if name.split(".")[0] in parts
     }
     names = {**needed, **there}
-    others = (
-        (TOKENIZER,) if parts == {MODEL} else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER, PROBLEMS)
-    )
     _check_exclusions(path, [*others, *names], exclude=exclude)
-    needed, there = _without(needed, exclude), _without(there, exclude)
-    differences = list(_converter_differences(saved, converters, names, exclude))
-    differences += _tensor_differences(needed, there)
+
+    needed, there = _drop_excluded(needed, exclude), _drop_excluded(there, exclude)
+    differences = list(_find_converter_differences(saved, converters, names, exclude))
+    differences += _find_tensor_differences(needed, there)
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ValueError(
@@ -142,7 +145,8 @@ def check_tokenizer(
     """
     if saved is None or present is None or excluded(TOKENIZER, exclude):
         return
-    if differences := saved.differences(present, tokens_alone=model_only):
+    differences = saved.differences(present, tokens_alone=model_only)
+    if differences:
         raise ValueError(
             f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
             f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder "
@@ -160,11 +164,12 @@ def _check_random_states(path: Path, tensors: SavedTensors, *, exclude: Sequence
         )
 
 
-def _without(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
+def _drop_excluded(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
 
 
 def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that excludes nothing, which is most likely misspelt."""
     for pattern in exclude:
         if not any(excluded(name, (pattern,)) for name in names):
             raise ValueError(
@@ -173,24 +178,26 @@ def _check_exclusions(path: Path, names: Sequence[str], *, exclude: Sequence[str
             )
 
 
-def _converter_differences(
+def _find_converter_differences(
     saved: SavedState, converters: ModelConverters, names: Iterable[str], exclude: Sequence[str]
 ) -> Iterator[str]:
     """Yield a difference in settings that change the meaning of a tensor that is loaded.
 
     Such tensors are those that converters added, or all if converters added none.
     """
+    # Two adapters with different alpha have tensors of the same names and shapes.
     ours, theirs = converters.saved_settings(), saved.converters
     if ours == theirs:
         return
+
     plain = {f"{MODEL}.{name}" for name in (*converters.plain_names, *converters.plain_buffers)}
     of_model = [name for name in names if excluded(name, (MODEL,))]
     depending = [name for name in of_model if name not in plain] or of_model
     if not all(excluded(name, exclude) for name in depending):
-        yield f"it was made with {_described(theirs)}, this run has {_described(ours)}"
+        yield f"it was made with {_describe(theirs)}, this run has {_describe(ours)}"
 
 
-def _tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
+def _find_tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
     for name, shape in needed.items():
         if name not in there:
             yield f"tensor {name} is missing, the run needs it with shape {list(shape)}"
@@ -201,12 +208,12 @@ def _tensor_differences(needed: Shapes, there: Shapes) -> Iterator[str]:
             yield f"tensor {name} of shape {list(shape)} has no place in the run"
 
 
-def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
-    described = (
-        f"{name} ({', '.join(f'{field}={value}' for field, value in settings.items())})"
-        for name, settings in converters.items()
-    )
-    return " and ".join(described) or "no converter that adds weights"
+def _describe(converters: Mapping[str, Mapping[str, Any]]) -> str:
+    texts: list[str] = []
+    for name, settings in converters.items():
+        fields = ", ".join(f"{field}={value}" for field, value in settings.items())
+        texts.append(f"{name} ({fields})")
+    return " and ".join(texts) or "no converter that adds weights"
 
 
 def write_tensors(
@@ -216,20 +223,23 @@ def write_tensors(
     more: Mapping[str, bytes],
     group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write the tensors of all ranks; return this rank's files, or raise a rank's OSError on every
-    rank.
+    """Write the tensors of all ranks and return this rank's files.
 
     Args:
         more: content of further files of this rank, by their names.
+
+    Raises:
+        OSError: of the first rank that failed, on every rank.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    with plain_errors():
+    with raise_plain_errors():
         state_dict_saver.save(
             dict(state),
             storage_writer=_Writer(folder, more),
             process_group=group,
             no_dist=group is None,
         )
+    # Each rank sums its own files, so that no file is read by another host.
     files = [*folder.glob(f"__{rank}_*"), *(folder / name for name in more)]
     return [*files, folder / METADATA] if rank == 0 else files
 
@@ -237,12 +247,10 @@ def write_tensors(
 def read_tensors(
     folder: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors of `state` in place; raises ValueError for files that hold something
-    else.
-    """
+    """Fill the tensors of `state` in place; raises ValueError for files that hold other data."""
     into: dict[str, Any] = dict(state)
     try:
-        with plain_errors():
+        with raise_plain_errors():
             state_dict_loader.load(
                 into, storage_reader=_Reader(folder), process_group=group, no_dist=group is None
             )
@@ -260,7 +268,7 @@ def read_tensors(
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
+def raise_plain_errors() -> Iterator[None]:
     """Raise the first failed rank's own error on all ranks."""
     # The filter stays: removing it would race with other threads.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -273,8 +281,9 @@ def plain_errors() -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reader that runs nothing: objects other than tensors, which PyTorch would unpickle, are not
-    in the metadata.
+    """Reader that runs nothing: only tensors are in the metadata.
+
+    Other objects PyTorch would unpickle.
     """
 
     def read_metadata(self) -> Metadata:  # of the whole checkpoint only
@@ -291,7 +300,7 @@ class _Writer(FileSystemWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        # Here, because an error of one rank is raised on all of them.
+        # Here, because an error of one rank is raised on all ranks.
         for file, content in self._more.items():
             file.write_bytes(content)
         try:

@@ -1,12 +1,14 @@
-"""The training engine: gradients, optimizer steps, logprobs and checkpoints of one policy in any
-layout.
+"""The training engine: gradients, steps, logprobs and checkpoints of one policy in any layout.
 
 Every rank creates an engine and calls the same methods with the same arguments in the same order;
 each rank takes its share of the samples, and all return the same numbers. A single process needs no
 process group.
 
-    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"),
-    hf_assets_path="/models/Qwen3-0.6B") engine.forward_backward(samples) engine.optim_step()
+    engine = TrainingEngine.Config().build(
+        model_spec=model_registry("0.6B"), hf_assets_path="/models/Qwen3-0.6B"
+    )
+    result = engine.forward_backward(samples)  # result.loss_mean, result.entropy_mean, ...
+    engine.optim_step()                        # policy version 1
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ from rl.models.spec import ModelSpec
 from rl.training.checkpoint import Checkpointer
 from rl.training.checks import check_trainer
 from rl.training.config import Dtype, ExpertBalanceConfig, TrainerConfig, TrainingConfig
+from rl.training.device_memory import explain_memory_errors, reset_peak_memory
+from rl.training.export import export_hf, save_adapter
 from rl.training.failures import CheckpointError, unwritten
 from rl.training.gradients import STEPPED, GradientAccumulator
-from rl.training.memory import estimate_memory, explaining_memory, reset_peak_memory
+from rl.training.memory import estimate_memory
 from rl.training.optimizer import LRSchedule, Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
@@ -59,6 +63,20 @@ class TrainingEngine(Configurable):
     A call of `forward_backward` or `optim_step` that fails after it has started drops the whole
     accumulated gradient. With `optimizer.early_step_in_backward` parameters may have been stepped
     by then: only `load_checkpoint` mends that.
+
+    Args:
+        model_spec: model; a folder's sizes replace its own. None takes the family from it too.
+        hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
+            weights.
+        device: None takes this process's GPU, or the CPU if there is none.
+        world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
+        failure_folder: receives the batch of a loss that is not finite, and the collectives of
+            a failure.
+        rank: meshes to share with other engines of this process; None joins the process group.
+
+    Raises:
+        ValueError: the degrees do not fit the world size or the model, or the folder does not fit.
+        TimeoutError: not all ranks appeared in time.
     """
 
     Config: TypeAlias = TrainerConfig
@@ -78,52 +96,30 @@ class TrainingEngine(Configurable):
         failure_folder: str | None = None,
         rank: RankInfo | None = None,
     ) -> None:
-        """
-        Args:
-            model_spec: model; a folder's sizes replace its own. None takes the family from the
-                folder too.
-            hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random
-                weights.
-            device: None takes this process's GPU, or the CPU if there is none.
-            world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
-            failure_folder: receives the batch of a loss that is not finite, and the collectives of
-                a failure.
-            rank: meshes to share with other engines of this process; None joins the process group.
-
-        Raises:
-            ValueError: the degrees do not fit the world size or the model, or the folder does not
-                fit.
-            TimeoutError: not all ranks appeared in time.
-        """
         world = World.from_env() if world is None else world
+        self.config = config
+        self.hf_assets_path = hf_assets_path
+        self.failure_folder = failure_folder
         self.device = world.default_device() if device is None else torch.device(device)
+
+        # Everything that can be refused is refused before the ranks wait for each other.
         folder, self._spec = _open_assets(hf_assets_path, model_spec)
         self._degrees = check_trainer(
             config, spec=self._spec, world_size=world.size, device=self.device
         )
-        self.config, self.hf_assets_path, self.failure_folder = (
-            config,
-            hf_assets_path,
-            failure_folder,
-        )
         self._owns_rank = rank is None
-        self._rank = rank or RankInfo.join(
-            self._degrees,
-            world=world,
-            device=self.device,
-            comm=config.comm,
-            # FSDP copies, so that one process needs a mesh too.
-            always=config.training.cpu_offload,
-            record_in=failure_folder,
-        )
+        self._rank = self._join_ranks(world) if rank is None else rank
+
         self.policy = self._make_policy(config.training)
-        self.experts = _expert_balance(config.experts, self.policy)
+        self.experts = _build_expert_balance(config.experts, self.policy)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
+        # The reference copies the first weights, so it comes after they are there.
         self.reference = self._make_reference()
-        self.optimizer = _optimizer(config.optimizer, self.policy)
+
+        self.optimizer = _build_optimizer(config.optimizer, self.policy)
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
             policy=self.policy,
@@ -141,8 +137,23 @@ class TrainingEngine(Configurable):
         if config.optimizer.early_step_in_backward:
             self._gradient.step_early_with(self._step_early)
         self._enable_gc_again = _stop_collections(config.training)
+
+        # Ranks read weights at different speeds: only from here on a late rank is a lost rank.
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
+
+    def _join_ranks(self, world: World) -> RankInfo:
+        """Join the process group and return this rank's meshes."""
+        config = self.config
+        return RankInfo.join(
+            self._degrees,
+            world=world,
+            device=self.device,
+            comm=config.comm,
+            # FSDP copies, so that one process needs a mesh too.
+            always=config.training.cpu_offload,
+            record_in=self.failure_folder,
+        )
 
     def _make_policy(self, training: TrainingConfig) -> Policy:
         """Return a policy of this engine's model and layout, without values in its parameters."""
@@ -184,7 +195,7 @@ class TrainingEngine(Configurable):
                 a denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
-        with self._explaining_memory("forward_backward"):
+        with self._explain_memory_errors("forward_backward"):
             return self._gradient.add(
                 samples,
                 loss=self.config.loss if loss is None else loss,
@@ -202,7 +213,7 @@ class TrainingEngine(Configurable):
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         loss = self.config.loss if loss is None else loss
-        with self._explaining_memory("forward"):
+        with self._explain_memory_errors("forward"):
             return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
 
     def optim_step(
@@ -223,28 +234,33 @@ class TrainingEngine(Configurable):
         """
         if params is not None and self.config.optimizer.early_step_in_backward:
             raise ValueError(f"optim_step({params}): must have no settings, because {STEPPED}")
-        settings = self._settings(params)
+        # What a caller may have done wrong is raised first: the gradient is still whole then.
+        settings = self._make_settings(params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
             check_bounds(params, "max_norm", above=0)
             max_norm = params.max_norm
         scale = self._gradient.scale(allow_empty=allow_empty)
+
+        # A peak is that of a whole step: from here to the next step.
         reset_peak_memory(self.device)
         with (
-            self._explaining_memory("optim_step"),
-            self._gradient.dropped_on_error(f"optim_step {self.policy_version}"),
+            self._explain_memory_errors("optim_step"),
+            self._gradient.drop_on_error(f"optim_step {self.policy_version}"),
         ):
             grad_norm = self._gradient.finish(
                 scale=scale, max_norm=max_norm, version=self.policy_version
             )
             # Of parameters stepped early, none has a gradient left.
             self.optimizer.step(settings, version=self.policy_version)
+            # Float8 computes the scales of the new weights here, in one collective.
             self.policy.converters.post_optimizer_hook(self.policy.model)
             if self.experts is not None:
                 self.experts.step()
             rounding = None
             if self.config.training.dtype == "bfloat16":
-                rounding = self.optimizer.rounding.result(mesh=self.policy.mesh)
+                rounding = self.optimizer.rounding.reduce(mesh=self.policy.mesh)
+
         self.drop_gradient()
         self._gradient.has_stepped = False
         self.policy_version += 1
@@ -257,9 +273,11 @@ class TrainingEngine(Configurable):
         )
 
     def _step_early(self, parameter: nn.Parameter) -> None:
-        self.optimizer.step_one(parameter, self._settings(), version=self.policy_version)
+        """Step one parameter inside the backward, with the settings of the step that is to come."""
+        self.optimizer.step_one(parameter, self._make_settings(), version=self.policy_version)
 
-    def _explaining_memory(self, call: str) -> AbstractContextManager[None]:
+    def _explain_memory_errors(self, call: str) -> AbstractContextManager[None]:
+        # The estimate builds the model once more, so it is made only for an error.
         estimated = partial(
             estimate_memory,
             self.config,
@@ -267,7 +285,7 @@ class TrainingEngine(Configurable):
             degrees=self._degrees,
             on_gpu=self.device.type == "cuda",
         )
-        return explaining_memory(
+        return explain_memory_errors(
             f"{call} of policy version {self.policy_version}",
             device=self.device,
             training=self.config.training,
@@ -275,10 +293,10 @@ class TrainingEngine(Configurable):
             estimated=estimated,
         )
 
-    def _settings(self, params: OptimParams | None = None) -> dict[str, Any]:
+    def _make_settings(self, params: OptimParams | None = None) -> dict[str, Any]:
         """Return the optimizer's settings for the next step."""
-        lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
-        return self.optimizer.settings(lr=lr, params=params)
+        lr = self.config.optimizer.lr * self.schedule.compute_factor(self.policy_version)
+        return self.optimizer.make_settings(lr=lr, params=params)
 
     def drop_gradient(self) -> None:
         self._gradient.drop()
@@ -290,7 +308,7 @@ class TrainingEngine(Configurable):
         Entry t is the logprob of token t in nats; entry 0 is 0.
         """
         with awaiting("compute_logprobs", record_in=self.failure_folder):
-            return self.policy.logprobs(samples) if samples else []
+            return self.policy.compute_logprobs(samples) if samples else []
 
     def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Return `compute_logprobs` of the reference policy; raises ValueError if there is none."""
@@ -299,7 +317,7 @@ class TrainingEngine(Configurable):
                 "there is no reference policy to ask: reference.enable is False, must be True"
             )
         with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
-            return self.reference.policy.logprobs(samples) if samples else []
+            return self.reference.policy.compute_logprobs(samples) if samples else []
 
     def save_checkpoint(
         self,
@@ -332,21 +350,20 @@ class TrainingEngine(Configurable):
     def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
-        """Load a checkpoint, a Hugging Face folder or a PEFT adapter, and return the policy
-        version.
+        """Load a checkpoint, a Hugging Face folder or a PEFT adapter; return the policy version.
 
-        An accumulated gradient is dropped. See `Checkpointer.load` for what each kind of folder
-        sets.
+        An accumulated gradient is dropped. `Checkpointer.load` says what each kind of folder sets.
 
         Raises:
             ValueError: the folder is of no known kind, incomplete, damaged or of another
-                architecture, or the reference policy's weights are gone.
+                architecture, or it lacks the reference policy's weights.
         """
         self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
             self.policy_version = self.checkpointer.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
+        # Weights that were between two versions are those of a version again.
         self._gradient.has_stepped = False
         return self.policy_version
 
@@ -364,7 +381,7 @@ class TrainingEngine(Configurable):
         self._check_version()
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
-            self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
+            export_hf(self.policy, folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
         """Write the LoRA adapters as a folder that PEFT opens.
@@ -376,7 +393,7 @@ class TrainingEngine(Configurable):
         """
         self._check_version()
         with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
-            self.policy.save_adapter(folder)
+            save_adapter(self.policy, folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's parameters, adapters merged, and persistent buffers by name.
@@ -394,9 +411,7 @@ class TrainingEngine(Configurable):
             raise CheckpointError(STEPPED)
 
     def buffer_names(self) -> set[str]:
-        """Return the names in `model_state_dict` that are buffers, which keep their dtype when
-        pushed.
-        """
+        """Return the names in `model_state_dict` of buffers, which keep their dtype when pushed."""
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
@@ -404,6 +419,7 @@ class TrainingEngine(Configurable):
         if self._enable_gc_again:
             gc.enable()
             self._enable_gc_again = False
+        # Also after a failed save: a rank that stays in the group keeps the others waiting.
         try:
             self.checkpointer.close()
         finally:
@@ -411,6 +427,7 @@ class TrainingEngine(Configurable):
                 self._rank.leave()
 
     def _collect_garbage(self) -> None:
+        # By the version, which is the same on all ranks, so that all of them pause together.
         training = self.config.training
         if not training.gc_every_steps or self.policy_version % training.gc_every_steps:
             return
@@ -418,16 +435,13 @@ class TrainingEngine(Configurable):
         num_objects = gc.collect()
         if training.gc_debug:
             time_s = time.perf_counter() - started
-            logger.info(
-                "collected after step %d: %d objects, %.3f s",
-                self.policy_version,
-                num_objects,
-                time_s,
-            )
+            text = "collected after step %d: %d objects, %.3f s"
+            logger.info(text, self.policy_version, num_objects, time_s)
 
 
-def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
+def _build_optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
     """Return the optimizer of this rank's parameters."""
+    # Stages of a pipeline have different parameters, so Muon shares its work within a stage.
     adapter, group = policy.spec.adapter(policy.spec.model), stage_group(policy.mesh)
     made: Optimizer = config.build(
         parameters=policy.trained_parameters,
@@ -439,8 +453,7 @@ def _optimizer(config: Optimizer.Config, policy: Policy) -> Optimizer:
 
 
 def _stop_collections(training: TrainingConfig) -> bool:
-    """Leave garbage collection to the engine if it is configured; return whether Python collected
-    before.
+    """Leave garbage collection to the engine if configured; return True if Python collected before.
 
     Python pauses one process at an unpredictable moment, for which all other ranks would wait, one
     pause after another. Collections at the same steps pause them together.
@@ -459,13 +472,15 @@ def _open_assets(path: str | None, spec: ModelSpec | None) -> tuple[HFFolder | N
                 "hf_assets_path=None: must be a Hugging Face folder if model_spec is None"
             )
         return None, spec
+
+    # The sizes of a folder win over the spec's: weights of other sizes could not be read.
     folder = HFFolder(path, tokenizer=True)
     if spec is None:
         return folder, folder.spec()
     return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
 
 
-def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
+def _build_expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
     """Return the `rl.training.experts.ExpertBalance` of a mixture, or None for a dense model."""
     if not policy.spec.model.has_experts:
         return None
@@ -478,5 +493,5 @@ def _expert_balance(config: ExpertBalanceConfig, policy: Policy) -> Any:
         num_experts=policy.spec.model.num_experts,
         mesh=policy.mesh,
         device=policy.device,
-        real_tokens=policy.real_tokens,
+        mask_real_tokens=policy.mask_real_tokens,
     )

@@ -20,9 +20,7 @@ from rl.types import ExpertLoad
 
 
 class ExpertBalance:
-    """Counts the experts that routers choose, without padding, from one optimizer step to the
-    next.
-    """
+    """Counts the experts that routers choose, without padding, between two optimizer steps."""
 
     def __init__(
         self,
@@ -33,28 +31,26 @@ class ExpertBalance:
         num_experts: int,
         mesh: DeviceMesh | None,
         device: torch.device,
-        real_tokens: Callable[[], Tensor],
+        mask_real_tokens: Callable[[], Tensor],
     ) -> None:
         """
         Args:
             parts: this rank's parts of the model, in the names of whose routers the first number is
                 the layer's.
-            real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that are no
-                padding, before tensor parallelism splits them.
+            mask_real_tokens: returns the mask [T] of the latest micro-batch, True for tokens that
+                are no padding, before tensor parallelism splits them.
         """
         self.config = config
         self.mesh = mesh
-        self._real_tokens = real_tokens
-        self._routers = {
-            part: {
-                _layer_of(name): m
-                for name, m in part.named_modules()
-                if isinstance(m, ExpertRouter)
-            }
-            for part in parts
-        }
+        self._mask_real_tokens = mask_real_tokens
+        self._routers: dict[nn.Module, dict[int, ExpertRouter]] = {}
         """Routers of each part by layer."""
         for part in parts:
+            self._routers[part] = {}
+            for name, module in part.named_modules():
+                if isinstance(module, ExpertRouter):
+                    self._routers[part][_parse_layer(name)] = module
+            # Logprobs and evaluations have no gradient, and do not count.
             part.register_forward_hook(
                 lambda part, *_: self.count(part) if torch.is_grad_enabled() else None
             )
@@ -65,9 +61,10 @@ class ExpertBalance:
 
     @property
     def _all_routers(self) -> dict[int, ExpertRouter]:
-        return {
-            layer: router for routers in self._routers.values() for layer, router in routers.items()
-        }
+        routers: dict[int, ExpertRouter] = {}
+        for of_part in self._routers.values():
+            routers |= of_part
+        return routers
 
     @torch.no_grad()
     def count(self, part: nn.Module) -> None:
@@ -80,8 +77,12 @@ class ExpertBalance:
             layers.append(layer)
             chosen.append(router.last_chosen_TK)
             router.last_chosen_TK = None
+
+        # One kernel for all layers: an index into [L N], the same weight for all K of a token.
         chosen_LtK = torch.stack(chosen)
-        counted_t = self._counted_tokens(self._real_tokens(), num_tokens=chosen_LtK.size(1))
+        counted_t = self._mask_counted_tokens(
+            self._mask_real_tokens(), num_tokens=chosen_LtK.size(1)
+        )
         num_experts = self._of_call_LN.size(1)
         first_of_layer_L = num_experts * torch.tensor(layers, device=chosen_LtK.device)
         slots_LtK = chosen_LtK + first_of_layer_L.view(-1, 1, 1)
@@ -89,6 +90,7 @@ class ExpertBalance:
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
     def reduce(self) -> ExpertLoad:
+        """Sum a call's counts over ranks, add them to the step's, and return their balance."""
         counts_LN, self._of_call_LN = self._of_call_LN, torch.zeros_like(self._of_call_LN)
         if self.mesh is not None:
             dist.all_reduce(counts_LN)
@@ -113,18 +115,17 @@ class ExpertBalance:
         self._of_call_LN.zero_()
         self._of_step_LN.zero_()
 
-    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
-        """Return a mask [t] that counts each token on one of the tensor-parallel ranks that route
-        it.
-        """
+    def _mask_counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
+        """Return a mask [t] that counts each token on one of the ranks that route it."""
         if self.mesh is None or self.mesh[TP].size() == 1:
             return real_T
         rank = self.mesh.get_local_rank(TP)
+        # Routers see all tokens on every tensor-parallel rank, or each rank its part of them.
         if num_tokens == real_T.numel():
             return real_T & (rank == 0)
         return real_T.chunk(self.mesh[TP].size())[rank]
 
 
-def _layer_of(name: str) -> int:
+def _parse_layer(name: str) -> int:
     """Return 3 of `layers.3.feed_forward.router`."""
     return next(int(part) for part in name.split(".") if part.isdecimal())

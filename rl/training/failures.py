@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RunError, ArithmeticError):
-    """A loss or gradient, `what`, is NaN or infinite; raised on every rank after the gradient is
-    dropped.
-    """
+    """A loss or gradient is NaN or infinite; raised on every rank after the gradient is dropped."""
 
     def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
-        """`what` is the quantity and its value; the npz file `batch_file` has the samples since the
-        last step.
         """
+        Args:
+            what: the quantity and its value, such as "loss nan".
+            batch_file: npz file with the samples since the last step.
+        """
+        # All arguments, so that the error can be pickled and sent to the controller.
         super().__init__(what, policy_version, batch_file)
         self.what = what
         self.policy_version = policy_version
@@ -43,13 +44,14 @@ class CheckpointError(RunError):
 
 
 @contextmanager
-def checkpoint_errors(
+def wrap_checkpoint_errors(
     what: str, *, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 ) -> Iterator[None]:
     """Raise errors as a CheckpointError that begins with `what`, except that a folder exists."""
     try:
         yield
     except FileExistsError:
+        # The caller named a folder that is in use, which is an error of the call and not of a disk.
         raise
     except kinds as error:
         raise CheckpointError(f"{what}: {error}") from error
@@ -58,10 +60,10 @@ def checkpoint_errors(
 def unwritten(folder: str) -> AbstractContextManager[None]:
     """Raise errors of the disk as a CheckpointError that names the folder."""
     what = f"{folder} was not written, earlier content is unchanged"
-    return checkpoint_errors(what, kinds=(OSError, SafetensorError))
+    return wrap_checkpoint_errors(what, kinds=(OSError, SafetensorError))
 
 
-def non_finite(
+def make_non_finite_error(
     what: str, *, policy_version: int, samples: Sequence[TrainingSample], folder: str | None
 ) -> NonFiniteLossError:
     """Return the error to raise on every rank; the first rank writes the samples into `folder`."""
@@ -71,7 +73,8 @@ def non_finite(
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 write_batch(file, samples)
-            except OSError as error:  # The run stops because of the loss, not of the disk.
+            except OSError as error:
+                # The run stops because of the loss, and must not seem to stop because of the disk.
                 with suppress(OSError):
                     file.unlink()
                 logger.warning("%s was not written: %s", file, error.strerror or error)
@@ -80,20 +83,19 @@ def non_finite(
 
 
 def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
-    """Write samples as an npz file with one array `<number>.<field>` for each field that is not
-    None.
-    """
+    """Write samples as an npz file, one array `<number>.<field>` for each field that is given."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        f"{number}.{f.name}": value
-        for number, sample in enumerate(samples)
-        for f in fields(sample)
-        if (value := getattr(sample, f.name)) is not None
-    }
+    arrays: dict[str, Any] = {}
+    for number, sample in enumerate(samples):
+        for f in fields(sample):
+            value = getattr(sample, f.name)
+            if value is not None:
+                arrays[f"{number}.{f.name}"] = value
     np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def read_batch(file: str | Path) -> list[TrainingSample]:
+    """Return the samples of `write_batch`, to repeat the step that failed."""
     samples: dict[str, dict[str, Any]] = {}
     with np.load(file, allow_pickle=False) as content:
         for key in content:

@@ -26,8 +26,9 @@ from rl.distributed.mesh import ranks_of_stage
 from rl.distributed.process_group import awaiting
 from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
-from rl.training.failures import non_finite
-from rl.training.memory import peak_memory
+from rl.training.compat import compute_norms, scale_in_place
+from rl.training.device_memory import read_peak_memory
+from rl.training.failures import make_non_finite_error
 from rl.training.policy import Policy
 from rl.training.reference import ReferencePolicy
 from rl.training.token_values import TokenValues
@@ -43,11 +44,16 @@ STEPPED = (
 
 
 class GradientAccumulator:
-    """The gradient between two optimizer steps; every rank makes the same calls with the same
-    samples.
+    """The gradient between two optimizer steps.
 
-    A call that fails after it has started drops the whole gradient; a call that is refused changes
-    nothing.
+    Every rank makes the same calls with the same samples. A call that fails after it has started
+    drops the whole gradient; a call that is refused changes nothing.
+
+    Example:
+        gradient.add(first_half, loss=loss, version=7, return_logprobs=False)
+        gradient.add(other_half, loss=loss, version=7, return_logprobs=False)
+        scale = gradient.scale()  # 1 / (sum of both denominators): as if it were one call
+        norm = gradient.finish(scale=scale, max_norm=1.0, version=7)
     """
 
     def __init__(
@@ -67,9 +73,7 @@ class GradientAccumulator:
         self.num_calls = 0
         """Calls since the last `optim_step`."""
         self.denominator: float | None = None
-        """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no
-        division.
-        """
+        """Sum over calls and ranks; None without a call, or if the loss asks for no division."""
         self._samples: list[TrainingSample] = []
         """Samples to write if the step is not finite; empty without a failure folder."""
         self._steps_early = False
@@ -79,14 +83,14 @@ class GradientAccumulator:
         """Norms of this rank's shards of the gradients that are freed."""
 
     def step_early_with(self, step: Callable[[nn.Parameter], None]) -> None:
-        """Step each parameter in the backward of a call's last micro-batch, and free its
-        gradient.
-        """
+        """Step each parameter in the backward of a call's last micro-batch; free its gradient."""
 
         def step_early(parameter: nn.Parameter) -> None:
+            # Set as soon as the last micro-batch's loss is known, before its backward.
             if self.has_stepped:
                 place_gradients([parameter])
-                self._norms |= local_norms([parameter])
+                # The step's norm is reported although it comes too late to clip.
+                self._norms |= compute_local_norms([parameter])
                 step(parameter)
                 parameter.grad = None
 
@@ -105,13 +109,15 @@ class GradientAccumulator:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         if self.has_stepped:
             raise ValueError(STEPPED)
-        wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
+        # What the caller may have done wrong is raised before anything is added.
+        wanted = _select_samples(return_logprobs, num_samples=len(samples))
         call = CallSums(samples, policy=self._policy, wanted=wanted)
-        with self.dropped_on_error(f"forward_backward of step {version}"):
+        with self.drop_on_error(f"forward_backward of step {version}"):
             self._run(call, loss=loss, backward=True)
-            result = call.result()
+            result = call.reduce()
             if self._experts is not None:
                 result = replace(result, expert_load=self._experts.reduce())
+
             self.num_calls += 1
             if self._failure_folder is not None:
                 self._samples.extend(samples)
@@ -127,17 +133,19 @@ class GradientAccumulator:
         """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
         call = CallSums(samples, policy=self._policy, wanted=range(len(samples)))
         with awaiting(f"forward of step {version}", record_in=self._failure_folder):
+            # Without a backward FSDP keeps parameters gathered, also after an error.
             try:
                 self._run(call, loss=loss, backward=False)
             finally:
                 self._policy.release()
-            result = call.result()
+            result = call.reduce()
         self._check_finite(f"loss {result.loss_sum}", result.loss_sum, version, samples)
         return result
 
     def scale(self, *, allow_empty: bool = False) -> float:
-        """Return the factor of the summed gradient; raises ValueError as
-        `TrainingEngine.optim_step`.
+        """Return the factor of the summed gradient.
+
+        Raises ValueError as `TrainingEngine.optim_step`.
         """
         if self.has_stepped and not self.num_calls:
             raise ValueError(STEPPED)
@@ -156,23 +164,31 @@ class GradientAccumulator:
         return 1.0 / self.denominator
 
     def finish(self, *, scale: float, max_norm: float, version: int) -> float:
-        """Sum over ranks, multiply by `scale`, clip, and return the norm before; raises
-        NonFiniteLossError.
+        """Multiply the gradient by `scale`, clip it, and return its norm before clipping.
+
+        Raises NonFiniteLossError.
         """
         parameters, mesh = list(self._policy.trained_parameters.values()), self._policy.mesh
         if not self.num_calls:
+            # An empty step: running means and weights decay as if by a gradient of zero.
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter.data)
+
         place_gradients(parameters)
-        assert all(_lies_like(p.grad, p.data) for p in parameters), (
-            "gradients lie as their parameters"
-        )
-        squares = squared_norm(self._norms | local_norms(parameters), mesh=mesh)
+        for parameter in parameters:
+            assert _is_placed_like(parameter.grad, parameter.data), (
+                "gradients lie as their parameters"
+            )
+
+        squares = compute_squared_norm(self._norms | compute_local_norms(parameters), mesh=mesh)
         norm = math.sqrt(sum_over_world(squares, mesh=mesh)) * scale
+        # Before the step: one gradient that is not finite would destroy every weight.
         self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
+
+        # The division by the denominator and the clip are one pass over the gradient.
         factor = scale * min(1.0, max_norm / (norm + 1e-6))
         if factor != 1.0:
-            torch._foreach_mul_(_local_gradients(parameters), factor)
+            scale_in_place(_list_local_gradients(parameters), factor)
         return norm
 
     def drop(self) -> None:
@@ -184,14 +200,13 @@ class GradientAccumulator:
             self._experts.forget()
 
     @contextmanager
-    def dropped_on_error(self, what: str) -> Iterator[None]:
-        """Drop the gradient if the block fails; a collective that fails is reported as part of
-        `what`.
-        """
+    def drop_on_error(self, what: str) -> Iterator[None]:
+        """Drop the gradient if the block fails; a collective's error is that of `what`."""
         try:
             with awaiting(what, record_in=self._failure_folder):
                 yield
         except BaseException:
+            # Some micro-batches may be in the gradient and others not.
             self._policy.release()
             self.drop()
             raise
@@ -203,11 +218,13 @@ class GradientAccumulator:
             batches = self._reference.attach(batches)
 
         def read(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
-            inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
+            inputs = _make_loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
             output = loss(inputs)
             call.add(batch, inputs, output, logprobs_T, entropy_T)
             if backward:
                 self._check_denominator(output)
+                # Before the backward, whose hooks step the parameters: the last micro-batch
+                # completes their gradients.
                 self.has_stepped = self._steps_early and call.is_complete
             # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
             return output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
@@ -217,7 +234,7 @@ class GradientAccumulator:
             read,
             backward=backward,
             entropy_gradient=backward and uses_entropy(loss),
-            of_loss=lambda batch: not call.returns_logprobs(batch),
+            of_loss=lambda batch: not call.has_wanted(batch),
         )
 
     def _check_denominator(self, output: LossOutput) -> None:
@@ -236,15 +253,13 @@ class GradientAccumulator:
         self, what: str, value: float, version: int, samples: Sequence[TrainingSample]
     ) -> None:
         if not math.isfinite(value):
-            raise non_finite(
+            raise make_non_finite_error(
                 what, policy_version=version, samples=samples, folder=self._failure_folder
             )
 
 
 class CallSums:
-    """Micro-batches of one call, and sums over them that stay on the device until the end of the
-    call.
-    """
+    """Micro-batches of one call, and their sums, which stay on the device until its end."""
 
     def __init__(
         self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]
@@ -266,9 +281,7 @@ class CallSums:
                 device=policy.device,
             )
         self._sums: list[dict[str, Tensor]] = []
-        """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with
-        METRIC.
-        """
+        """Sums of each micro-batch by name, [] float64; a loss's metrics begin with METRIC."""
         self._largest: list[Tensor] = []
 
     @property
@@ -276,9 +289,9 @@ class CallSums:
         """True if the sums of all micro-batches are there."""
         return len(self._sums) == len(self.batches)
 
-    def returns_logprobs(self, batch: PackedBatch) -> bool:
+    def has_wanted(self, batch: PackedBatch) -> bool:
         """Return whether a sample of the micro-batch is wanted."""
-        return self._values is not None and self._values.wants(batch)
+        return self._values is not None and self._values.has_wanted(batch)
 
     @torch.no_grad()
     def add(
@@ -292,8 +305,10 @@ class CallSums:
         """Add the sums and logprobs of one micro-batch."""
         if self._values is not None:
             self._values.add(batch, logprobs_T)
-        entropy_T = _by_target(entropy_T, batch)
+
+        entropy_T = _repeat_by_target(entropy_T, batch)
         logprobs_T = inputs.logprobs.detach()
+        # Only tokens that the generator drew have a logprob to compare with.
         drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
         is_padding_T = batch.sequence_ids == batch.num_sequences
@@ -314,34 +329,39 @@ class CallSums:
             "num_rows": torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
             "num_attended": torch.where(is_padding_T, 0, batch.positions + 1).sum(),
         }
-        sums |= {f"{METRIC}{name}": value for name, value in output.metric_sums.items()}
+        for name, value in output.metric_sums.items():
+            sums[f"{METRIC}{name}"] = value
+        # In float64, so that sums over many micro-batches and ranks do not round.
         self._sums.append({name: value.detach().double() for name, value in sums.items()})
         self._largest.append(diff_T.amax().double())
 
-    def result(self) -> ForwardBackwardResult:
-        """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0,
-        a ratio 1.
+    def reduce(self) -> ForwardBackwardResult:
+        """Sum over micro-batches and ranks, which waits for the device.
+
+        A mean over no token is 0, a ratio 1.
         """
         policy, samples = self._policy, self._samples
         names = list(self._sums[0]) if self._sums else []
         if policy.pipeline is not None:  # Only the last stage knows the sums.
             names, self.has_denominator = policy.pipeline.from_last((names, self.has_denominator))
+
+        # One collective for all numbers of a call: sums, maxima, and the memory of the ranks.
         zeros = torch.zeros(len(names), dtype=torch.float64, device=policy.device)
         rows = [torch.stack(list(sums.values())) for sums in self._sums]
         sums_N = torch.stack(rows).sum(0) if rows else zeros
         largest = torch.stack([*self._largest, zeros.new_zeros(())]).amax().reshape(1)
-        own_memory = torch.tensor(peak_memory(policy.device), dtype=torch.float64)
+        own_memory = torch.tensor(read_peak_memory(policy.device), dtype=torch.float64)
         largest = torch.cat((largest, to_device(own_memory, policy.device)))
         totals, (logprob_diff_max, *memory) = reduce_sums_and_maxima(
             sums_N, largest, mesh=policy.mesh
         )
+
         sums = dict(zip(names, totals, strict=True))
         num_valid = sums["num_valid"]
-        means = {
-            name.removeprefix(METRIC): _mean(value, num_valid)
-            for name, value in sums.items()
-            if name.startswith(METRIC)
-        }
+        means: dict[str, float] = {}
+        for name, value in sums.items():
+            if name.startswith(METRIC):
+                means[name.removeprefix(METRIC)] = _divide(value, num_valid)
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
             denominator=sums["denominator"],
@@ -350,8 +370,8 @@ class CallSums:
             num_valid_tokens=round(num_valid),
             ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
             clipped_fraction=means.get("clipped_fraction", 0.0),
-            entropy_mean=_mean(sums["entropy"], sums["num_masked"]),
-            logprob_diff_mean=_mean(sums["logprob_diff"], sums["num_drawn"]),
+            entropy_mean=_divide(sums["entropy"], sums["num_masked"]),
+            logprob_diff_mean=_divide(sums["logprob_diff"], sums["num_drawn"]),
             logprob_diff_max=logprob_diff_max,
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
@@ -370,13 +390,12 @@ class CallSums:
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Lay out the gradients as their parameters, where backward has left them otherwise on
-    tensor-parallel ranks.
+    """Lay out the gradients as their parameters, where backward has left them otherwise.
 
-    The gradient of a replicated parameter, as of a norm, is a partial sum: its rank has seen only
-    its own tokens or heads. That of a row-sharded embedding is whole on every rank. A norm or a
-    step that took such a gradient for its parameter's shard would count it several times, or be
-    wrong.
+    On tensor-parallel ranks the gradient of a replicated parameter, as of a norm, is a partial sum:
+    its rank has seen only its own tokens or heads. That of a row-sharded embedding is whole on
+    every rank. A norm or a step that took such a gradient for its parameter's shard would count it
+    several times, or be wrong.
     """
     for parameter in parameters:
         grad, data = parameter.grad, parameter.data
@@ -388,7 +407,7 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=data.placements)
 
 
-def _lies_like(gradient: Tensor | None, parameter: Tensor) -> bool:
+def _is_placed_like(gradient: Tensor | None, parameter: Tensor) -> bool:
     """Return whether a gradient that is there has the layout of its parameter."""
     if gradient is None:
         return True
@@ -398,59 +417,59 @@ def _lies_like(gradient: Tensor | None, parameter: Tensor) -> bool:
     return same_axes and gradient.placements == parameter.placements
 
 
-def local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+def compute_local_norms(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Return the 2-norm, [], of this rank's shard of each gradient that is there."""
-    gradients = _local_gradients(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
-    return dict(zip(with_grad, torch._foreach_norm(gradients) if gradients else (), strict=True))
+    return dict(zip(with_grad, compute_norms(_list_local_gradients(parameters)), strict=True))
 
 
-def squared_norm(norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None) -> Tensor:
-    """Return this rank's part of the square of the gradients' 2-norm, [] float64; the sum over the
-    world is whole.
+def compute_squared_norm(
+    norms: Mapping[nn.Parameter, Tensor], *, mesh: DeviceMesh | None
+) -> Tensor:
+    """Return this rank's part of the square of the gradients' 2-norm, [] float64.
 
-    Each rank adds the squares of its shards' norms, divided by the number of ranks that hold the
-    same shard, which are of one stage.
+    The sum over the world is the whole square. Each rank adds the squares of its shards' norms,
+    divided by the number of ranks that hold the same shard, which are of one stage.
     """
     squares = torch.stack(list(norms.values())).double().square()
     shares = [num_shards(p) / ranks_of_stage(mesh) for p in norms]
     return (squares * to_device(torch.tensor(shares, dtype=torch.float64), squares.device)).sum()
 
 
-def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _list_local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
-    """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K]
-    becomes [T K].
-    """
+def _make_loss_inputs(
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None
+) -> LossInputs:
+    """Return the loss's inputs; [T, K] becomes [T K], so that a loss sees one entry a target."""
     return LossInputs(
         logprobs=logprobs_T.flatten(),
         generator_logprobs=batch.generator_logprobs.flatten(),
         advantages=batch.advantages.flatten(),
         mask=batch.mask.flatten(),
-        sequence_ids=_by_target(batch.sequence_ids, batch),
+        sequence_ids=_repeat_by_target(batch.sequence_ids, batch),
         num_sequences=batch.num_sequences,
-        reference_logprobs=_flat(batch.reference_logprobs),
-        proximal_logprobs=_flat(batch.proximal_logprobs),
+        reference_logprobs=_flatten(batch.reference_logprobs),
+        proximal_logprobs=_flatten(batch.proximal_logprobs),
         ratio_mask=batch.ratio_mask,
-        entropy=None if entropy_T is None else _by_target(entropy_T, batch),
+        entropy=None if entropy_T is None else _repeat_by_target(entropy_T, batch),
     )
 
 
-def _by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
+def _repeat_by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
     """Repeat each token's value for each of its targets, [T] to [T K]."""
     if batch.targets.ndim == 1:
         return values_T
     return values_T.repeat_interleave(batch.targets.size(1))
 
 
-def _flat(values: Tensor | None) -> Tensor | None:
+def _flatten(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.flatten()
 
 
-def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+def _select_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
     """Return the indices of the samples whose logprobs are returned."""
     if isinstance(asked, bool):
         return range(num_samples if asked else 0)
@@ -463,5 +482,5 @@ def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequenc
     return indices
 
 
-def _mean(total: float, count: float) -> float:
+def _divide(total: float, count: float) -> float:
     return total / count if count else 0.0

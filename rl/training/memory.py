@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +32,6 @@ from rl.training.config import TrainerConfig, TrainingConfig
 from rl.training.muon import is_hidden_matrix
 from rl.training.optimizer import Optimizer
 from rl.training.rounding import PIECE_BYTES, PIECE_NUMBERS
-from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +78,18 @@ class MemoryEstimate:
         return self.held + max(forward_backward, self.copies)
 
     def describe(self) -> str:
-        """Return the total and its parts in GB as one line."""
-        parts = {name: getattr(self, name) for name in self.__slots__}
-        shown = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in parts.items() if value)
-        return f"{self.total / 1e9:.3g} GB a rank at the peak ({shown})"
+        """Return the total and its parts in GB as one line.
+
+        Example:
+            estimate.describe()
+            # "42.1 GB a rank at the peak (parameters 15.3, gradients 15.3, activations 4.2, ...)"
+        """
+        parts: list[str] = []
+        for name in self.__slots__:
+            gigabytes = getattr(self, name) / 1e9
+            if gigabytes:
+                parts.append(f"{name} {gigabytes:.3g}")
+        return f"{self.total / 1e9:.3g} GB a rank at the peak ({', '.join(parts)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +111,9 @@ class _PipelineShare:
         # A stage has a place for what it receives of each micro-batch, of which there are at least
         # as many as stages.
         last = len(plan.ranks) - 1
-        num_places = sum((stage > 0) + (stage < last) for stage in plan.of_rank(rank))
+        num_places = 0
+        for stage in plan.of_rank(rank):
+            num_places += (stage > 0) + (stage < last)
         # The last stage has a copy of the embedding's weight, with a gradient and no optimizer
         # state.
         is_last = plan.ranks[-1] == rank
@@ -133,8 +140,10 @@ def estimate_memory(
     if degrees.pp > 1:
         plan = plan_stages(config.parallelism, module_names(spec.model))
     estimates = []
+    meta = torch.device("meta")
     for rank in range(degrees.pp):
-        with (meta := torch.device("meta")):
+        # Shapes alone, so that a laptop estimates a model of any size.
+        with meta:
             module: Decoder = spec.model.build()
             converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=meta)
             converters.convert(module)
@@ -160,27 +169,30 @@ def _estimate_rank(
     on_gpu: bool,
 ) -> MemoryEstimate:
     """Return the memory of a rank that has these modules of the converted model."""
-    training, parallelism = config.training, config.parallelism
-    on_rank = _OnRank(module, degrees)
-    stored, computed = _size(training.dtype), _size(training.param_dtype)
+    training, parallelism, on_rank = config.training, config.parallelism, _OnRank(module, degrees)
+    stored, computed = _get_itemsize(training.dtype), _get_itemsize(training.param_dtype)
     # Offloaded tensors do not count on a GPU.
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
 
+    # Held between steps.
     named = dict(module.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     num_copied_head = math.ceil(share.num_copied / (degrees.tp * degrees.fsdp))
-    num_all = on_rank.shards(named.values()) + num_copied_head
-    num_merged = on_rank.shards([linear.weight for linear, _ in adapted_layers(module)])
-    gradients = kept_on_device * (on_rank.shards(trained.values()) + num_copied_head) * stored
+    num_all = on_rank.count_sharded(named.values()) + num_copied_head
+    num_merged = on_rank.count_sharded([linear.weight for linear, _ in adapted_layers(module)])
+    num_trained = on_rank.count_sharded(trained.values()) + num_copied_head
+    gradients = kept_on_device * num_trained * stored
+
+    # Needed in forward and backward, or in the step.
     of_backward = gradients if config.optimizer.early_step_in_backward else 0
-    gathered = _gathered(on_rank, named, training=training, parallelism=parallelism)
+    gathered = _count_gathered_bytes(on_rank, named, training=training, parallelism=parallelism)
     gathered += math.ceil(share.num_copied / degrees.tp) * 2 * computed
     state, of_step = _count_optimizer_bytes(
         on_rank, trained, optimizer=config.optimizer, training=training, on_gpu=on_gpu
     )
 
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    kept, recomputed = _activations_of_token(
+    kept, recomputed = _count_activation_bytes(
         module,
         degrees=degrees,
         itemsize=computed,
@@ -189,7 +201,7 @@ def _estimate_rank(
         exchanges_heads=parallelism.exchanges_heads,
     )
     received = share.num_buffers * spec.model.dim * computed / degrees.tp
-    logits = _logits(
+    logits = _count_logit_bytes(
         spec,
         num_tokens=num_tokens,
         training=training,
@@ -207,88 +219,6 @@ def _estimate_rank(
         logits=logits if share.has_logits else 0,
         copies=kept_on_device * max(of_step, num_merged * stored),
     )
-
-
-def use_growing_segments() -> None:
-    """Let this process's allocator extend its blocks on a GPU, because packed batches have ever new
-    sizes.
-
-    Page-locked host memory is not rounded up to a power of two: a sleeping trainer holds all its
-    tensors there. Call it before the first use of the GPU; settings that the environment has stay.
-    """
-    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            "expandable_segments:True,pinned_max_round_threshold_mb:1"
-        )
-        # To share such memory between processes PyTorch 2.13 asserts that the driver tells of an
-        # NVLink fabric, which it does not before Hopper (PyTorch's issue 186374). The trainer
-        # shares none.
-        os.environ.setdefault("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
-
-
-def peak_memory(device: torch.device) -> list[float]:
-    """Return the fields of a rank's `DeviceMemory` since `reset_peak_memory`; empty for a CPU."""
-    if device.type != "cuda":
-        return []
-    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return [*peaks, torch.cuda.get_device_properties(device).total_memory]
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-class DeviceMemoryError(RunError):
-    """A GPU had no memory left for a call of the training engine."""
-
-
-@contextmanager
-def explaining_memory(
-    what: str,
-    *,
-    device: torch.device,
-    training: TrainingConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    estimated: Callable[[], MemoryEstimate],
-) -> Iterator[None]:
-    """Raise an out-of-memory error of PyTorch as a `DeviceMemoryError` with what was used and what
-    needs less.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        used = ""
-        if peaks := peak_memory(device):
-            num_free = torch.cuda.mem_get_info(device)[0]
-            num_others = peaks[2] - num_free - torch.cuda.memory_reserved(device)
-            allocated, reserved, total, free, others = (
-                f"{n / 1e9:.3g} GB" for n in (*peaks, num_free, num_others)
-            )
-            used = (
-                f" PyTorch had taken {reserved} of the GPU's {total} at the peak, {allocated} of "
-                f"them for tensors; now {free} are free, and {others} belong to CUDA, NCCL and "
-                "other processes."
-            )
-        raise DeviceMemoryError(
-            f"{what}: a rank of the trainer ran out of GPU memory.{used} The estimate was "
-            f"{estimated().describe()}. "
-            f"{_advise_less(training, checkpoint_mode=activation_checkpoint.mode)}"
-        ) from error
-
-
-def _advise_less(training: TrainingConfig, *, checkpoint_mode: str) -> str:
-    """Return the options that reduce memory and are not used yet."""
-    advice = [
-        f"lower training.max_tokens_per_microbatch={training.max_tokens_per_microbatch}",
-        ""
-        if checkpoint_mode == "full"
-        else f"set activation_checkpoint.mode={checkpoint_mode!r} to 'full'",
-        "" if training.logits_chunk_tokens else "set training.logits_chunk_tokens to 2048",
-        "raise parallelism.data_parallel_shard_degree or tensor_parallel_degree",
-        "" if training.cpu_offload else "set training.cpu_offload",
-    ]
-    return f"To need less: {', '.join(filter(None, advice))}."
 
 
 def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int, compiled: bool) -> None:
@@ -327,11 +257,11 @@ class _OnRank:
         self._experts = {p for p in module.parameters() if p.ndim == 3}
         """The stacked matrices of experts."""
 
-    def shards(self, part: Collection[Tensor]) -> int:
+    def count_sharded(self, part: Collection[Tensor]) -> int:
         """Return the elements of one rank's shards."""
         return self._share(part, num_shards=self.degrees.fsdp, num_expert_shards=self.degrees.fsdp)
 
-    def gathered(self, part: Collection[Tensor]) -> int:
+    def count_gathered(self, part: Collection[Tensor]) -> int:
         """Return the elements of one tensor-parallel rank, without data parallelism."""
         # Under expert parallelism a rank gathers only its own experts.
         return self._share(part, num_shards=1, num_expert_shards=self.degrees.ep)
@@ -341,8 +271,12 @@ class _OnRank:
 
         Tensor parallelism splits one of an adapter's two factors; here as if it split both.
         """
-        num_experts = sum(p.numel() for p in part if p in self._experts)
-        num_rest = sum(p.numel() for p in part) - num_experts
+        num_experts = num_rest = 0
+        for parameter in part:
+            if parameter in self._experts:
+                num_experts += parameter.numel()
+            else:
+                num_rest += parameter.numel()
         tp, etp = self.degrees.tp, self.degrees.etp
         return math.ceil(num_rest / (tp * num_shards) + num_experts / (etp * num_expert_shards))
 
@@ -356,64 +290,66 @@ def _count_optimizer_bytes(
     on_gpu: bool,
 ) -> tuple[int, int]:
     """Return the bytes of the optimizer's state between steps, and of copies in its step."""
-    stored, num_trained = _size(training.dtype), on_rank.shards(trained.values())
+    stored, num_trained = _get_itemsize(training.dtype), on_rank.count_sharded(trained.values())
     # Adam keeps two running means, Muon one.
-    by_muon = [
-        p for name, p in trained.items() if optimizer.name == "Muon" and is_hidden_matrix(name, p)
-    ]
-    num_adam = num_trained - on_rank.shards(by_muon)
+    by_muon: list[Tensor] = []
+    if optimizer.name == "Muon":
+        by_muon = [p for name, p in trained.items() if is_hidden_matrix(name, p)]
+    num_adam = num_trained - on_rank.count_sharded(by_muon)
     copies = num_adam * stored if optimizer.implementation == "foreach" else 0
     if training.dtype == "bfloat16":  # Stepped piece by piece in float32.
-        largest = max((on_rank.shards([p]) for p in trained.values()), default=0)
+        largest = max((on_rank.count_sharded([p]) for p in trained.values()), default=0)
         copies = min(PIECE_NUMBERS["cuda" if on_gpu else "cpu"], largest) * PIECE_BYTES
     return (num_trained + num_adam) * stored, copies
 
 
-def _gathered(
+def _count_gathered_bytes(
     on_rank: _OnRank,
     named: Mapping[str, Tensor],
     *,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> int:
-    """Return the bytes of gathered parameters, and of gradients before they are summed over
-    ranks.
-    """
+    """Return the bytes of gathered parameters, and of gradients that are not yet reduced."""
     degrees, reshard = on_rank.degrees, parallelism.reshard_after_forward
-    computed, reduced = _size(training.param_dtype), _size(training.reduce_dtype)
+    computed, reduced = _get_itemsize(training.param_dtype), _get_itemsize(training.reduce_dtype)
     if degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not training.cpu_offload:
+        if training.param_dtype == training.dtype:
+            return 0
         # All parameters are cast at once.
-        return (
-            0
-            if training.param_dtype == training.dtype
-            else on_rank.gathered(named.values()) * computed
-        )
+        return on_rank.count_gathered(named.values()) * computed
+
     stays = reshard == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
     stays |= reshard == "default" and degrees.pp > 1
     num_layers = max(1, len(on_rank.layers))
     # In backward: the root, one block, and the next block that is being gathered. Their gradients:
     # those of the root, and those of a block, which are copied into one buffer.
     num_blocks = num_layers if stays else 2
-    root = {name: p for name, p in named.items() if not name.startswith("layers.")}
-    blocks = [p for name, p in named.items() if name not in root]
+    root: list[Tensor] = []
+    blocks: list[Tensor] = []
+    for name, parameter in named.items():
+        if name.startswith("layers."):
+            blocks.append(parameter)
+        else:
+            root.append(parameter)
+
     # torchao's wrapper casts a shard to one byte a number before its gather.
-    in_float8 = on_rank.gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
-    of_blocks = on_rank.gathered(blocks) * computed - in_float8 * (computed - 1)
+    in_float8 = on_rank.count_gathered([p for p in blocks if hasattr(p, "fsdp_pre_all_gather")])
+    of_blocks = on_rank.count_gathered(blocks) * computed - in_float8 * (computed - 1)
     # In a pipeline those of all blocks wait for the end of the pass, and are then copied block by
     # block.
     num_waiting = num_layers if degrees.pp > 1 else 1
-    block_gradients = on_rank.gathered([p for p in blocks if p.requires_grad]) * (
-        computed * num_waiting + reduced
-    )
-    root_gradients = on_rank.gathered([p for p in root.values() if p.requires_grad]) * computed
+    num_trained = on_rank.count_gathered([p for p in blocks if p.requires_grad])
+    block_gradients = num_trained * (computed * num_waiting + reduced)
+    root_gradients = on_rank.count_gathered([p for p in root if p.requires_grad]) * computed
     return (
-        on_rank.gathered(root.values()) * computed
+        on_rank.count_gathered(root) * computed
         + root_gradients
         + (num_blocks * of_blocks + block_gradients) // num_layers
     )
 
 
-def _activations_of_token(
+def _count_activation_bytes(
     module: Decoder,
     *,
     degrees: Degrees,
@@ -423,50 +359,22 @@ def _activations_of_token(
     exchanges_heads: bool,
 ) -> tuple[float, float]:
     """Return the bytes that all blocks keep for each token, and those that one block recomputes."""
-    model = module.config
-    tp, width, attention = degrees.tp, model.dim, model.block.attention
     blocks: list[Any] = [block for block in module.layers if not isinstance(block, Elsewhere)]
-    if not blocks:
-        return 4.0 * width * itemsize, 0.0
-    block = blocks[0]
-    feed_forward: Any = model.block.feed_forward
-    queries = attention.num_heads * attention.head_dim / tp
-    keys = attention.num_kv_heads * attention.head_dim / tp
-    if model.has_experts:
-        # Whole experts see their rank's part of the tokens, split experts see all tokens.
-        copies = feed_forward.num_experts_per_token / (1 if degrees.etp > 1 else tp)
-        hidden = copies * feed_forward.hidden_dim / degrees.etp
-        routed = copies * width
-    else:
-        hidden, routed = feed_forward.hidden_dim / tp, 0.0
-    # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by
-    # its root mean square.
-    norm = FLOAT32 if model.norm_offset else itemsize
-    if not on_gpu and (tp > 1 or model.norm_offset):
-        norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
-    norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (
-        queries + keys
-    ) * attention.qk_norm
-    # Results of products, of rotation and attention (which a GPU gives copies of keys and values,
-    # for each query head unless its kernel takes grouped heads), and of the feed-forward: gate and
-    # up, silu(gate), and their product. Context parallelism gathers keys and values, unless it
-    # exchanges heads, which is not kept.
-    cp = 1 if exchanges_heads else degrees.cp
-    copied = keys if VARLEN_TAKES_GROUPED_HEADS and itemsize < FLOAT32 else queries
-    core = 2 * queries + 2 * cp * copied if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
-    whole = norms + itemsize * (
-        2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed
-    )
-    block_input = itemsize * width / tp
-    # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter
-    # has a result like its layer.
-    exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
-    added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
-    results = itemsize * (
-        2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added
-    )
-    num_layers, every = len(blocks), checkpoint.selective_option
+    width = module.config.dim
     ends = 4 * width * itemsize  # the embedding, and the last norm's input and result
+    if not blocks:
+        return float(ends), 0.0
+
+    whole, results = _count_block_bytes(
+        module,
+        blocks[0],
+        degrees=degrees,
+        itemsize=itemsize,
+        on_gpu=on_gpu,
+        exchanges_heads=exchanges_heads,
+    )
+    block_input = itemsize * width / degrees.tp
+    num_layers, every = len(blocks), checkpoint.selective_option
     if checkpoint.mode == "none":
         return ends + num_layers * whole, 0.0
     if checkpoint.mode == "full":
@@ -480,7 +388,60 @@ def _activations_of_token(
     return ends + num_full * block_input + (num_layers - num_full) * whole, is_last * whole
 
 
-def _logits(
+def _count_block_bytes(
+    module: Decoder,
+    block: Any,
+    *,
+    degrees: Degrees,
+    itemsize: int,
+    on_gpu: bool,
+    exchanges_heads: bool,
+) -> tuple[float, float]:
+    """Return the bytes that a block makes for each token, and those of its products alone."""
+    model = module.config
+    tp, width, attention = degrees.tp, model.dim, model.block.attention
+    feed_forward: Any = model.block.feed_forward
+    queries = attention.num_heads * attention.head_dim / tp
+    keys = attention.num_kv_heads * attention.head_dim / tp
+    if model.has_experts:
+        # Whole experts see their rank's part of the tokens, split experts see all tokens.
+        copies = feed_forward.num_experts_per_token / (1 if degrees.etp > 1 else tp)
+        hidden = copies * feed_forward.hidden_dim / degrees.etp
+        routed = copies * width
+    else:
+        hidden, routed = feed_forward.hidden_dim / tp, 0.0
+
+    # A norm keeps its input; PyTorch's on a CPU in float32 and, for a trained weight, divided by
+    # its root mean square.
+    norm = FLOAT32 if model.norm_offset else itemsize
+    if not on_gpu and (tp > 1 or model.norm_offset):
+        norm = FLOAT32 * (1 + block.attention_norm.weight.requires_grad)
+    norms = (2 + 2 * model.block.post_norms) * norm * width / tp + norm * (
+        queries + keys
+    ) * attention.qk_norm
+
+    # Results of products, of rotation and attention (which a GPU gives copies of keys and values,
+    # for each query head unless its kernel takes grouped heads), and of the feed-forward: gate and
+    # up, silu(gate), and their product. Context parallelism gathers keys and values, unless it
+    # exchanges heads, which is not kept.
+    cp = 1 if exchanges_heads else degrees.cp
+    copied = keys if VARLEN_TAKES_GROUPED_HEADS and itemsize < FLOAT32 else queries
+    core = 2 * queries + 2 * cp * copied if on_gpu else 3 * queries + (cp > 1) * 2 * cp * keys
+    whole = norms + itemsize * (
+        2 * width + queries + keys + core + 2 * keys + 4 * hidden + 3 * routed
+    )
+
+    # Expert-parallel ranks, and ranks that exchange heads, send rows in both directions; an adapter
+    # has a result like its layer.
+    exchanged = 2 * routed * (degrees.ep > 1) + 2 * (queries + keys) * exchanges_heads
+    added = sum(adapter.lora_b.size(0) for _, adapter in adapted_layers(block)) / tp
+    results = itemsize * (
+        2 * width + 2 * queries + 2 * keys + 2 * hidden + routed + exchanged + added
+    )
+    return whole, results
+
+
+def _count_logit_bytes(
     spec: ModelSpec,
     *,
     num_tokens: int,
@@ -489,22 +450,24 @@ def _logits(
     with_entropy: bool,
     on_gpu: bool,
 ) -> int:
-    """Return the bytes of logits and of what `rl.models.logprobs` makes of them in float32 at once,
-    with the copies of a head in float32 and their gradients.
+    """Return the bytes of logits, and of what `rl.models.logprobs` makes of them at once.
+
+    With `float32_head` also of the head's copies in float32 and their gradients.
 
     Args:
         num_parts: ranks over which the vocabulary is split.
     """
-    vocab_size, width, copies = spec.model.vocab_size, spec.model.dim, 0
+    vocab_size, width = spec.model.vocab_size, spec.model.dim
+    # Logits exist chunk by chunk; hidden states, of which a float32 head has copies, all at once.
     num_all, num_tokens = num_tokens, min(num_tokens, training.logits_chunk_tokens or num_tokens)
     # Quotient, log-softmax, its exponential and the entropy's product; of whole logits a CPU makes
     # few rows at once.
     num_copies = 3 if num_parts > 1 or with_entropy else 2 * on_gpu
-    size = _size(training.param_dtype)
+    size, copies = _get_itemsize(training.param_dtype), 0
     if spec.float32_head and size < FLOAT32:
         size, copies = FLOAT32, 2 * FLOAT32 * width * (vocab_size // num_parts + num_all)
     return num_tokens * vocab_size // num_parts * (size + num_copies * FLOAT32) + copies
 
 
-def _size(dtype: str) -> int:
+def _get_itemsize(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)

@@ -40,6 +40,7 @@ from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
 from rl.training.checkpoint_tensors import optimizer_tensors
 from rl.training.checks import check_trainer
+from rl.training.compat import replace_local_shard
 from rl.training.engine import TrainingEngine
 from rl.utils.errors import RunError, disk_reason
 from rl.utils.processes import process_states, restore_process_states
@@ -76,16 +77,25 @@ class InvariantKernels(ModelConverter):
 def adapted(
     spec: ModelSpec, lora: LoRA.Config | None
 ) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
-    """Return spec and converters of a model with adapters, or of one with all parameters
-    trained.
-    """
+    """Return spec and converters of a model with adapters; None trains all parameters."""
     if lora is None:
         return spec, ()
+    # The kernels become a converter behind the adapters, because a spec with the batch-invariant
+    # mode refuses adapters.
     kernels = (InvariantKernels.Config(),) if spec.batch_invariant else ()
     return replace(spec, batch_invariant=False), (lora, *kernels)
 
 
 class TrainedModels:
+    """Models in training by id, all on one base; one engine each.
+
+    Example:
+        models = TrainedModels(config, spec=spec, hf_assets_path="/models/Qwen3-0.6B")
+        models.create("a", LoRA.Config(rank=32, alpha=64.0))
+        models["a"].forward_backward(samples)  # a `TrainingEngine`
+        models.save("a", "saved/a", optimizer=True)
+    """
+
     def __init__(
         self,
         config: TrainingEngine.Config,
@@ -104,7 +114,7 @@ class TrainedModels:
         self._world = World.from_env() if world is None else world
         self.device = self._world.default_device() if device is None else torch.device(device)
         self._folder = hf_assets_path
-        self._base = _fingerprint(HFFolder(hf_assets_path))
+        self._base = _hash_files(HFFolder(hf_assets_path))
         check_config(config)
         degrees = check_trainer(config, spec=spec, world_size=self._world.size, device=self.device)
         self._rank = RankInfo.join(
@@ -122,9 +132,7 @@ class TrainedModels:
         return self._adapters[model_id]
 
     def create(self, model_id: str, lora: LoRA.Config | None) -> None:
-        """Create a fresh model: adapters whose products are zero, or a copy of the base's
-        parameters.
-        """
+        """Create a fresh model: adapters with products of zero, or a copy of the base."""
         spec, converters = adapted(self.spec, lora)
         config = replace(self.config, training=replace(self.config.training), converters=converters)
         # An engine seeds the process's random generators, which belong to a notebook as well.
@@ -152,21 +160,24 @@ class TrainedModels:
         gc.collect()  # An engine's hooks refer to it, and would keep its memory for some time.
 
     def save(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
-        """Write a model's trained tensors into an empty folder from the first rank; all ranks take
-        part.
+        """Write a model's trained tensors into an empty folder from the first rank.
+
+        All ranks take part, as each gathers every tensor.
 
         Raises:
             UnsavedModelError: the disk is full, or refuses a file for another reason; on the first
                 rank alone.
         """
-        whole = {
-            file: {name: whole_tensor(tensor).detach().cpu() for name, tensor in content.items()}
-            for file, content in self._tensors(model_id, optimizer=optimizer).items()
-        }
+        whole: dict[str, dict[str, Tensor]] = {}
+        for file, content in self._collect_tensors(model_id, optimizer=optimizer).items():
+            whole[file] = {}
+            for name, tensor in content.items():
+                # Tensor by tensor to the host: a GPU has room for one whole tensor, not for all.
+                whole[file][name] = whole_tensor(tensor).detach().cpu()
         if self._world.rank:
             return
         try:
-            self._write(Path(folder), whole, description=self._description(model_id))
+            self._write(Path(folder), whole, description=self._describe(model_id))
         except (OSError, SafetensorError) as error:
             raise UnsavedModelError(disk_reason(error)) from error
 
@@ -177,29 +188,34 @@ class TrainedModels:
         *,
         description: Mapping[str, Any],
     ) -> None:
+        """Write the files, and last the description, without which a folder is no model."""
         sums = {}
         for file, content in tensors.items():
+            # safetensors refuses views of larger tensors.
             save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / file)
             sums[file] = dataclasses.asdict(sum_of_file(folder / file))
         text = json.dumps({**description, "files": sums}, indent=2)
         (folder / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
 
     def load(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
-        """Load a folder of `save` and drop the gradient; without `optimizer` the optimizer starts
-        anew.
+        """Load a folder of `save` and drop the gradient.
+
+        Without `optimizer` the optimizer starts anew.
 
         Raises:
             ModelError: a file is missing, damaged or of another model; the text names it, nothing
                 has changed.
         """
-        into = self._tensors(model_id, optimizer=optimizer)
+        into = self._collect_tensors(model_id, optimizer=optimizer)
+        # All ranks read all files before any rank changes a tensor.
         group = dist.group.WORLD if dist.is_initialized() else None
-        found = on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
+        saved = on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
+
         self[model_id].drop_gradient()
         with torch.no_grad():
             for file, present in into.items():
                 for key, tensor in present.items():
-                    local_tensor(tensor).copy_(local_shard_of(found[file][key], tensor))
+                    local_tensor(tensor).copy_(local_shard_of(saved[file][key], tensor))
         if not optimizer:
             self[model_id].optimizer.reset()
 
@@ -210,7 +226,7 @@ class TrainedModels:
         self._engines.clear()
         self._rank.leave()
 
-    def _tensors(self, model_id: str, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
+    def _collect_tensors(self, model_id: str, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
         """Return a model's trained tensors by file and name, without copying."""
         engine = self[model_id]
         trained = engine.policy.trained_parameters
@@ -219,7 +235,7 @@ class TrainedModels:
             tensors[OPTIMIZER] = optimizer_tensors(trained, engine.optimizer)
         return tensors
 
-    def _description(self, model_id: str) -> dict[str, Any]:
+    def _describe(self, model_id: str) -> dict[str, Any]:
         lora = self.lora(model_id)
         settings = None
         if lora is not None:
@@ -234,28 +250,28 @@ class TrainedModels:
     def _read(
         self, model_id: str, folder: Path, into: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of a folder of `save` by file; raises ModelError as `load`."""
         file = folder / DESCRIPTION
         try:
-            saved = json.loads(file.read_text(encoding="utf-8"))
-            for name, value in self._description(model_id).items():
-                if saved[name] != value:
+            description = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in self._describe(model_id).items():
+                if description[name] != value:
                     raise ModelError(
-                        f"the saved model's {name} is {saved[name]!r}, but this model's is "
+                        f"the saved model's {name} is {description[name]!r}, but this model's is "
                         f"{value!r}"
                     )
-            found = {}
+
+            saved: dict[str, dict[str, Tensor]] = {}
             for name, present in into.items():
                 file = folder / name
-                if name not in saved["files"]:
+                if name not in description["files"]:
                     raise ModelError(f"the saved model has no {name}: it was saved to sample from")
-                if dataclasses.asdict(sum_of_file(file)) != saved["files"][name]:
+                if dataclasses.asdict(sum_of_file(file)) != description["files"][name]:
                     raise ModelError(
                         f"the saved model's file {name} is damaged: its checksum is another one"
                     )
-                found[name] = load_file(file)
-                if {k: t.shape for k, t in found[name].items()} != {
-                    k: t.shape for k, t in present.items()
-                }:
+                saved[name] = load_file(file)
+                if _list_shapes(saved[name]) != _list_shapes(present):
                     raise ModelError(
                         f"the saved model's file {name} has other tensors than the model"
                     )
@@ -265,7 +281,11 @@ class TrainedModels:
             raise ModelError(f"the saved model's file {file.name} is missing") from error
         except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise ModelError(f"the saved model's file {file.name} is damaged: {error!r}") from error
-        return found
+        return saved
+
+
+def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def check_config(config: TrainingEngine.Config) -> None:
@@ -279,7 +299,8 @@ def check_config(config: TrainingEngine.Config) -> None:
             "optimizer.early_step_in_backward=True: must be False, clients give the settings of a "
             "step after its gradient"
         )
-    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree={degree}: must be 1, each rank keeps the "
             "adapters of all layers"
@@ -289,8 +310,7 @@ def check_config(config: TrainingEngine.Config) -> None:
 
 
 def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tensor]) -> None:
-    """Replace the memory of parameters that are not trained by `frozen`, and add to it what it
-    lacks.
+    """Replace the memory of frozen parameters by `frozen`, and add to `frozen` what it lacks.
 
     Must run before the first forward, when FSDP2 looks where its shards are. A shard that FSDP2
     pads to the length of the others stays a copy.
@@ -298,17 +318,17 @@ def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tenso
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             continue
-        kept = frozen.setdefault(name, local_tensor(parameter).detach())
+        # The first model's shard stays; the shards of later models are freed.
+        shard = frozen.setdefault(name, local_tensor(parameter).detach())
         if isinstance(parameter, DTensor):
-            parameter._local_tensor = kept
+            replace_local_shard(parameter, shard)
         else:
-            parameter.data = kept
+            parameter.data = shard
 
 
-def _fingerprint(folder: HFFolder) -> str:
-    """Hash the sizes, headers and ends of the weights files: enough to tell models apart, and
-    quick.
-    """
+def _hash_files(folder: HFFolder) -> str:
+    """Return a hash of the config and of the sizes, headers and ends of the weights files."""
+    # Enough to tell models apart, and quick for a model of any size.
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
     for file in sorted(set(folder.files.values())):
         size = file.stat().st_size

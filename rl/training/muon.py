@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from rl.config.tree import check_bounds
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor, wrapped_like
 from rl.models.adapter import DecoderAdapter
-from rl.training.rounding import Rounding, other_bits, round_into, rows_of
+from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
@@ -71,11 +71,11 @@ class Muon:
         group: dist.ProcessGroup | None = None,
         rounding: Rounding | None = None,
     ) -> None:
-        """The adapter splits a parameter into its matrices; a parameter that it does not know is
-        one matrix.
-
-        `group` has the ranks with shards of these parameters; None: all. `rounding` is for
-        parameters in bfloat16.
+        """
+        Args:
+            adapter: splits a parameter into its matrices; one that it does not know is one matrix.
+            group: ranks with shards of these parameters; None: all.
+            rounding: for parameters in bfloat16.
         """
         self.rounding = rounding or Rounding(seed=0)
         self.group = group
@@ -84,7 +84,7 @@ class Muon:
         self.adapter = adapter
         self.momenta: dict[nn.Parameter, Tensor] = {}
 
-    def momentum_of(self, parameter: nn.Parameter) -> Tensor:
+    def get_momentum(self, parameter: nn.Parameter) -> Tensor:
         """Return the running mean of a parameter, creating zeros if there is none."""
         if parameter not in self.momenta:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -98,6 +98,7 @@ class Muon:
         if dist.is_initialized():
             rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         with_grad = [(name, p) for name, p in self.parameters.items() if p.grad is not None]
+        # A window has one parameter for each rank, so that all ranks compute at the same time.
         for start in range(0, len(with_grad), num_ranks):
             window = with_grad[start : start + num_ranks]
             mine = None
@@ -106,15 +107,16 @@ class Muon:
                 mine = whole if owner == rank else mine
                 del whole  # Free it before the next matrix is gathered.
             # Compute after all gathers of the window, so that no rank waits in the next gather.
-            update = None if mine is None else self._orthogonalized(window[rank][0], mine)
+            update = None if mine is None else self._orthogonalize_parts(window[rank][0], mine)
+
             for owner, (name, parameter) in enumerate(window):
-                whole = (
-                    update
-                    if owner == rank and update is not None
-                    else torch.empty(
-                        parameter.shape, dtype=parameter.dtype, device=_device_of(parameter)
+                if owner == rank and update is not None:
+                    whole = update
+                else:
+                    whole = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device=_get_device(parameter)
                     )
-                )
+                # One rank's bits for all: sums in another order would let replicas drift apart.
                 if num_ranks > 1:
                     dist.broadcast(whole, group_src=owner, group=self.group)
                 self._apply(
@@ -134,9 +136,10 @@ class Muon:
             local.mul_(1.0 - lr * weight_decay)
             local.add_(update.to(local), alpha=-lr)
             return
+
         weights = rows_of(parameter)
         update = update.to(weights).reshape(weights.shape)
-        for rows, bits in self.rounding.pieces(name, parameter):
+        for rows, bits in self.rounding.split_rows(name, parameter):
             wide = weights[rows].float().mul_(1.0 - lr * weight_decay)
             wide.add_(update[rows].float(), alpha=-lr)
             self.rounding.store_weights(parameter, rows, wide, bits)
@@ -144,20 +147,21 @@ class Muon:
     def _advance(self, name: str, parameter: nn.Parameter, *, momentum: float) -> Tensor:
         """Update the momentum and return the matrix to orthogonalise, placed as the parameter."""
         assert parameter.grad is not None
-        gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
+        gradient, mean = local_tensor(parameter.grad), local_tensor(self.get_momentum(parameter))
         if parameter.dtype != torch.bfloat16:
             mean.lerp_(gradient, 1.0 - momentum)
             update = gradient.lerp(mean, momentum)  # Nesterov's
-            return wrapped_like(parameter.data, update.to(_device_of(parameter)))
+            return wrapped_like(parameter.data, update.to(_get_device(parameter)))
+
         update = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        for rows, bits in self.rounding.pieces(name, parameter):
+        for rows, bits in self.rounding.split_rows(name, parameter):
             wide = rows_of(gradient)[rows].float()
             wide_mean = rows_of(mean)[rows].float().lerp_(wide, 1.0 - momentum)
             rows_of(update)[rows] = wide.lerp(wide_mean, momentum).to(update.dtype)
-            round_into(rows_of(mean)[rows], wide_mean, other_bits(bits)[0])
-        return wrapped_like(parameter.data, update.to(_device_of(parameter)))
+            round_into(rows_of(mean)[rows], wide_mean, derive_bits(bits)[0])
+        return wrapped_like(parameter.data, update.to(_get_device(parameter)))
 
-    def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:
+    def _orthogonalize_parts(self, name: str, whole: Tensor) -> Tensor:
         """Orthogonalise and scale each matrix of a parameter, in the parameter's dtype."""
         parts = {name: whole}
         if self.adapter is not None:
@@ -177,12 +181,12 @@ class Muon:
 
 
 def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition U S V^T; singular values end
-    in 0.7 .. 1.2.
+    """Return approximately U V^T of the singular value decomposition U S V^T.
 
-    Values far below the largest need more iterations; 0 stays 0.
+    Singular values end in 0.7 .. 1.2. Values far below the largest need more iterations; 0 stays 0.
     """
     a, b, c = COEFFICIENTS
+    # X X^T of a wide matrix is the smaller of the two products.
     tall = matrix_AB.size(0) > matrix_AB.size(1)
     x = matrix_AB.T if tall else matrix_AB
     x = x / x.norm().clamp(min=EPS)  # at least the largest singular value
@@ -192,7 +196,7 @@ def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
     return x.T if tall else x
 
 
-def _device_of(parameter: nn.Parameter) -> torch.device:
+def _get_device(parameter: nn.Parameter) -> torch.device:
     """Return the device of the computation; the shard may be offloaded to the host."""
     data = parameter.data
     return torch.device(data.device_mesh.device_type) if isinstance(data, DTensor) else data.device

@@ -1,6 +1,4 @@
-"""Adam, AdamW and Muon over the model's parameters, whole or sharded, and schedules of their
-learning rate.
-"""
+"""Adam, AdamW and Muon over whole or sharded parameters, and schedules of the learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rl.config.configurable import Configurable, only_if, unless
 from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
 from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
-from rl.training.rounding import Rounding, other_bits, round_into, rows_of
+from rl.training.rounding import Rounding, derive_bits, round_into, rows_of
 from rl.types import OptimParams
 
 _DECAYS = unless("decay", "constant")
@@ -28,10 +26,17 @@ class Optimizer(Configurable):
 
     Weight decay applies to every parameter, norms and embeddings included. Parameters in bfloat16
     are stepped in float32, piece by piece, and rounded stochastically (`rl.training.rounding`).
+
+    Example:
+        optimizer = Optimizer.Config(lr=1e-5).build(parameters=policy.trained_parameters)
+        settings = optimizer.make_settings(lr=5e-6, params=OptimParams(weight_decay=0.1))
+        optimizer.step(settings, version=7)  # lr 5e-6, betas (0.9, 0.95), weight_decay 0.1
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Choice of the optimizer, and the settings of a step without settings of its own."""
+
         name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
         """AdamW decays weights apart from the gradient, Adam within it; Muon steps the matrices of
         the blocks, and AdamW all other parameters."""
@@ -67,35 +72,47 @@ class Optimizer(Configurable):
         group: ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        """Frozen parameters are skipped. Muon needs the adapter, to split parameters, and the ranks
-        that share them.
+        """Step all parameters that are not frozen.
 
-        `seed` chooses how results are rounded to bfloat16.
+        Args:
+            adapter: Muon needs it, to split a parameter into its matrices.
+            group: ranks that share the parameters; for Muon.
+            seed: chooses how results are rounded to bfloat16.
         """
         self.config = config
         self.muon: Muon | None = None
         self.rounding = Rounding(seed=seed)
-        parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+
+        by_muon: dict[str, nn.Parameter] = {}
+        by_adam: list[nn.Parameter] = []
+        self._rounded: dict[nn.Parameter, str] = {}
+        """Parameters of Adam whose results are rounded, with their names."""
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                continue
+            if config.name == "Muon" and is_hidden_matrix(name, parameter):
+                by_muon[name] = parameter
+                continue
+            by_adam.append(parameter)
+            if parameter.dtype == torch.bfloat16:
+                self._rounded[parameter] = name
+
         if config.name == "Muon":
-            matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
             self.muon = Muon(
                 config=config.muon,
-                parameters=matrices,
+                parameters=by_muon,
                 adapter=adapter,
                 group=group,
                 rounding=self.rounding,
             )
-            parameters = {name: p for name, p in parameters.items() if name not in matrices}
-        self._rounded = {p: name for name, p in parameters.items() if p.dtype == torch.bfloat16}
-        """Parameters whose results are rounded, with their names."""
         make = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.inner: torch.optim.Optimizer = make(
-            [{"params": list(parameters.values())}],
+            [{"params": by_adam}],
             fused=config.implementation == "fused",
             foreach=config.implementation == "foreach",
         )
 
-    def settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
+    def make_settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
         """Return one step's settings: the configured ones, `lr` of the schedule, `params`.
 
         Raises ValueError if a setting is out of range.
@@ -116,12 +133,14 @@ class Optimizer(Configurable):
                     f"momentum={params.momentum}: is Muon's; optimizer.name={self.config.name!r} "
                     "has betas"
                 )
-            given = {name: getattr(params, name) for name in settings}
-            settings |= {name: value for name, value in given.items() if value is not None}
+            for name in settings:
+                value = getattr(params, name)
+                if value is not None:
+                    settings[name] = value
         return settings
 
     def step(self, settings: dict[str, Any], *, version: int = 0) -> None:
-        """Update the parameters from their gradients with the result of `settings`.
+        """Update the parameters from their gradients with the result of `make_settings`.
 
         `version` counts the steps before this one, for another rounding in each.
         """
@@ -137,6 +156,8 @@ class Optimizer(Configurable):
         if not self._rounded:
             self.inner.step()  # Last, so that its hooks find every parameter stepped.
             return
+
+        # One at a time: a float32 copy of all parameters would cost more than bfloat16 saves.
         (group,) = self.inner.param_groups
         for parameter in group["params"]:
             self._step_alone(parameter)
@@ -145,6 +166,7 @@ class Optimizer(Configurable):
         self, parameter: nn.Parameter, settings: dict[str, Any], *, version: int = 0
     ) -> None:
         """Update one parameter as `step` would; not with Muon."""
+        # The same random bits as in `step`, so that stepping early changes no number.
         self.rounding.version = version
         (group,) = self.inner.param_groups
         group.update(settings)
@@ -157,25 +179,35 @@ class Optimizer(Configurable):
             return
         if parameter.grad is None:
             return
-        state = self._state_of(parameter)
-        gradient, *means = map(rows_of, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
-        for rows, bits in self.rounding.pieces(self._rounded[parameter], parameter):
+
+        state = self._get_state(parameter)
+        gradient = rows_of(parameter.grad)
+        mean, mean_square = rows_of(state["exp_avg"]), rows_of(state["exp_avg_sq"])
+        for rows, bits in self.rounding.split_rows(self._rounded[parameter], parameter):
             wide = nn.Parameter(rows_of(parameter)[rows].float())
             wide.grad = gradient[rows].float()
-            new = [mean[rows].float() for mean in means]
-            of_piece = {"step": state["step"].clone(), "exp_avg": new[0], "exp_avg_sq": new[1]}
-            self.inner.state[wide] = of_piece
+            wide_mean, wide_square = mean[rows].float(), mean_square[rows].float()
+            # PyTorch's optimizer steps the piece as if it were a parameter of its own; each piece
+            # has a copy of the step count, as the optimizer increments it in place.
+            self.inner.state[wide] = {
+                "step": state["step"].clone(),
+                "exp_avg": wide_mean,
+                "exp_avg_sq": wide_square,
+            }
             try:
                 self._step_only(wide)
             finally:
                 del self.inner.state[wide]
+
             self.rounding.store_weights(parameter, rows, wide.detach(), bits)
-            for mean, wide_mean, noise in zip(means, new, other_bits(bits), strict=True):
-                round_into(mean[rows], wide_mean, noise)
+            mean_noise, square_noise = derive_bits(bits)
+            round_into(mean[rows], wide_mean, mean_noise)
+            round_into(mean_square[rows], wide_square, square_noise)
         state["step"] += 1
 
     def _step_only(self, parameter: nn.Parameter) -> None:
         """Let PyTorch's optimizer step one parameter."""
+        # It steps whole groups, so the group has this parameter alone meanwhile.
         (group,) = self.inner.param_groups
         parameters = group["params"]
         group["params"] = [parameter]
@@ -190,29 +222,34 @@ class Optimizer(Configurable):
         if self.muon is not None:
             self.muon.momenta.clear()
 
-    def held_tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors of the state that exist, which are none before the first step."""
-        held = [tensor for state in self.inner.state.values() for tensor in state.values()]
-        return held + ([] if self.muon is None else list(self.muon.momenta.values()))
+        tensors: list[Tensor] = []
+        for state in self.inner.state.values():
+            tensors += state.values()
+        if self.muon is not None:
+            tensors += self.muon.momenta.values()
+        return tensors
 
     def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Return the running means of each parameter and Adam's step count, creating missing ones.
 
         The tensors are not copied, so writing into them restores a state.
         """
-        parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self._state_of(p) for p in parameters}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for group in self.inner.param_groups:
+            for parameter in group["params"]:
+                states[parameter] = self._get_state(parameter)
         if self.muon is not None:
-            matrices = self.muon.parameters.values()
-            states |= {p: {"momentum_buffer": self.muon.momentum_of(p)} for p in matrices}
+            for parameter in self.muon.parameters.values():
+                states[parameter] = {"momentum_buffer": self.muon.get_momentum(parameter)}
         return states
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the running means and the step count of a parameter that Muon does not step,
-        creating missing ones.
-        """
+    def _get_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return running means and step count of a parameter of Adam, creating missing ones."""
         state: dict[str, Tensor] = self.inner.state[parameter]
         if not state:
+            # A fused kernel reads the count on the device; elsewhere reading it would wait for it.
             device = parameter.device if self.config.implementation == "fused" else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -236,6 +273,8 @@ class LRSchedule(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Shape of the schedule; the default keeps the peak learning rate from the first step."""
+
         warmup_steps: int = 0
         """Steps of linear warm-up; step n has n / warmup_steps of the peak."""
         decay: Literal["constant", "linear", "cosine", "sqrt"] = "constant"
@@ -267,19 +306,18 @@ class LRSchedule(Configurable):
                 )
 
     def __init__(self, *, config: Config) -> None:
-        """Raises ValueError for a decay without the number of steps, which only a run with a loop
-        knows.
-        """
+        """Raises ValueError for a decay without `total_steps`, which a loop fills in."""
         self.config = config
         if config.decay != "constant" and not config.total_steps:
             raise ValueError(
                 f"lr_scheduler.total_steps=0 with decay={config.decay!r}: must be the number of "
                 "optimizer steps"
             )
+        # A decay over the whole run begins when the warm-up is over.
         length = round(config.decay_ratio * config.total_steps)
         self.decay_start = max(config.warmup_steps, config.total_steps - length)
 
-    def factor(self, step: int) -> float:
+    def compute_factor(self, step: int) -> float:
         """Return the factor of a step, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
@@ -298,9 +336,7 @@ class LRSchedule(Configurable):
 
 
 def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
-    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps, or
-    do not decay.
-    """
+    """Raise ValueError for a decay that does not end with the loop's optimizer steps."""
     in_loop = num_steps * num_minibatches
     if not config.total_steps:
         try:

@@ -1,5 +1,4 @@
-"""The model in training: weights from and to files, packing, forward pass and logprobs in any
-parallel layout.
+"""The model in training: weights from and to files, packing, forward pass, logprobs, in any layout.
 
 Shape legend: T packed tokens of one micro-batch, t the tokens of this context-parallel rank, K
 targets of each token where there are several.
@@ -10,10 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, OF_STAGE, TP, DataRank, ParallelismConfig, pipeline_axis
 from rl.distributed.pipeline import Pipeline
-from rl.distributed.process_group import RankInfo, barrier
+from rl.distributed.process_group import RankInfo
 from rl.distributed.sharding import (
     ShardingOptions,
     call_in_dtype,
@@ -42,16 +39,15 @@ from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import Decoder, module_names, part_of, persistent_buffers, reset_buffers
-from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
+from rl.models.hf import HFFolder, hf_buffers, read_parameters
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
 from rl.models.parallelize import parallelize_decoder
-from rl.models.peft import write_peft_folder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
-from rl.training.token_values import TokenValues
+from rl.training.token_values import TokenValues, check_token_ids
 from rl.types import TrainingSample
 from rl.utils.processes import give_back_freed_memory, keep_freed_memory, seed_everything
 from rl.utils.tensor_memory import to_device
@@ -73,7 +69,8 @@ without backward.
 class Policy:
     """A model, built on the meta device, converted, sharded, and only then given memory.
 
-    Its parameters hold no values until `load_hf` or `init_weights`.
+    Each rank builds its part. Its parameters hold no values until `load_hf` or `init_weights`.
+    Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
     """
 
     def __init__(
@@ -89,10 +86,6 @@ class Policy:
         device: torch.device,
         print_after_conversion: bool = False,
     ) -> None:
-        """Build one rank's part of the model.
-
-        Raises ValueError if the mesh does not divide the model, or a converter does not fit it.
-        """
         mesh = rank.mesh
         self.spec = spec
         self.mesh = mesh
@@ -101,13 +94,14 @@ class Policy:
         self.training = training
         self.context = None if mesh is None else ContextParallel.of(mesh[CP])
         """Share of this rank in its micro-batches; None without context parallelism."""
+        self.loaded_from: str | None = None
+        """Hugging Face folder of the plain model's weights, if all came from one."""
         self._num_forwards = 0
         self._latest: PackedBatch | None = None
         """Micro-batch of the latest forward."""
+
         degrees = parallelism.degrees(1 if mesh is None else mesh.size())
         self.converters = ModelConverters(converters, spec=spec, degrees=degrees, device=device)
-        self.loaded_from: str | None = None
-        """Hugging Face folder of the plain model's weights, if all came from one."""
         self._options = ShardingOptions(
             parallelism=parallelism,
             param_dtype=getattr(torch, training.param_dtype),
@@ -119,9 +113,12 @@ class Policy:
         )
         self._chunk_logprobs = compile_function(logprobs_of_chunk, compile_config)
         self.pipeline: Pipeline | None = None
-        if mesh is not None and (axis := pipeline_axis(mesh)) is not None:
+        axis = pipeline_axis(mesh)
+        if axis is not None:
             plan = plan_stages(parallelism, module_names(spec.model))
             self.pipeline = Pipeline(parallelism, plan, axis=axis, device=device)
+
+        # Data-parallel ranks draw differently, the ranks that share a sample alike.
         seed_everything(
             training.seed, offset=self.data_rank.index, deterministic=training.deterministic
         )
@@ -133,15 +130,11 @@ class Policy:
         """The modules that compute: the model, or its part of each of this rank's stages."""
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
-        # A router would count a shared prompt only once for the balance of experts.
-        splits_keys = self.context is not None and not parallelism.exchanges_heads
-        self._shares_prompts = training.share_prompts and not (
-            spec.model.has_experts or splits_keys
-        )
         if print_after_conversion and self.is_first_rank:
             logger.info("the model after its converters:\n%s", self.whole)
 
     def _convert_model(self) -> Decoder:
+        """Return the whole converted model on the meta device."""
         with torch.device("meta"):
             whole: Decoder = self.spec.model.build().to(getattr(torch, self.training.dtype))
             make_batch_invariant(whole, spec=self.spec, device=self.device)
@@ -155,17 +148,20 @@ class Policy:
         trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
         if pipeline is not None:
             pipeline.plan.check_trained(name for name, is_trained in trained.items() if is_trained)
+
         parts = parallelize_decoder(whole, mesh=self.mesh, config=self._options, pipeline=pipeline)
-        tied = {"lm_head.weight": trained["embed_tokens.weight"]}
+        # A tied head has no name in the whole model, but the last stage has a copy of the weight.
+        trained = {"lm_head.weight": trained["embed_tokens.weight"]} | trained
         if self.device.type == "cpu":
             keep_freed_memory()
         for part in parts:
             for name, parameter in part.named_parameters():
                 # PyTorch's plan for norms makes new parameters that require a gradient even if
                 # frozen before.
-                parameter.requires_grad_((tied | trained)[name])
+                parameter.requires_grad_(trained[name])
             materialize(part, device=self.device, cpu_offload=self._options.cpu_offload)
             reset_buffers(part)
+
         if pipeline is not None:
             pipeline.attach(parts, tied=self.spec.model.tie_embeddings)
             self.model = part_of(whole, pipeline.plan.modules_of(pipeline.rank))
@@ -174,6 +170,7 @@ class Policy:
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that get gradients and are stepped, by name."""
+        # Asked anew, because a reference policy freezes its parameters after it was built.
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
@@ -189,6 +186,14 @@ class Policy:
         return [name for name in self.converters.plain_names if name in self.parameters]
 
     @property
+    def _shares_prompts(self) -> bool:
+        """True if samples of a micro-batch send their common prompt through the model once."""
+        if self.context is not None and not self._options.parallelism.exchanges_heads:
+            return False
+        # A router would count a shared prompt only once for the balance of experts.
+        return self.training.share_prompts and not self.spec.model.has_experts
+
+    @property
     def is_first_rank(self) -> bool:
         """True on the rank that writes files."""
         return self.mesh is None or dist.get_rank() == 0
@@ -202,9 +207,7 @@ class Policy:
         raise ValueError("converters has no LoRA: there is no adapter to save or to load")
 
     def init_weights(self) -> None:
-        """Draw weights from the configured seed, the same in every layout and with any
-        converters.
-        """
+        """Draw weights from the configured seed, the same in every layout."""
         names = set(self.converters.plain_names)
         self.whole.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
@@ -219,73 +222,25 @@ class Policy:
         folder.spec(expected=self.spec)
         adapter = self.spec.adapter(self.spec.model)
         folder.check(self.whole, adapter, names=set(self.converters.plain_names))
+
         for name, whole in read_parameters(folder, adapter, self._own_names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+
+        # A folder leaves out buffers that are zero.
         buffers = hf_buffers(self.model, adapter)
         for buffer in buffers.values():
             buffer.zero_()
         for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
             buffers[name].copy_(whole)
+
         self.loaded_from = str(folder.path.expanduser().absolute())
         self.converters.weights_loaded(self.model, fresh=True)
 
-    def export_hf(
-        self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None
-    ) -> None:
-        """Write the plain model as a Hugging Face folder from rank 0, while every rank gathers."""
-        adapter = self.spec.adapter(self.spec.model)
-        # An absent buffer is read as zero, and other programs know the model only without it.
-        buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
-        tensors = self.whole_tensors(chain(self.plain_tensors(), buffers.items()))
-        with self._gathering(tensors) as writes:
-            if writes:
-                write_hf_folder(
-                    folder,
-                    tensors,
-                    adapter,
-                    dtype=dtype,
-                    buffers=buffers,
-                    tokenizer_from=tokenizer_from,
-                )
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA adapters as a PEFT folder from rank 0, while every rank gathers."""
-        config, factors = self.lora.config, self.whole_tensors(self.lora.peft_factors())
-        with self._gathering(factors) as writes:
-            if writes:
-                write_peft_folder(
-                    folder,
-                    factors,
-                    rank=config.rank,
-                    alpha=config.alpha,
-                    base_model=self.base_model,
-                )
-                if self.base_model is None:
-                    logger.warning(
-                        "adapter %s: the Hugging Face folder of its base weights is unknown, so "
-                        "the adapter names none (docs/training.md)",
-                        folder,
-                    )
-
-    @contextmanager
-    def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
-        """Yield whether this rank writes, then consume what is left of `gathered`, on every
-        rank.
-        """
-        try:
-            yield self.is_first_rank
-        finally:
-            # The other ranks gather here, and so does the first rank after an error.
-            for _ in gathered:
-                pass
-        barrier()
-
-    def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
-        """Note that a checkpoint, whose `base_model` is given, has set these parameters and
-        buffers.
-        """
+    def mark_restored(self, names: Collection[str], *, base_model: str | None) -> None:
+        """Note that a checkpoint of this `base_model` has set these parameters and buffers."""
         loaded = [name in names for name in self._own_names]
+        # Stages have different parameters; a folder is the base only if all of them agree.
         if self.pipeline is not None:
             loaded = list(chain.from_iterable(self.pipeline.from_all(loaded)))
         if any(loaded):
@@ -300,43 +255,49 @@ class Policy:
         return self.converters.plain_tensors(self.parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `plain_tensors` and persistent buffers by name, each a DTensor if other ranks have
-        none.
+        """Return `plain_tensors` and persistent buffers by name.
+
+        In a pipeline buffers are DTensors of their stage, as other stages have none.
         """
         buffers: dict[str, Tensor] = persistent_buffers(self.model)
         if self.pipeline is not None:
             assert self.mesh is not None
             of_stage, alike = self.mesh[OF_STAGE], [Replicate()] * len(OF_STAGE)
-            buffers = {
-                name: DTensor.from_local(buffer, of_stage, alike, run_check=False)
-                for name, buffer in buffers.items()
-            }
+            for name, buffer in list(buffers.items()):
+                # All ranks of a stage have the same bits, so nothing has to be compared.
+                buffers[name] = DTensor.from_local(buffer, of_stage, alike, run_check=False)
         return dict(self.plain_tensors()) | buffers
 
-    def whole_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time; every rank must
-        consume all.
+    def gather_tensors(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Yield (name, tensor, ...) of all ranks with whole tensors, one at a time.
+
+        Every rank must consume all of them, since each is gathered by all ranks.
         """
         if self.pipeline is not None:
             return self.pipeline.gather(named)
         return ((item[0], *map(whole_tensor, item[1:])) for item in named)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        """Return this rank's micro-batches, as many on every rank; raises ValueError for a sample
-        that does not fit.
+        """Return this rank's micro-batches, as many on every rank.
+
+        Raises ValueError for a sample that does not fit.
         """
-        _check_ids(samples, vocab_size=self.spec.model.vocab_size)
+        check_token_ids(samples, vocab_size=self.spec.model.vocab_size)
+
+        # Every kind of split needs equal parts, so lengths are padded to a multiple of all.
         tp = 1 if self.mesh is None else self.mesh[TP].size()
         multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
         if self.context is not None:
             multiple = self.context.pad_multiple(multiple)
-        max_sequences, of_pipeline = self.training.max_sequences_per_microbatch, {}
+
+        max_sequences = self.training.max_sequences_per_microbatch
+        of_pipeline: dict[str, Any] = {}
         if self.pipeline is not None:
-            own_limit = self.pipeline.config.pipeline_parallel_microbatch_size
-            max_sequences = min(
-                (n for n in (max_sequences, own_limit) if n is not None), default=None
-            )
-            of_pipeline = {"num_allowed": self.pipeline.num_allowed}
+            limit = self.pipeline.config.pipeline_parallel_microbatch_size
+            if limit is not None:
+                max_sequences = limit if max_sequences is None else min(max_sequences, limit)
+            of_pipeline["num_allowed"] = self.pipeline.num_allowed
+
         with span("pack"):
             return pack(
                 samples,
@@ -372,32 +333,35 @@ class Policy:
                 values of others may be 0.
         """
 
-        def prepared(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
+        def prepare(batch: PackedBatch) -> tuple[PackedBatch, Tensor, dict[str, Any]]:
             batch = batch.to(self.device)
-            return batch, *self._arguments(batch, entropy_gradient, of_loss=of_loss(batch))
+            return batch, *self._prepare_arguments(batch, entropy_gradient, of_loss=of_loss(batch))
 
         dtype = self._options.param_dtype
         if self.pipeline is not None:
             assert self.mesh is not None
-            num_tokens = batches[0].input_ids.numel() // (
-                self.mesh[CP].size() * self.mesh[TP].size()
-            )
+            # A stage receives hidden states of this rank's tokens, before it has seen any.
+            num_shares = self.mesh[CP].size() * self.mesh[TP].size()
+            num_tokens = batches[0].input_ids.numel() // num_shares
             hidden = partial(
                 torch.empty, num_tokens, self.spec.model.dim, dtype=dtype, device="meta"
             )
-            self.pipeline.run(batches, prepared, read, hidden=hidden, backward=backward)
+            self.pipeline.run(batches, prepare, read, hidden=hidden, backward=backward)
             return
-        for batch, ids, options in map(prepared, batches):
+
+        # One by one: the graph of a micro-batch is freed before the next forward.
+        for batch, ids, options in map(prepare, batches):
             number = read(batch, *call_in_dtype(self.model, dtype, ids, **options))
             if backward:
                 assert number is not None
                 number.backward()
 
-    def _arguments(
+    def _prepare_arguments(
         self, batch: PackedBatch, entropy_gradient: bool, *, of_loss: bool
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the model's input ids and its other arguments, among them a head that gives all
-        tokens' values.
+        """Return the model's input ids and its other arguments.
+
+        Among them is a head that gives the values of all tokens.
         """
         self._num_forwards += 1
         self._latest = batch
@@ -411,18 +375,23 @@ class Policy:
                 and len(batch.loss_rows) < batch.input_ids.numel()
             )
             rows = batch.loss_rows if is_part else None
-            head = self._head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
+            head = self._make_head(batch.targets, batch.temperatures, entropy_gradient, rows_R=rows)
             return batch.input_ids, {
                 "positions": batch.positions,
                 "sequences": batch.sequences,
                 "head": head,
             }
+
+        # Each context-parallel rank computes its tokens; the head gathers the values of all, so
+        # that the loss need not know of the split.
         context, num_tokens = self.context, batch.input_ids.numel()
         mine_t = to_device(context.token_indices(num_tokens), self.device)
         share = batch.sequences
         if not self._options.parallelism.exchanges_heads:
             share = SequenceLayout.of_rank(batch.all_lengths, context=context, device=self.device)
-        own_head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
+        own_head = self._make_head(
+            batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient
+        )
         places_T = to_device(context.places(num_tokens), self.device)
 
         def gathering_head(hidden_tE: Tensor, weight_VE: Tensor) -> tuple[Tensor, ...]:
@@ -433,7 +402,7 @@ class Policy:
         options = {"positions": batch.positions[mine_t], "sequences": share, "head": gathering_head}
         return batch.input_ids[mine_t], options
 
-    def real_tokens(self) -> Tensor:
+    def mask_real_tokens(self) -> Tensor:
         """Return a mask [t] of this rank's tokens of the latest micro-batch that are no padding."""
         batch = self._latest
         assert batch is not None, "there was no forward"
@@ -448,10 +417,8 @@ class Policy:
             reshard(part)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return the logprobs of each sample's targets, [T] or [T, K] float32 in nats, entry 0
-        being 0.
-        """
+    def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """Return each sample's logprobs, [T] or [T, K] float32 in nats; entry 0 is 0."""
         values = TokenValues(
             samples,
             data_rank=self.data_rank,
@@ -462,7 +429,7 @@ class Policy:
         self.release()
         return values.collect()
 
-    def _head(
+    def _make_head(
         self,
         targets_T: Tensor,
         temperatures_T: Tensor,
@@ -470,9 +437,7 @@ class Policy:
         *,
         rows_R: Tensor | None = None,
     ) -> TokenHead:
-        """Return the function of hidden states and the head's weight that gives logprobs and
-        entropies.
-        """
+        """Return the function from hidden states and head weight to logprobs and entropies."""
         return partial(
             token_logprobs,
             targets_T=targets_T,
@@ -483,17 +448,3 @@ class Policy:
             chunk_logprobs=self._chunk_logprobs,
             entropy_gradient=entropy_gradient,
         )
-
-
-def _check_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
-    for index, sample in enumerate(samples):
-        given = {"token_ids": sample.token_ids}
-        if sample.targets is not None:
-            given["targets"] = sample.targets[1:]
-        for name, ids in given.items():
-            outside = ids[(ids < 0) | (ids >= vocab_size)]
-            if outside.size:
-                raise ValueError(
-                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to "
-                    f"{vocab_size - 1}"
-                )

@@ -41,12 +41,14 @@ class ReferencePolicy:
     @torch.no_grad()
     def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """Return the batches with reference logprobs; those that samples brought stay."""
-        found: list[Tensor] = []
-        if batches[0].reference_logprobs is None:
-            self.policy.run(batches, lambda _, logprobs_T, __: found.append(logprobs_T))
-            self.policy.release()
-        # Only the last stage of a pipeline has found any, and only there a loss is computed.
-        of_batch = zip(batches, found, strict=True) if found else ()
-        return [
-            replace(batch, reference_logprobs=logprobs_T) for batch, logprobs_T in of_batch
-        ] or [*batches]
+        if batches[0].reference_logprobs is not None:
+            return [*batches]
+
+        computed: list[Tensor] = []
+        self.policy.run(batches, lambda _, logprobs_T, __: computed.append(logprobs_T))
+        self.policy.release()
+        # Only the last stage of a pipeline computes any, and only there a loss reads them.
+        if not computed:
+            return [*batches]
+        pairs = zip(batches, computed, strict=True)
+        return [replace(batch, reference_logprobs=logprobs_T) for batch, logprobs_T in pairs]

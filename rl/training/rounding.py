@@ -47,28 +47,24 @@ class Rounding:
         self.version = 0
         """Policy version before the step."""
         self._sums: dict[nn.Parameter, Tensor] = {}
-        """Number and sum of the updates, then of the changes of stored numbers, [4] float64, by
-        parameter.
-        """
+        """Number and sum of updates, then of changes of stored numbers, [4] float64 each."""
 
-    def pieces(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows [R] of this rank's part, and the random bits [r, C] of their
-        numbers, int32.
-        """
+    def split_rows(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the rows [R] of this rank's part, and their random bits [r, C], int32."""
         local = rows_of(parameter)
         if not local.numel():
             return
-        digest = hashlib.blake2b(
-            f"{self.seed} {self.version} {name}".encode(), digest_size=4
-        ).digest()
-        rows_R, columns_C = _places(parameter)
+
+        identity = f"{self.seed} {self.version} {name}"
+        digest = hashlib.blake2b(identity.encode(), digest_size=4).digest()
+        rows_R, columns_C = _compute_places(parameter)
         # An odd factor, the golden ratio's, spreads the columns before they are mixed with the row.
         columns_C = columns_C * -1640531535
-        keys_R = _mix(rows_R ^ int.from_bytes(digest, "little", signed=True))
+        keys_R = _hash_bits(rows_R ^ int.from_bytes(digest, "little", signed=True))
         num_rows = max(1, PIECE_NUMBERS[local.device.type] // local.size(1))
         for start in range(0, local.size(0), num_rows):
             rows = slice(start, start + num_rows)
-            yield rows, _mix(keys_R[rows, None] + columns_C)
+            yield rows, _hash_bits(keys_R[rows, None] + columns_C)
 
     def store_weights(
         self, parameter: nn.Parameter, rows: slice, wide_rC: Tensor, bits_rC: Tensor
@@ -79,16 +75,14 @@ class Rounding:
         round_into(stored_rC, wide_rC, bits_rC & _LOW_BITS)
         # A weight moves towards its new value or beyond, never the other way, and only if it has an
         # update.
-        sums = []
+        sums: list[Tensor] = []
         for differences_rC in (wide_rC - before_rC, stored_rC.float() - before_rC):
-            sums += [
-                torch.count_nonzero(differences_rC),
-                torch.linalg.vector_norm(differences_rC, ord=1),
-            ]
-        total = torch.stack([x.double() for x in sums])
+            sums.append(torch.count_nonzero(differences_rC).double())
+            sums.append(torch.linalg.vector_norm(differences_rC, ord=1).double())
+        total = torch.stack(sums)
         self._sums[parameter] = total + self._sums.get(parameter, 0.0)
 
-    def result(self, *, mesh: DeviceMesh | None) -> RoundingResult:
+    def reduce(self, *, mesh: DeviceMesh | None) -> RoundingResult:
         """Sum over ranks what was stored since the last call."""
         total = torch.zeros(4, dtype=torch.float64)
         for parameter, sums in self._sums.items():
@@ -117,46 +111,51 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def round_into(target: Tensor, wide: Tensor, noise: Tensor) -> None:
-    """Write float32 numbers into a bfloat16 tensor: away from zero if their low bits and `noise`,
-    16 bits, overflow.
+    """Round float32 numbers into a bfloat16 tensor.
+
+    A number goes away from zero if its low bits plus `noise`, 16 bits, overflow, so with a
+    probability that is its share of the way to the next number.
     """
     bits = (wide.view(torch.int32) + noise) & ~_LOW_BITS
     # The bits of a NaN may overflow; those of infinity stay.
     target.copy_(torch.where(wide == wide, bits.view(torch.float32), wide))
 
 
-def other_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two more random numbers of 16 bits, each independent of the low bits and of the
-    other.
-    """
+def derive_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two more random numbers of 16 bits, independent of the low bits and each other."""
     high = (bits >> 16) & _LOW_BITS
     return high, (bits & _LOW_BITS) ^ high
 
 
-def _places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+def _compute_places(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     """Return the numbers of this rank's rows [R] and columns [C] in the whole tensor, int32."""
     shape, device = parameter.shape, local_tensor(parameter.detach()).device
     if not shape:  # one number
         place = torch.zeros(1, dtype=torch.int32, device=device)
         return place, place
+
+    # Where this rank's part lies in the whole tensor depends on the layout; sharding the numbers of
+    # each dimension as the parameter is sharded finds out.
     indices = []
     for dim, size in enumerate(shape):
-        along = (
-            torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
-        )
+        numbers = torch.arange(size, device=device)
+        along = numbers.view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
         mine = local_shard_of(along, parameter)
-        indices.append(
-            mine[tuple(slice(None) if other == dim else 0 for other in range(len(shape)))]
-        )
+        # The numbers are the same along all other dimensions.
+        first: list[slice | int] = [0] * len(shape)
+        first[dim] = slice(None)
+        indices.append(mine[tuple(first)])
+
     rows_R = torch.zeros(1, dtype=torch.int64, device=device)
     for size, index in zip(shape[:-1], indices[:-1], strict=True):
         rows_R = (rows_R[:, None] * size + index).flatten()
     return rows_R.to(torch.int32), indices[-1].to(torch.int32)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions",
-    lowbias32).
+def _hash_bits(x: Tensor) -> Tensor:
+    """Return a hash of each number, 32 bits (Wellons, "Prospecting for Hash Functions").
+
+    The function is lowbias32; masks after each shift make it that of unsigned numbers.
     """
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D

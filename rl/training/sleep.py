@@ -19,6 +19,7 @@ from torch import Tensor
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import local_tensor
 from rl.training.checkpoint_tensors import model_tensors
+from rl.training.compat import identify_storage
 from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,13 @@ class TrainerSleep:
         self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
         """Emptied storages, each with the host copy of its bytes."""
         self._host: dict[int, Tensor] = {}
-        """Host copy of each storage, kept between sleeps because page-locked memory is slow to
-        allocate.
-        """
+        """Host copy of each storage, kept because page-locked memory is slow to allocate."""
         self.asleep = False
 
     def sleep(self) -> int:
         """Move weights, optimizer state and reference policy to the host; return the bytes freed.
-        Idempotent.
 
-        Raises ValueError if a gradient is accumulated, which would be lost.
+        Idempotent. Raises ValueError if a gradient is accumulated, which would be lost.
         """
         if self.asleep:
             return 0
@@ -54,16 +52,20 @@ class TrainerSleep:
         if engine.reference is not None:
             engine.reference.policy.release()
         barrier()
-        for storage in self._storages():
-            host = self._host.get(storage._cdata)
+
+        for storage in self._find_storages():
+            key = identify_storage(storage)
+            host = self._host.get(key)
             if host is None or host.nbytes != storage.nbytes():
                 pinned = storage.device.type == "cuda"
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                self._host[storage._cdata] = host
+                self._host[key] = host
             host.untyped_storage().copy_(storage)
             storage.resize_(0)
             self._moved.append((storage, host))
         self.asleep = True
+
+        # The allocator would keep the memory for this process, and the generator needs it.
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
             torch.cuda.empty_cache()
@@ -90,16 +92,20 @@ class TrainerSleep:
         self.asleep = False
         return moved_bytes
 
-    def _storages(self) -> list[torch.UntypedStorage]:
+    def _find_storages(self) -> list[torch.UntypedStorage]:
         """Return the storages on the engine's device; tied parameters share one."""
         engine = self.engine
-        tensors = engine.optimizer.held_tensors()
-        policies = [engine.policy, *([] if engine.reference is None else [engine.reference.policy])]
-        for part in (part for policy in policies for part in policy.parts):
+        parts = [*engine.policy.parts]
+        if engine.reference is not None:
+            parts += engine.reference.policy.parts
+        tensors = engine.optimizer.list_tensors()
+        for part in parts:
             tensors += model_tensors(part).values()
-        found: dict[int, torch.UntypedStorage] = {}
+
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = local_tensor(tensor).untyped_storage()
+            # Offloaded tensors are in host memory already.
             if storage.device.type == engine.device.type and storage.nbytes():
-                found.setdefault(storage._cdata, storage)
-        return list(found.values())
+                storages.setdefault(identify_storage(storage), storage)
+        return list(storages.values())

@@ -1,4 +1,4 @@
-"""Numbers of tokens, collected from the micro-batches of all ranks."""
+"""Token ids that are checked, and numbers of tokens that are collected from all ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class TokenValues:
         device: torch.device,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        """Collect the samples at the indices `wanted`, or all; only micro-batches with such samples
-        are copied.
-        """
+        """Collect the samples at the indices `wanted`, or all of them."""
         self._data_rank = data_rank
         self._mesh = mesh
         self._device = device
@@ -38,27 +36,25 @@ class TokenValues:
             index: np.zeros(samples[index].mask.shape, dtype=np.float32) for index in indices
         }
         self._added: list[tuple[PackedBatch, Tensor]] = []
-        """Micro-batches with their values, which stay on the device so that the next one need not
-        wait.
-        """
+        """Micro-batches with their values, on the device: a copy would make the next one wait."""
 
-    def wants(self, batch: PackedBatch) -> bool:
+    def has_wanted(self, batch: PackedBatch) -> bool:
         """Return whether the micro-batch has a wanted sample."""
         return not self._values.keys().isdisjoint(batch.sample_indices)
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Add the values of one micro-batch, [T] or [T, K] float32."""
-        if self._data_rank.speaks and self.wants(batch):
+        # Ranks that hold the same tokens would add them several times.
+        if self._data_rank.speaks and self.has_wanted(batch):
             self._added.append((batch, values_T.detach()))
 
     def collect(self) -> list[np.ndarray]:
-        """Return one array for each wanted sample, shaped as its mask, on every rank; entry 0
-        is 0.
-        """
+        """Return one array for each wanted sample, shaped as its mask, on every rank."""
         for batch, values_T in self._added:
             for index, values in batch.scatter(values_T.cpu().numpy()).items():
                 if index in self._values:
                     self._values[index][:] = values
+
         arrays = list(self._values.values())
         if self._mesh is None:
             return arrays
@@ -69,3 +65,18 @@ class TokenValues:
         dist.all_reduce(summed)
         parts = np.split(summed.cpu().numpy(), np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def check_token_ids(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
+    """Raise ValueError for an id outside of the vocabulary."""
+    for index, sample in enumerate(samples):
+        given = {"token_ids": sample.token_ids}
+        if sample.targets is not None:
+            given["targets"] = sample.targets[1:]
+        for name, ids in given.items():
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            if outside.size:
+                raise ValueError(
+                    f"sample {index}: {name} has {outside[0]}: must be token ids of 0 to "
+                    f"{vocab_size - 1}"
+                )

@@ -193,5 +193,5 @@ def test_staleness_bound_is_kept_and_reached(max_off_policy_steps, num_minibatch
     bound = staleness(LoopConfig(**settings))
     policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: 0.5, train_s=2.0)
     records, _ = run(policy, num_steps=8, groups_per_batch=2, **settings)
-    assert max(policy.age_of_tokens) == bound["policy_versions_most"]
-    assert max(record["age/max"] for record in records) == bound["steps_most"]
+    assert max(policy.staleness_of_tokens) == bound["policy_versions_most"]
+    assert max(record["staleness/max"] for record in records) == bound["steps_most"]

@@ -62,7 +62,7 @@ class CheckedPolicy(FakePolicy):
     """Policy with a parity check."""
 
     async def serve(self, policy_version):
-        return replace(await super().serve(policy_version), canary_diff=1e-7, canary_s=0.1)
+        return replace(await super().serve(policy_version), parity_diff=1e-7, parity_s=0.1)
 
 
 def length(rollout):

@@ -48,7 +48,7 @@ def test_one_off_policy_step_hides_generation_and_sync_behind_training():
     records, took_s = run(policy, num_steps=10, max_off_policy_steps=1)
     # The first step's rollouts and the first and the last sync are all that training waits for.
     assert took_s == pytest.approx(0.2 + 0.7 + 10 * 1.0 + 0.2)
-    assert max(policy.age_of_tokens) == 1
+    assert max(policy.staleness_of_tokens) == 1
     times = {
         name: [record[f"time/{name}_s"] for record in records]
         for name in ("generate", "train", "step")
@@ -79,9 +79,9 @@ def test_push_overlaps_the_next_gradient_and_delays_the_update():
 
 
 @pytest.mark.parametrize(
-    ("max_age", "publish_every"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 3)]
+    ("max_staleness", "publish_every"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 3)]
 )
-def test_no_trained_token_exceeds_max_off_policy_steps(max_age, publish_every):
+def test_no_trained_token_exceeds_max_off_policy_steps(max_staleness, publish_every):
     for seed in range(12):
         rng = random.Random(seed)
         policy = SimulatedPolicy(
@@ -95,19 +95,21 @@ def test_no_trained_token_exceeds_max_off_policy_steps(max_age, publish_every):
             policy,
             num_steps=8,
             groups_per_batch=rng.choice([1, 2, 4]),
-            max_off_policy_steps=max_age,
+            max_off_policy_steps=max_staleness,
             publish_every=publish_every,
             drop_zero_advantage_groups=rng.choice([False, True]),
             eval_every=rng.choice([0, 3]),
         )
-        assert max(policy.age_of_tokens) <= max_age
-        steps = [record for record in records if "age/max" in record]
+        assert max(policy.staleness_of_tokens) <= max_staleness
+        steps = [record for record in records if "staleness/max" in record]
         assert len(steps) == 8
-        assert max(record["age/max"] for record in steps) == max(policy.age_of_tokens)
-        ages = policy.age_of_tokens
+        assert max(record["staleness/max"] for record in steps) == max(policy.staleness_of_tokens)
+        staleness = policy.staleness_of_tokens
         tokens = [sum(int(s.mask.sum()) for s in step) for step in policy.trained]
-        mean = sum(r["age/mean"] * n for r, n in zip(steps, tokens, strict=True)) / sum(tokens)
-        assert mean == pytest.approx(sum(ages) / len(ages))
+        mean = sum(r["staleness/mean"] * n for r, n in zip(steps, tokens, strict=True)) / sum(
+            tokens
+        )
+        assert mean == pytest.approx(sum(staleness) / len(staleness))
 
 
 def test_dropped_groups_are_replaced_and_counted():

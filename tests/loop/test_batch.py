@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
+from rl.loop.batch import TrainingBatch, collect_trained_rollouts, make_training_batch
 from rl.loop.loop import Loop
 from rl.observability.metrics import reduced
 from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
@@ -259,7 +259,7 @@ def trained(
     of_sample = chain(*(part.items() for part in made.minibatches))
     logprobs = {i: -s.token_ids.astype(np.float32) for i, s in of_sample if i in wanted}
     batch = Batch(groups=list(groups), dropped=[])
-    return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
+    return collect_trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
 
 
 def two_turns(sample: int) -> Rollout:

@@ -109,7 +109,7 @@ def test_only_groups_dropped_in_a_row_stop_a_run():
 
 def test_weights_are_published_when_they_are_due_and_for_evaluations():
     config = Loop.Config(num_steps=7, publish_every=2, eval_every=3, max_off_policy_steps=1)
-    assert [step for step in range(1, 8) if config.publishes(step)] == [2, 3, 4, 6, 7]
+    assert [step for step in range(1, 8) if config.is_push_due(step)] == [2, 3, 4, 6, 7]
 
 
 def test_every_minibatch_is_one_optimizer_step():

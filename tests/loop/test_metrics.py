@@ -237,7 +237,7 @@ def test_times_and_speeds_of_a_step():
         clock.start()
         group = await worker.run(0, make_problem([12, 34]))  # 2 + 4 tokens in 2 s, scored in 0.5 s
         early = replace(group, generated_at=1.0)
-        clock.rollouts_arrived(Batch(groups=[early, group], dropped=[]))
+        clock.split_batch_wait(Batch(groups=[early, group], dropped=[]))
         await asyncio.sleep(0.5)
         clock.lap("train")
         await asyncio.sleep(1.0)
@@ -248,7 +248,7 @@ def test_times_and_speeds_of_a_step():
                 minibatch(num_valid=4),
             ],  # 16 + 14 tokens, 4 + 4 samples
             published=PublishResult(
-                policy_version=1, push_s=0.25, pull_s=0.75, canary_diff=1e-6, canary_s=0.125
+                policy_version=1, push_s=0.25, pull_s=0.75, parity_diff=1e-6, parity_s=0.125
             ),
             clock=clock,
         )
@@ -260,7 +260,7 @@ def test_times_and_speeds_of_a_step():
         "time/publish_s": 1,
         "time/push_s": 0.25,
         "time/pull_s": 0.75,
-        "time/canary_s": 0.125,
+        "time/parity_s": 0.125,
         "time/step_s": 4,
         "time/generator_idle_s": 2,
         "time/reward_idle_s": 3.5,
@@ -269,7 +269,7 @@ def test_times_and_speeds_of_a_step():
         "perf/trained_tokens_per_s": 60,
         "perf/samples_per_s": 2,
         "sync/version": 1,
-        "canary/logprob_diff": 1e-6,
+        "parity/logprob_diff": 1e-6,
     }
 
 

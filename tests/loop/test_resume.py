@@ -54,7 +54,7 @@ class Lineage:
     saved: Saved | None = None
     trained: list[list[int]] = field(default_factory=list)
     """Problems of each step."""
-    ages: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
     """Staleness of all trained tokens."""
     num_processes: int = 0
 
@@ -93,7 +93,7 @@ class Lineage:
 
         end, _ = run_in_virtual_time(process())
         self.trained += [_numbers(step) for step in policy.trained]
-        self.ages += policy.age_of_tokens
+        self.staleness += policy.staleness_of_tokens
         if policy.checkpoints:
             self.saved = policy.checkpoints[-1]
         if end is not None and not isinstance(end, asyncio.CancelledError | StopRequestedError):
@@ -149,8 +149,8 @@ def test_a_synchronous_run_that_ends_at_any_time_has_the_same_records(end, inter
     assert 10 < num_ended < len(range(1, 600, 13))
 
 
-@pytest.mark.parametrize("max_age", [1, 2, 3])
-def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_age):
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_staleness):
     num_killed = 0
     for seed in range(25):
         rng = random.Random(seed)
@@ -167,8 +167,8 @@ def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_a
             settings={
                 "num_steps": 8,
                 "groups_per_batch": groups_per_batch,
-                "max_off_policy_steps": max_age,
-                "publish_every": rng.choice([1, 1 + max_age // 2]),
+                "max_off_policy_steps": max_staleness,
+                "publish_every": rng.choice([1, 1 + max_staleness // 2]),
                 "checkpoint": CheckpointConfig(interval=rng.choice([1, 2])),
                 "eval_every": rng.choice([0, 3]),
             },
@@ -178,8 +178,8 @@ def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_a
             assert lineage.num_processes < 60
         numbers = [number for step in lineage.trained for number in step]
         assert sorted(numbers) == list(range(8 * groups_per_batch)), seed
-        assert max(lineage.ages) <= max_age
-        steps = [r["step"] for r in lineage.records if "age/max" in r]
+        assert max(lineage.staleness) <= max_staleness
+        steps = [r["step"] for r in lineage.records if "staleness/max" in r]
         assert steps == list(range(1, 9))
     assert num_killed > 25
 

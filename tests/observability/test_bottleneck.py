@@ -41,7 +41,7 @@ def test_overlap_is_advised_when_generation_and_training_alternate():
         setting=OVERLAP,
     )
     for more, config in (
-        ({"age/max": 1.0}, None),
+        ({"staleness/max": 1.0}, None),
         ({}, ASYNC),
         ({}, {"launch": {"share_gpus": True}}),  # roles on one device cannot overlap
     ):

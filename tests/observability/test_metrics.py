@@ -106,6 +106,29 @@ def test_damaged_lines_are_skipped(tmp_path):
     assert read_metrics(tmp_path / "none") == []
 
 
+def test_metrics_of_older_runs_have_their_present_names(tmp_path):
+    (tmp_path / "m").write_text(
+        '{"step": 1, "age/mean": 0.5, "age/max": 2, "time/canary_s": 0.125, '
+        '"canary/logprob_diff": "nan", "time/step_s": 3.0}\n'
+        '{"step": 2, "staleness/mean": 0.25, "staleness/max": 1, "parity/logprob_diff": 1e-6}\n'
+    )
+    first, second = read_metrics(tmp_path / "m")
+    assert math.isnan(first.pop("parity/logprob_diff"))
+    assert first == {
+        "step": 1,
+        "staleness/mean": 0.5,
+        "staleness/max": 2,
+        "time/parity_s": 0.125,
+        "time/step_s": 3.0,
+    }
+    assert second == {
+        "step": 2,
+        "staleness/mean": 0.25,
+        "staleness/max": 1,
+        "parity/logprob_diff": 1e-6,
+    }
+
+
 def test_writer_counts_earlier_lines(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         assert writer.num_records == 0

@@ -26,8 +26,9 @@ from rl.models import qwen3
 from rl.models.decoder import FeedForward
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
+from rl.training.device_memory import DeviceMemoryError, read_peak_memory, use_growing_segments
 from rl.training.engine import TrainingEngine
-from rl.training.memory import DeviceMemoryError, estimate_memory, peak_memory, use_growing_segments
+from rl.training.memory import estimate_memory
 from rl.training.sleep import TrainerSleep
 from rl.types import DeviceMemory, TrainingSample
 from tools.null_gpu.counters import Counters, read_own, reset_own
@@ -87,7 +88,7 @@ def counted(engine: TrainingEngine, samples: list[TrainingSample]) -> tuple[Coun
     result = engine.forward_backward(samples)
     # What the result has was read back from the device, as 0.
     assert result.memory is not None
-    result = replace(result, memory=DeviceMemory.of_numbers(peak_memory(engine.device)))
+    result = replace(result, memory=DeviceMemory.of_numbers(read_peak_memory(engine.device)))
     engine.optim_step()
     return read_own(), result
 

@@ -56,6 +56,11 @@ def test_later_record_of_a_step_counts_and_numbers_that_are_not_finite_are_resto
     assert set(last) == {"step", "loss/mean", "loss/grad_norm"}
 
 
+def test_metrics_of_older_runs_have_their_present_names(folder):
+    append(folder / "metrics.jsonl", {"step": 4, "age/max": 2, "time/canary_s": 0.125})
+    assert read_run(folder).steps[-1] == {"step": 4, "staleness/max": 2, "time/parity_s": 0.125}
+
+
 def test_rollouts_without_a_reward_are_read(folder):
     last = read_run(folder).rollouts[-1]
     for step in range(4, 30):

@@ -27,11 +27,11 @@ def test_two_hosts_train_a_mixture_while_two_others_generate_at_most_one_step_ah
     steps = run.steps
     assert [step["step"] for step in steps] == list(range(1, 7))
     assert [step["policy_version"] for step in steps] == list(range(1, 7))
-    ages = [step["age/max"] for step in steps]
-    assert ages[0] == 0
-    assert max(ages) == 1
+    staleness = [step["staleness/max"] for step in steps]
+    assert staleness[0] == 0
+    assert max(staleness) == 1
     assert {step: e["policy_version"] for step, e in run.evaluations.items()} == {0: 0, 3: 3, 6: 6}
-    assert all(step["canary/logprob_diff"] <= 1e-5 for step in steps)
+    assert all(step["parity/logprob_diff"] <= 1e-5 for step in steps)
     logs = {path.name for path in (run.folder / "logs").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "generator_0-0.log", "generator_1-0.log"} <= logs
     # The bias that balances the experts moves in each step, and reaches the generators: else the

@@ -54,7 +54,7 @@ def test_run_matches_its_explanation(learned_run):
         step["samples"]
     }
     assert step["samples_of_run"] == len(run.steps) * step["samples"]
-    assert max(r["age/max"] for r in run.steps) == explanation["staleness"]["steps_most"] == 0
+    assert max(r["staleness/max"] for r in run.steps) == explanation["staleness"]["steps_most"] == 0
 
 
 @pytest.mark.timeout(900)
@@ -99,9 +99,9 @@ def test_one_step_off_policy_reaches_nine_tenths_too(learned_run, dump_folder):
     assert run.status == 0, run.output
     assert run.evaluations[0]["eval/correct"] <= 0.5
     assert run.evaluations[max(run.evaluations)]["eval/correct"] >= 0.9
-    ages = [step["age/max"] for step in run.steps]
-    assert set(ages) == {0, 1}
-    assert sum(ages) >= 0.8 * len(ages)  # otherwise generation was never ahead
+    staleness = [step["staleness/max"] for step in run.steps]
+    assert set(staleness) == {0, 1}
+    assert sum(staleness) >= 0.8 * len(staleness)  # otherwise generation was never ahead
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_resumed_off_policy_run_goes_on_undamaged_and_trains_on_each_problem_onc
     assert (ended.folder / "checkpoints" / f"step-{last}.damaged").is_dir()
     assert [record["step"] for record in ended.steps] == list(range(1, last + 5))
     assert [record["policy_version"] for record in ended.steps] == list(range(1, last + 5))
-    assert max(record["age/max"] for record in ended.steps) <= 3
+    assert max(record["staleness/max"] for record in ended.steps) <= 3
     trained = [r for r in read_rollouts(ended.folder / "rollouts.jsonl") if r["kind"] == "train"]
     samples = [(r["problem"], r["sample"]) for r in trained]
     assert len(samples) == len(set(samples)) == 8 * 4 * (last + 4)

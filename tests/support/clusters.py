@@ -96,7 +96,7 @@ class RunningCluster:
         """Push and serve the weights; return their version."""
         version = await self.pool.push()
         checked = await self.pool.serve(version)
-        assert checked.canary_diff == 0.0
+        assert checked.parity_diff == 0.0
         return version
 
     async def train(self) -> None:

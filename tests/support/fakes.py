@@ -111,7 +111,7 @@ class FakePolicy:
     serve_s: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)
     """Time and name of each event."""
-    age_of_tokens: list[int] = field(default_factory=list)
+    staleness_of_tokens: list[int] = field(default_factory=list)
     """Staleness of every trained token in versions, measured independently of the loop."""
     num_running: int = 0
     failing: tuple[str, int, Exception] | None = None
@@ -167,7 +167,9 @@ class FakePolicy:
         """Return a result whose logprobs are -1 - `logprob_diff`."""
         self.events.append((now_s(), "forward_backward"))
         for sample in samples:
-            self.age_of_tokens += (self.version - sample.policy_versions[sample.mask]).tolist()
+            self.staleness_of_tokens += (
+                self.version - sample.policy_versions[sample.mask]
+            ).tolist()
         self._fail("forward_backward", self.version)
         await asyncio.sleep(self.train_s)
         self.calls.append("forward_backward")

@@ -102,9 +102,9 @@ async def here(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
 async def train(stop: StopRequest, *, save_s: float) -> None:
     """Behave like a loop that is stopped while it waits for a batch."""
     try:
-        with stop.listening(lambda: "saving"):
+        with stop.listen(lambda: "saving"):
             print("training", flush=True)
-            await stop.interrupting(asyncio.sleep(600))
+            await stop.run_until_stop(asyncio.sleep(600))
     except StopRequestedError:
         # The kernel gives a second signal to another thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

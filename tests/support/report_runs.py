@@ -122,7 +122,7 @@ def _step(step: int, learnt: float, made: MadeRun, rng: np.random.Generator) -> 
         "loss/grad_norm": abs(0.1 + 0.03 * noise[7]), "loss/lr": made.lr,
         "logprob_diff/mean": 1e-4, "logprob_diff/max": 2e-3 + 1e-4 * noise[0],
         "logprob_diff/identical": 0,
-        "age/mean": 0.0, "age/max": 0,
+        "staleness/mean": 0.0, "staleness/max": 0,
         "time/generate_s": generate_s, "time/score_s": 0.02, "time/train_s": train_s,
         "time/publish_s": 0.08, "time/push_s": 0.05, "time/pull_s": 0.03, "time/step_s": step_s,
         "time/generator_idle_s": step_s - generate_s, "time/trainer_idle_s": step_s - train_s,
@@ -228,7 +228,7 @@ SOUND: dict[str, float] = {
     "loss/grad_norm": 0.1,
     "loss/lr": 1e-5,
     "logprob_diff/mean": 1e-6,
-    "age/mean": 0.0,
+    "staleness/mean": 0.0,
     "time/step_s": 10.0,
 }
 """Metrics of a step of a healthy run."""

@@ -435,7 +435,9 @@ def whole(engine: TrainingEngine, tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors of all stages of a pipeline, unsharded, in the order of one device."""
     found = {
         name: tensor.numpy().copy()
-        for name, tensor in engine.policy.whole_tensors((n, t.detach()) for n, t in tensors.items())
+        for name, tensor in engine.policy.gather_tensors(
+            (n, t.detach()) for n, t in tensors.items()
+        )
     }
     if engine.policy.pipeline is None:
         return found

@@ -16,7 +16,7 @@ from rl.training.checkpoint_files import (
     STATE,
     DamagedCheckpointError,
     check_files,
-    newest_usable,
+    find_newest_usable,
     read_state,
     saved_steps,
 )
@@ -73,7 +73,7 @@ def test_contradictory_fields_are_refused(fields, says):
 def test_checkpoints_are_due_at_the_interval_and_at_the_end():
     def steps(**fields):
         config = CheckpointConfig(**fields)
-        return [step for step in range(11) if config.due(step, last=step == 10)]
+        return [step for step in range(11) if config.is_due(step, last=step == 10)]
 
     assert steps(interval=4) == [4, 8, 10]
     assert steps(interval=4, enable_first_step_checkpoint=True) == [1, 4, 8, 10]
@@ -236,7 +236,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_taken(
     (newest / name).unlink()
     if fault is not None:
         (newest / name).write_bytes(fault(content))
-    assert newest_usable(tmp_path, checked) == older
+    assert find_newest_usable(tmp_path, checked) == older
     assert list(saved_steps(tmp_path)) == [1]
     (record,) = caplog.records
     assert record.message.endswith("set aside as step-2.damaged, and an earlier one is taken")

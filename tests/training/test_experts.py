@@ -30,7 +30,7 @@ def balance(*, num_layers=1, **settings):
         num_experts=4,
         mesh=None,
         device=torch.device("cpu"),
-        real_tokens=lambda: torch.tensor(real),
+        mask_real_tokens=lambda: torch.tensor(real),
     )
 
     def count(*, padding=0):

@@ -27,8 +27,9 @@ from rl.models.lora import LoRA
 from rl.models.moe import MoE
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
+from rl.training.device_memory import use_growing_segments
 from rl.training.engine import TrainingEngine
-from rl.training.memory import check_device_memory, estimate_memory, use_growing_segments
+from rl.training.memory import check_device_memory, estimate_memory
 from rl.training.optimizer import Optimizer
 from tests.support.distributed import run_ranks
 from tests.training.parts import make_sample, moe_spec

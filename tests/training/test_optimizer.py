@@ -44,7 +44,7 @@ def test_adamw_decays_separately_from_the_gradient_and_adam_within_it(name, expe
     parameter = one_parameter([2.0], [-3.0])
     config = Optimizer.Config(name=name, lr=0.1, eps=0.0, weight_decay=weight_decay)
     optimizer = config.build(parameters={"norm.weight": parameter})
-    optimizer.step(optimizer.settings(lr=0.1))
+    optimizer.step(optimizer.make_settings(lr=0.1))
     assert parameter.item() == pytest.approx(expected)
 
 
@@ -263,7 +263,7 @@ def test_weights_of_a_failed_step_in_the_backward_are_not_saved(assets, tmp_path
 
 def factors(steps, **config):
     schedule = LRSchedule.Config(**config).build()
-    return [schedule.factor(step) for step in steps]
+    return [schedule.compute_factor(step) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +344,6 @@ def test_an_early_step_that_fails_leaves_every_parameter_to_the_optimizer():
 
     handle = optimizer.inner.register_step_pre_hook(fail)
     with pytest.raises(RuntimeError, match="planted"):
-        optimizer.step_one(parameters["a"], optimizer.settings(lr=0.1, params=None))
+        optimizer.step_one(parameters["a"], optimizer.make_settings(lr=0.1, params=None))
     handle.remove()
     assert len(optimizer.inner.param_groups[0]["params"]) == 2

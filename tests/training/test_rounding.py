@@ -18,7 +18,7 @@ from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.sharding import local_tensor, whole_tensor
 from rl.loop.metrics import TrainedMinibatch, training_metrics
 from rl.training.optimizer import Optimizer
-from rl.training.rounding import Rounding, other_bits, round_into
+from rl.training.rounding import Rounding, derive_bits, round_into
 from tests.support.distributed import run_ranks
 from tests.training.parts import built, engine_config, make_samples
 
@@ -46,7 +46,7 @@ def test_numbers_that_are_not_finite_stay():
 def bits_of(name, parameter, *, seed=0, version=0):
     rounding = Rounding(seed=seed)
     rounding.version = version
-    return torch.cat([bits for _, bits in rounding.pieces(name, parameter)])
+    return torch.cat([bits for _, bits in rounding.split_rows(name, parameter)])
 
 
 def test_random_bits_are_even_and_differ_by_seed_step_name_and_place():
@@ -59,7 +59,7 @@ def test_random_bits_are_even_and_differ_by_seed_step_name_and_place():
         bits.roll(1, 1), bits.T,
     ):  # fmt: skip
         for a, b in zip(
-            (bits & 0xFFFF, *other_bits(bits)), (other & 0xFFFF, *other_bits(other)), strict=True
+            (bits & 0xFFFF, *derive_bits(bits)), (other & 0xFFFF, *derive_bits(other)), strict=True
         ):
             uniform_a, uniform_b = (x.flatten().double() / 65535 - 0.5 for x in (a, b))
             assert abs(uniform_a.mean()) < 0.01
@@ -77,7 +77,7 @@ def steps(name, implementation, dtype, *, num_steps=60):
     optimizer = config.build(parameters={MATRIX: parameter})
     for version in range(num_steps):
         parameter.grad = (direction + 0.3 * torch.randn(96, 64, generator=generator)).to(dtype)
-        optimizer.step(optimizer.settings(lr=1e-6), version=version)
+        optimizer.step(optimizer.make_settings(lr=1e-6), version=version)
     return parameter.detach().float() - start.float(), optimizer
 
 
@@ -89,7 +89,7 @@ def test_small_steps_add_up_as_in_float32(name, implementation):
     expected, _ = steps(name, implementation, torch.float32)
     change, optimizer = steps(name, implementation, torch.bfloat16)
     assert (change * expected).sum() / expected.square().sum() == pytest.approx(1.0, abs=0.05)
-    result = optimizer.rounding.result(mesh=None)
+    result = optimizer.rounding.reduce(mesh=None)
     assert 0.9 < result.rounded_away < 1.0
     assert result.applied == pytest.approx(1.0, abs=0.05)
 
@@ -98,7 +98,7 @@ def test_single_number_is_stepped_too():
     parameter = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
     optimizer = Optimizer.Config().build(parameters={"temperature": parameter})
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step(optimizer.settings(lr=0.5))
+    optimizer.step(optimizer.make_settings(lr=0.5))
     assert parameter.item() == pytest.approx(0.5, rel=2**-7)
 
 
@@ -110,7 +110,7 @@ def test_running_means_do_not_stand_still_where_a_step_is_below_their_precision(
     means["exp_avg_sq"].fill_(1.0)
     for version in range(100):
         parameter.grad = torch.zeros_like(parameter)
-        optimizer.step(optimizer.settings(lr=0.0), version=version)
+        optimizer.step(optimizer.make_settings(lr=0.0), version=version)
     for mean in (means["exp_avg"], means["exp_avg_sq"]):
         assert mean.float().mean().item() == pytest.approx(0.999**100, abs=0.002)
     assert means["step"].item() == 100
@@ -138,7 +138,7 @@ def stepped(name, shape, placement, *, mesh=None):
     optimizer = config.build(parameters={name: parameter}, seed=3)
     for version in range(2):
         parameter.grad = gradient.clone()
-        settings = optimizer.settings(lr=1e-3)
+        settings = optimizer.make_settings(lr=1e-3)
         if version == 0 or config.name == "Muon":
             optimizer.step(settings, version=version)
         else:

@@ -80,7 +80,7 @@ def train(engine, *, sleeps):
 def test_sleep_between_steps_changes_no_bit_and_makes_no_optimizer_state(assets, name):
     engine = make(assets, name=name)
     assert TrainerSleep(engine).sleep() > 0
-    assert engine.optimizer.held_tensors() == []
+    assert engine.optimizer.list_tensors() == []
     slept, awake = (train(make(assets, name=name), sleeps=sleeps) for sleeps in (True, False))
     assert slept == awake
 

@@ -17,7 +17,7 @@ from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding, RolloutEvidence
 from rl.reporting.html.rollouts import shorten
 
-_OUTSIDE_STEP = ("step", "push", "pull", "canary", "eval")
+_OUTSIDE_STEP = ("step", "push", "pull", "parity", "eval")
 """Times that do not add up to the step."""
 _IDLE = "_idle"
 LIMITS = ("decode", "train", "sync", "idle")

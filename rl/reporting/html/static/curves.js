@@ -39,9 +39,9 @@
       "share with equal rewards",
       { "reward/equal_groups": ["equal groups", "--accent"] },
     ],
-    ["Age of tokens", "steps since the weights that drew them", {
-      "age/mean": ["mean", "--accent"],
-      "age/max": ["oldest", "--c-orange"],
+    ["Staleness of tokens", "steps since the weights that drew them", {
+      "staleness/mean": ["mean", "--accent"],
+      "staleness/max": ["largest", "--c-orange"],
     }],
   ];
   const SHARES = /^(reward|eval)\/(mean|correct|reward|equal_groups|answer|format|pass@)|clipped_fraction|cut_off|unfinished|padding|fill|shared|^limit\/|identical/;
