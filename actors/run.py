@@ -34,12 +34,12 @@ from actors.checks import converted_model
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, RunConfig, Strategy
 from actors.explain import set_without_effect
-from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.members import LogSettings, record_process
 from actors.placement import count_gpus, fit_to_devices
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
+from actors.processes import temporary_files
 from actors.router import CallSeeds, Router
 from actors.starting_weights import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json

@@ -24,10 +24,10 @@ from actors.calls import ActorCallError, ActorLostError
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
-from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.placement import count_gpus, place_actors, trains_on_gpu
+from actors.processes import temporary_files
 from actors.reward import RewardActor
 from actors.run import make_router
 from actors.trainer import PolicyTrainer

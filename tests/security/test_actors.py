@@ -19,10 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from actors import isolation, members
 from actors.config import LaunchConfig
-from actors.isolation import isolate
+from actors.isolation import forget_empty_secrets, isolate
 from actors.placement import Placement
 from actors.processes import free_port
-from actors.secrets import forget_empty_secrets
 from actors.vllm.compat import _ranks_store
 from rl import weights
 from rl.config import cli
@@ -184,7 +183,7 @@ def test_processes_of_other_users_are_found():
         try:
             uid = os.stat(f"/proc/{sleeper.pid}").st_uid
             name = pwd.getpwuid(uid).pw_name
-            assert (name in isolation._other_users()) == (uid != os.getuid())
+            assert (name in isolation._list_other_users()) == (uid != os.getuid())
         finally:
             sleeper.kill()
 
