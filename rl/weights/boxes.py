@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from rl.weights.compat import StridedShard, find_offsets
+from rl.distributed.compat import StridedShard
+from rl.weights.compat import find_offsets
 from rl.weights.types import WeightMismatchError
 
 ALIGNMENT = 16

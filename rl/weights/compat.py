@@ -5,13 +5,9 @@ from __future__ import annotations
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 # A call to a dead process raises it; no public module of Monarch exports it.
 LostProcessError = SupervisionError
-
-# FSDP over tensor parallelism gives parameters this placement; `isinstance(p, Shard)` misses it.
-StridedShard = _StridedShard
 
 
 def find_offsets(tensor: DTensor) -> tuple[int, ...]:

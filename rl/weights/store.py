@@ -112,7 +112,7 @@ class WeightStore(Configurable):
         """Number of the newest versions that `prune` keeps."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
         """auto: shared memory between processes of one host, messages between hosts; torchstore:
-        messages everywhere, as torchstore sends weights; files: the run's folder, which all
+        messages everywhere, as torchstore does without RDMA; files: the run's folder, which all
         machines must share, for machines that cannot reach each other's memory."""
         num_threads: int = 2
         """CPU threads of each rank that copy weights, besides the threads that compute."""
