@@ -59,27 +59,30 @@ async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s:
 
 def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
     """Return the processes and all that they have started, parents first."""
-    found: dict[ProcessId, None] = {}
+    # In a dict, which keeps the order: two roots may have descendants in common.
+    tree: dict[ProcessId, None] = {}
     for root in roots:
-        found[root] = None
+        tree[root] = None
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(root.pid).children(recursive=True):
-                if (process := identify(child.pid)) is not None:
-                    found[process] = None
-    return list(found)
+                process = identify(child.pid)
+                if process is not None:
+                    tree[process] = None
+    return list(tree)
 
 
 def find_processes_of_role(role: str, *, parents: Iterable[int]) -> list[ProcessId]:
     """Return the processes of a role that these processes have started, without their children."""
-    found: list[ProcessId] = []
+    processes: list[ProcessId] = []
     for parent in parents:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(parent).children():
                 with contextlib.suppress(psutil.Error):
-                    started = child.environ().get(ROLE_VARIABLE) == role
-                    if started and (process := identify(child.pid)) is not None:
-                        found.append(process)
-    return found
+                    if child.environ().get(ROLE_VARIABLE) == role:
+                        process = identify(child.pid)
+                        if process is not None:
+                            processes.append(process)
+    return processes
 
 
 def carrying_environment(name: str, value: str) -> list[ProcessId]:

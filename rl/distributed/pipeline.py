@@ -182,14 +182,14 @@ class Pipeline:
                     x = hidden(device=self.device)
                     received.append((dist.irecv(x, group_src=source, group=self.group), x))
             for place, number in enumerate(numbers):
-                given: Tensor | None = None
+                states_in: Tensor | None = None
                 if received:
-                    work, given = received[place]
+                    work, states_in = received[place]
                     if work is not None:
                         work.wait()
                 elif stage:
-                    given = states.pop((stage, number))
-                out = part(given, number=number)
+                    states_in = states.pop((stage, number))
+                out = part(states_in, number=number)
                 if stage == self.num_stages - 1:
                     continue
                 to = self.plan.ranks[stage + 1]

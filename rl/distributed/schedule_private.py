@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch.distributed.pipelining import schedules
@@ -97,23 +98,23 @@ def read_csv_schedule(file: str, *, num_ranks: int) -> FileSchedule:
     try:
         rows = _read_rows(file)
         actions = dict(enumerate(rows))
-        done = [action for row in rows for action in row if action is not None]
-        if not done or len(rows) != num_ranks:
+        entries = [action for action in chain.from_iterable(rows) if action is not None]
+        if not entries or len(rows) != num_ranks:
             raise ValueError(f"has {len(rows)} rows: must have one for each of {num_ranks} ranks")
-        num_stages = _count((action.stage_index for action in done), len(done), "stage")
+        num_stages = _count((action.stage_index for action in entries), len(entries), "stage")
         num_micro_batches = _count(
-            (action.microbatch_index for action in done), len(done), "micro-batch"
+            (action.microbatch_index for action in entries), len(entries), "micro-batch"
         )
-        if len(set(done)) < len(done):
+        if len(set(entries)) < len(entries):
             raise ValueError("an entry is there twice")
-        transfers = [action for action in done if not action.is_compute_op]
+        transfers = [action for action in entries if not action.is_compute_op]
         if transfers:
             raise ValueError(
                 f"has {transfers[0]}: must have no transfers, which follow from the rest"
             )
         # PyTorch takes the losses of the last stage in this order.
         order = []
-        for action in done:
+        for action in entries:
             is_last = action.stage_index == num_stages - 1
             if is_last and action.computation_type == schedules.FORWARD:
                 order.append(action.microbatch_index)

@@ -35,16 +35,17 @@ def _make_log_private() -> None:
     may write, whoever knows the name could put something else there: each process writes only
     errors, under a name of its own.
     """
-    given = os.environ.get("MONARCH_LOG_SUFFIX", "")
+    user_suffix = os.environ.get("MONARCH_LOG_SUFFIX", "")
     try:
         folder = Path("/tmp", _get_user())
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError
-        for suffix in (given, *(f"{given}_{number}".lstrip("_") for number in range(2, MAX_LOGS))):
+        for number in range(1, MAX_LOGS):
+            suffix = user_suffix if number == 1 else f"{user_suffix}_{number}".lstrip("_")
             if _is_private_log(folder / f"monarch_log{'_' if suffix else ''}{suffix}.log"):
-                if suffix != given:
+                if suffix != user_suffix:
                     os.environ["MONARCH_LOG_SUFFIX"] = suffix
                 return
     except OSError:

@@ -82,8 +82,9 @@ class Copier:
             return done
 
         work = [thread.run(copy_pieces) for thread in self._threads]
-        if device := next((copy.device for copy in copies if copy.device is not None), None):
-            self._gpu = self._gpu or _GPUCopier(device)
+        devices = [copy.device for copy in copies if copy.device is not None]
+        if devices:
+            self._gpu = self._gpu or _GPUCopier(devices[0])
             work.append(self._threads[0].run(partial(self._gpu.run, copies, stop=stop)))
 
         # A cancelled `gather` would cancel the waits but not the threads, which would write into

@@ -158,8 +158,8 @@ class WeightStore(Configurable):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
-            started = await self._volumes.reset.call()
-            self._coordinates = [dict(point) for point, _ in started.items()]
+            answers = await self._volumes.reset.call()
+            self._coordinates = [dict(point) for point, _ in answers.items()]
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
