@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ CLIENT_EXIT_S = 2.0
 """
 
 
-def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
+def configure_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
     """Keep Monarch from interrupting the controller when an actor dies, and from editing log
     records.
 
@@ -33,16 +34,18 @@ def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
     dead actor gets an error anyway, and every wait has a deadline, so the controller can decide.
     """
     monarch.actor.unhandled_fault_hook = on_fault
-    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
+    # The lines of relay's logs name role and rank themselves.
+    monarch.actor.config.prefix_python_logs_with_actor = False
 
 
 def run_actor_process() -> None:
-    """Run this process's actors until they end, by SystemExit; there is no public entry but
-    Monarch's command.
+    """Run this process's actors until they end, by SystemExit.
+
+    The only public entry is Monarch's command, before which relay could set up nothing.
     """
     from monarch._src.actor.bootstrap_main import invoke_main
 
-    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
+    monarch.actor.config.prefix_python_logs_with_actor = False
     invoke_main()
 
 
@@ -53,30 +56,31 @@ def is_client_started() -> bool:
     return _client_context.try_get() is not None
 
 
-def monarch_threads() -> list[int]:
+def list_monarch_threads() -> list[int]:
     """Return the threads that Monarch's runtime has started in this process, at its import."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [
-        int(task.name)
-        for task in tasks
-        if (task / "comm").read_text().startswith("monarch-pytokio")
-    ]
+
+    def is_monarchs(task: Path) -> bool:
+        # By the kernel's name for it, as Monarch does not list its threads.
+        return (task / "comm").read_text().startswith("monarch-pytokio")
+
+    return [int(task.name) for task in filter(is_monarchs, Path("/proc/self/task").iterdir())]
 
 
-def quiet_jobs() -> None:
-    """Drop log records of Monarch's jobs below a warning; their modules set a level when
-    imported.
-    """
+def hide_job_logs() -> None:
+    """Drop log records of Monarch's jobs below a warning."""
+    # After each import of a job's module, as the module sets a level of its own.
     for name in ("job", "slurm", "kubernetes"):
         logging.getLogger(f"monarch._src.job.{name}").setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
-def quiet_client_start() -> Iterator[None]:
-    """Drop the line that Monarch's client writes to stderr when it starts, and have `_end_client`
-    called at exit.
+def hide_client_start() -> Iterator[None]:
+    """Drop the line that Monarch's client writes to stderr when it starts.
+
+    Have `_end_client` called at exit, too.
     """
     sys.stderr.flush()
+    # The client is Rust and writes to the descriptor, so replacing `sys.stderr` has no effect.
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -86,13 +90,15 @@ def quiet_client_start() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(sink)
+        # Registered anew each time: handlers run in reverse order, and this must precede Monarch's.
         atexit.unregister(_end_client)
         atexit.register(_end_client)
 
 
 def _end_client() -> None:
-    """End Monarch's client before Monarch's own handler does, which prints a traceback where that
-    takes 1 s.
+    """End Monarch's client before Monarch's own handler does.
+
+    That handler prints a traceback if the end takes more than a second.
     """
     with contextlib.suppress(TimeoutError):
         monarch.actor.shutdown_context(host_timeout=0.3).get(timeout=CLIENT_EXIT_S)
@@ -103,9 +109,43 @@ def prepare_client_gateway(job: Any) -> None:
     job._prepare_client_gateway()
 
 
-def slurm_worker(job: Any) -> tuple[str, str]:
-    """Return a shell assignment of the identities of a SlurmJob's workers, and the Python code of a
-    worker.
+class SlurmHooks(ABC):
+    """Mixin for Monarch's SlurmJob that replaces its uses of SLURM's commands.
+
+    Monarch has no public hook for them; `actors.slurm_job` says how each of its own fails.
+    """
+
+    _slurm_job_id: str | None
+
+    @abstractmethod
+    def submit(self, num_nodes: int) -> str:
+        """Submit the job and return its number."""
+
+    @abstractmethod
+    def read_job(self, job_id: str) -> dict[str, Any] | None:
+        """Return the job's state and nodes in the form of `squeue --json`; None if it is lost."""
+
+    @abstractmethod
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job, or raise RuntimeError."""
+
+    def _submit_slurm_job(self, num_nodes: int, client_script: str | None = None) -> str:
+        job: Any = self
+        job._ensure_service_proc_ids(num_nodes)
+        return self.submit(num_nodes)
+
+    def _get_job_info_json(self, job_id: str) -> dict[str, Any] | None:
+        return self.read_job(job_id)
+
+    def _kill(self) -> None:
+        if self._slurm_job_id is not None:
+            self.cancel(self._slurm_job_id)
+            # After an error, which Monarch's method only logs, the job is not forgotten.
+            self._slurm_job_id = None
+
+
+def describe_slurm_worker(job: Any) -> tuple[str, str]:
+    """Return a shell assignment of a SlurmJob's identities, and the Python code of a worker.
 
     Monarch only writes them into a script of its own, whose options are not safe
     (`actors.slurm_job`).
@@ -117,7 +157,24 @@ def slurm_worker(job: Any) -> tuple[str, str]:
     return f"{SERVICE_PROC_IDS_ENV}={identities}", _worker_bootstrap(job._port, None)
 
 
-def simulated_host_pids(job: Any, group: str, num_hosts: int) -> list[int]:
+class KubernetesHooks(ABC):
+    """Mixin for Monarch's KubernetesJob: `extend_pod` may change the template of all pods.
+
+    Monarch's public `ImageSpec` has neither variables of the environment nor claims.
+    """
+
+    @abstractmethod
+    def extend_pod(self, template: Any) -> None:
+        """Change the V1PodTemplateSpec in place."""
+
+    def _build_worker_pod_template(self, *args: Any) -> Any:
+        parent: Any = super()  # A static method there.
+        template = parent._build_worker_pod_template(*args)
+        self.extend_pod(template)
+        return template
+
+
+def list_simulated_hosts(job: Any, group: str, num_hosts: int) -> list[int]:
     """Return the pids of the processes by which a ProcessJob simulates a group's hosts.
 
     Monarch reports the death of such a host after 30 s at the earliest; its pid shows it at once.

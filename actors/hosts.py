@@ -1,5 +1,4 @@
-"""Hosts of a run, taken from Monarch's jobs: simulated ones, `actors.slurm_job` or
-`actors.kubernetes_job`.
+"""Hosts of a run, from Monarch's jobs: simulated, by SLURM or by Kubernetes.
 
 hosts = Hosts(launch, placements)
 await hosts.start()
@@ -28,17 +27,15 @@ from monarch.job import ProcessJob
 from actors import slurm_job
 from actors.calls import ActorCallError
 from actors.compat import (
+    hide_client_start,
+    hide_job_logs,
+    list_simulated_hosts,
     prepare_client_gateway,
-    quiet_client_start,
-    quiet_jobs,
-    simulated_host_pids,
 )
 from actors.config import LaunchConfig
-from actors.guard import Guard
-from actors.isolation import inside
+from actors.isolation import hide_secrets, run_inside
 from actors.placement import Placements
-from actors.processes import RUN, RUN_VARIABLE, free_port, import_path
-from actors.secrets import without_secrets
+from actors.processes import RUN, RUN_VARIABLE, Guard, free_port, import_path
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_aside
 
@@ -57,27 +54,27 @@ END_TIMEOUT_S = 60.0
 MAX_NAME = 26
 """Characters of a job's name that a replacement job keeps before its number."""
 
-quiet_jobs()
+hide_job_logs()
 _numbers = count(2)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Job:
+    """Job of Monarch, and the guard that ends it should this process be killed."""
+
     name: str
     job: Any
     guard: Guard | None = None
 
     async def end(self) -> None:
-        """End the job; one that cannot be ended is left to the guard, which tries again after this
-        process.
-        """
+        """End the job, or leave it to the guard, which tries again after this process."""
         try:
             await run_aside(self.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001  # a scheduler's client may raise anything
+        except Exception as error:  # noqa: BLE001  # A scheduler's client may raise anything.
             logger.warning("could not end %s: %s: %s", self.name, type(error).__name__, error)
         else:
             if self.guard is not None:
-                self.guard.dismiss()
+                self.guard.stop()
 
 
 class Hosts:
@@ -93,7 +90,7 @@ class Hosts:
         self._job_of_group: dict[str, _Job] = {}
         self._failed: set[str] = set()
         """Groups on which a start has failed: on other machines nothing else shows their death."""
-        self._renewing = asyncio.Lock()
+        self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
         """Ask for the hosts and wait for them; `end` gives them back.
@@ -102,32 +99,35 @@ class Hosts:
             ValueError: other hosts cannot reach this one.
             ActorCallError: no hosts are available; carries the scheduler's message.
         """
-        if groups := self._placements.host_groups():
+        groups = self._placements.count_hosts()
+        if groups:
             check_reachable(self.launch, hostname=socket.gethostname())
             configure(**DEATH_NOTICE)
             await self._ask_for(groups, self.launch)
 
-    def start_failed(self, group: str) -> None:
+    def mark_failed(self, group: str) -> None:
+        """Count the hosts of a group as lost, because a role did not start on them."""
         self._failed.add(group)
 
-    async def renew_lost(self, group: str) -> None:
-        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end
-        with their job.
-        """
-        async with self._renewing:  # another role on the same hosts may be lost as well
+    async def replace_lost(self, group: str) -> None:
+        """Replace the hosts of a group, if they are lost, by those of a new job."""
+        # Another role on the same hosts may be lost as well, and must not replace the new hosts.
+        async with self._replacing:
             processes = self.processes.get(group, ())
             if group not in self._failed and all(map(is_alive, processes)):
                 return
             for process in processes:
                 kill(process)
-            before = self._job_of_group.pop(group)
-            if before not in self._job_of_group.values():
-                await before.end()
+
+            # The old job ends with the last of its groups: other roles may run on its hosts.
+            old_job = self._job_of_group.pop(group)
+            if old_job not in self._job_of_group.values():
+                await old_job.end()
+
             # The old job may still hold its name.
-            named = replace(
-                self.launch, job_name=f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}"
-            )
-            await self._ask_for({group: self._placements.host_groups()[group]}, named)
+            name = f"{self.launch.job_name[:MAX_NAME]}x{next(_numbers)}"
+            launch = replace(self.launch, job_name=name)
+            await self._ask_for({group: self._placements.count_hosts()[group]}, launch)
 
     async def end(self) -> None:
         jobs = set(self._job_of_group.values())
@@ -138,44 +138,54 @@ class Hosts:
     async def _ask_for(self, groups: Mapping[str, int], launch: LaunchConfig) -> None:
         job = make_job(launch, self._placements, groups)
         logs = f" (logs in {launch.slurm.log_folder})" if launch.hosts == "slurm" else ""
-        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}{logs}", job=job)
-        self._job_of_group |= dict.fromkeys(groups, asked)
+        described = _Job(name=f"{launch.hosts} job {launch.job_name!r}{logs}", job=job)
+        # Known before it exists, so that `end` ends it whatever happens from here on.
+        self._job_of_group |= dict.fromkeys(groups, described)
         self._failed |= set(groups)
-        logger.info("asking for %d hosts: %s", sum(groups.values()), asked.name)
+        logger.info("asking for %d hosts: %s", sum(groups.values()), described.name)
         try:
             async with asyncio.timeout(launch.start_timeout_s):
-                await _applied(job)
+                await _apply(job)
                 if isinstance(job, ProcessJob):
-                    for group, num_hosts in groups.items():
-                        pids = simulated_host_pids(job, group, num_hosts)
-                        self.processes[group] = [
-                            found for pid in pids if (found := identify(pid)) is not None
-                        ]
-                asked.guard = Guard(job.kill, name="hosts")
+                    self._note_simulated(job, groups)
+                described.guard = Guard(job.kill, name="hosts")
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
-                await run_aside(partial(inside, partial(prepare_client_gateway, job)), name="hosts")
+                prepare = partial(prepare_client_gateway, job)
+                await run_aside(partial(run_inside, prepare), name="hosts")
+
+            # Monarch's client starts below, and takes the address at which hosts answer it.
             if launch.on_cluster and launch.controller_address is not None:
                 configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
-            with quiet_client_start():
-                found_hosts = inside(partial(job.state, cached_path=None))
+            with hide_client_start():
+                state = run_inside(partial(job.state, cached_path=None))
         except TimeoutError as error:
             raise ActorCallError(
-                f"no hosts from {asked.name} within "
+                f"no hosts from {described.name} within "
                 f"launch.start_timeout_s={launch.start_timeout_s:g}"
                 + (f": {error}" if str(error) else "")
             ) from error
-        except Exception as error:  # a scheduler's client may raise anything
+        except Exception as error:  # A scheduler's client may raise anything.
             raise ActorCallError(
-                f"no hosts from {asked.name}: {type(error).__name__}: {error}"
+                f"no hosts from {described.name}: {type(error).__name__}: {error}"
             ) from error
+
         self._failed -= set(groups)
         for group in groups:
-            name = _kubernetes().mesh_name(launch, group) if launch.hosts == "kubernetes" else group
-            self.meshes[group] = getattr(found_hosts, name)
+            name = group
+            if launch.hosts == "kubernetes":
+                name = _load_kubernetes().name_mesh(launch, group)
+            self.meshes[group] = getattr(state, name)
+
+    def _note_simulated(self, job: ProcessJob, groups: Mapping[str, int]) -> None:
+        """Keep the processes that simulate hosts: their death shows at once, by their pids."""
+        for group, num_hosts in groups.items():
+            processes = map(identify, list_simulated_hosts(job, group, num_hosts))
+            self.processes[group] = [process for process in processes if process is not None]
 
 
-async def _applied(job: Any) -> None:
-    applying = asyncio.ensure_future(run_aside(partial(inside, job.apply), name="hosts"))
+async def _apply(job: Any) -> None:
+    """Create the job, in a thread; wait for the end of that even if cancelled."""
+    applying = asyncio.ensure_future(run_aside(partial(run_inside, job.apply), name="hosts"))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
@@ -191,17 +201,23 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     else of Monarch.
     """
     if launch.hosts == "process":
-        env = without_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
+        env = hide_secrets(launch.keep_env) | {RUN_VARIABLE: RUN, "PYTHONPATH": import_path()}
         return ProcessJob(dict(groups), env=env)
-    gpus_of = {group: placements.gpus_of(group) for group in placements.host_groups()}
-    if launch.gpus_per_host is not None:
-        gpus_of = {group: launch.gpus_per_host if num else 0 for group, num in gpus_of.items()}
+
+    # Of all groups, so that a job that replaces a group asks for nodes like those of the first job.
+    gpus_of = {}
+    for group in placements.count_hosts():
+        num_gpus = placements.count_gpus_of(group)
+        # The option says what a host has; a role without devices takes none of them.
+        if launch.gpus_per_host is not None and num_gpus:
+            num_gpus = launch.gpus_per_host
+        gpus_of[group] = num_gpus
     if launch.hosts == "kubernetes":
-        return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
+        return _load_kubernetes().make_job(launch, groups, gpus_of=gpus_of)
     return slurm_job.make_job(launch, groups, gpus_of=gpus_of)
 
 
-def _kubernetes() -> ModuleType:
+def _load_kubernetes() -> ModuleType:
     """Return `actors.kubernetes_job`, whose package may be missing."""
     try:
         return importlib.import_module("actors.kubernetes_job")
@@ -213,9 +229,7 @@ def _kubernetes() -> ModuleType:
 
 
 def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
-    """Raise ValueError, naming the field, unless a cluster's hosts can reach this one by its
-    name.
-    """
+    """Raise ValueError, naming the field, unless a cluster's hosts can reach this host."""
     if not launch.on_cluster or launch.controller_address is not None:
         return
     try:

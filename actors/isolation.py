@@ -1,4 +1,4 @@
-"""Network namespace for the actors of this machine and for Monarch's part of this process.
+"""Isolation of the actors: a network of their own, and no secrets in their environment.
 
 Monarch's processes find each other by abstract unix sockets and TCP ports that ask nobody who they
 are: a local user who reaches one runs code as this user. Such sockets belong to the network
@@ -7,7 +7,10 @@ to a namespace of their own, while Python's threads stay where they are: downloa
 and servers of the controller use the network as before.
 
     line = isolate(config.launch, needs_network=None)   # once in a process, before Monarch is used
-    host = inside(this_host)                            # a call that opens sockets in the calling thread
+    host = run_inside(this_host)                        # a call that opens sockets in its thread
+
+The code that an actor runs can read its environment, and so can who gets into its process. The
+controller keeps its own: it downloads models and writes metrics.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-from actors.compat import is_client_started, monarch_threads
+from actors.compat import is_client_started, list_monarch_threads
 from actors.config import LaunchConfig
 from rl.utils.errors import RunError
 from rl.utils.namespaces import (
@@ -46,31 +50,40 @@ MOVE_LIMIT_S = 30.0
 MAX_NAMED = 3
 DOCS = "docs/running.md, Who can reach the actors"
 
+SECRET_NAME = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)"
+    r"|(^|_)AUTH(_|$)|_(PWD|PAT|PASS)$",
+    re.IGNORECASE,
+)
+"""Names such as HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD and SSH_AUTH_SOCK; not
+TOKENIZERS_PARALLELISM.
+"""
+PASSWORD = re.compile(r"PASS|PWD", re.IGNORECASE)
+SETTING = re.compile(r"\d{1,9}|true|false", re.IGNORECASE)
+"""Values that are no secret, unless the name is that of a password:
+VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024.
+"""
+URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
 _inside: ThreadPoolExecutor | None = None
 """The thread of this process's Python code in the namespace; None without a namespace."""
 
 
-def inside(function: Callable[[], T]) -> T:
-    """Call a function where Monarch's sockets belong: in the namespace if there is one, else
-    here.
-    """
+def run_inside(function: Callable[[], T]) -> T:
+    """Call a function in the namespace, if there is one, so that Monarch's sockets are there."""
     return function() if _inside is None else _inside.submit(function).result()
 
 
-def network_env() -> dict[str, str]:
-    """Return the variables with which libraries use the only network device of the namespace, if
-    there is one.
-
-    They replace the user's, who may have named a device of the machine.
-    """
+def get_network_env() -> dict[str, str]:
+    """Return the variables with which libraries use the namespace's only network device."""
     if _inside is None:
         return {}
+    # They replace the user's, who may have named a device of the machine.
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
-    """Decide if the actors get a network namespace, make it, and return a line that says which it
-    is.
+    """Make a network namespace for the actors if there can be one; return a line that says so.
 
     Monarch must not have been used by this process, unless it is in a namespace already.
 
@@ -88,19 +101,22 @@ def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
                 f"launch.hosts={launch.hosts!r}: an earlier run of this process has put Monarch "
                 "into a network namespace, which other hosts cannot reach: start a new process"
             )
-        return _line(None)
-    against = _reason_against(launch, needs_network)
+        return _describe(None)
+
+    against = _find_obstacle(launch, needs_network)
     is_possible = against is None
     if is_possible:
         against = _move_monarch()
-    drop_capabilities()  # they were for this alone
+    drop_capabilities()  # They were for this alone.
     if against is None:
-        return _line(None)
+        return _describe(None)
     if launch.isolate_network:
         raise ValueError(
             f"launch.isolate_network=True: {against}; None starts the run without it ({DOCS})"
         )
-    others = _other_users() if is_possible else ()
+
+    # Only where the system refused it: who has chosen to share the network needs no warning.
+    others = _list_other_users() if is_possible else ()
     if others:
         named = ", ".join(others[:MAX_NAMED]) + (" ..." if len(others) > MAX_NAMED else "")
         logger.warning(
@@ -110,16 +126,16 @@ def isolate(launch: LaunchConfig, *, needs_network: str | None) -> str:
             named,
             DOCS,
         )
-    return _line(against)
+    return _describe(against)
 
 
-def _line(against: str | None) -> str:
+def _describe(against: str | None) -> str:
     if against is None:
         return "the actors have a network of their own (launch.isolate_network)"
     return f"the actors use this machine's network: {against}"
 
 
-def _reason_against(launch: LaunchConfig, needs_network: str | None) -> str | None:
+def _find_obstacle(launch: LaunchConfig, needs_network: str | None) -> str | None:
     if launch.on_cluster:
         return (
             f"launch.hosts={launch.hosts!r}; who reaches their ports can run code as you ({DOCS})"
@@ -134,30 +150,30 @@ def _reason_against(launch: LaunchConfig, needs_network: str | None) -> str | No
 
 
 def _move_monarch() -> str | None:
-    """Make the namespace and move Monarch's threads to it; return the reason if it is not
-    permitted.
-    """
+    """Make the namespace and move Monarch's threads to it; return the reason if that fails."""
     global _inside
     if not Path("/proc/thread-self/ns/net").exists():
         return "this system has no network namespaces"
     if not can_make_network():
         return "this process may not make a network namespace"
+    # The thread keeps the namespace alive, and runs the calls that open Monarch's sockets.
     thread = ThreadPoolExecutor(1, thread_name_prefix="monarch-network")
     try:
         descriptor = thread.submit(make_network).result()
-    except OSError as error:  # also for a limit of 0, or a kernel without
+    except OSError as error:  # Also for a limit of 0, or a kernel without namespaces.
         thread.shutdown()
         return f"the system does not permit a network namespace ({error.strerror})"
-    thread.submit(_move, monarch_threads(), descriptor=descriptor).result()
+    thread.submit(_move, list_monarch_threads(), descriptor=descriptor).result()
     _inside = thread
     return None
 
 
 def _move(threads: Sequence[int], *, descriptor: int) -> None:
-    """Have the given threads follow this one into its namespace, by a signal each, and close the
-    descriptor of it.
+    """Have the given threads follow this one into its namespace; close its descriptor.
 
-    They have nothing to do before Monarch is used, so that a handler in Python interrupts nothing.
+    A thread can only move itself (setns), and no code of relay runs in Monarch's threads: so each
+    gets a signal, whose handler moves it. The threads have nothing to do before Monarch is used, so
+    that a handler in Python interrupts nothing.
     """
     here = os.readlink("/proc/thread-self/ns/net")
 
@@ -168,6 +184,7 @@ def _move(threads: Sequence[int], *, descriptor: int) -> None:
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(follow)
     libc().signal(int(MOVE), handler)
     try:
+        # tgkill, as a signal to the process would be handled by any of its threads.
         for thread in threads:
             libc().tgkill(os.getpid(), thread, int(MOVE))
         deadline = time.monotonic() + MOVE_LIMIT_S
@@ -184,11 +201,44 @@ def _move(threads: Sequence[int], *, descriptor: int) -> None:
     drop_capabilities()
 
 
-def _other_users() -> list[str]:
+def _list_other_users() -> list[str]:
     """Return the names of users but root who have processes on this machine."""
-    found = set()
+    names = set()
     for process in psutil.process_iter(["uids", "username"]):
         uids = process.info["uids"]
         if uids is not None and uids.real not in (0, os.getuid()):
-            found.add(process.info["username"] or str(uids.real))
-    return sorted(found)
+            names.add(process.info["username"] or str(uids.real))
+    return sorted(names)
+
+
+def find_secrets(keep: Collection[str] = ()) -> list[str]:
+    """Return the names of this process's environment that hold a secret, by name or by value."""
+    names = []
+    for name, value in os.environ.items():
+        if name not in keep and _is_secret(name, value):
+            names.append(name)
+    return names
+
+
+def _is_secret(name: str, value: str) -> bool:
+    if SECRET_NAME.search(name):
+        return bool(PASSWORD.search(name)) or not SETTING.fullmatch(value)
+    # A proxy's address stays, even with a password: without it an actor has no network.
+    return bool(URL_WITH_PASSWORD.search(value)) and not name.lower().endswith("_proxy")
+
+
+def hide_secrets(keep: Collection[str] = ()) -> dict[str, str]:
+    """Return empty values for the secrets in the environment of a process to be started.
+
+    Monarch lets a process inherit the environment and can only replace values.
+    `forget_empty_secrets` does the rest.
+    """
+    return dict.fromkeys(find_secrets(keep), "")
+
+
+def forget_empty_secrets() -> None:
+    """Remove the names that `hide_secrets` has left empty."""
+    # An empty key is not the same as none: libraries would send it.
+    for name in find_secrets():
+        if not os.environ[name]:
+            del os.environ[name]

@@ -10,20 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kubernetes import client
-from monarch._src.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
+from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
 
-from actors.compat import quiet_jobs
+from actors.compat import KubernetesHooks, hide_job_logs
 from actors.config import KubernetesConfig, LaunchConfig
 from actors.processes import RUN
 from rl.weights import SETTINGS
 
-quiet_jobs()
+hide_job_logs()
 
 
-class PodsOfRun(KubernetesJob):
-    """Monarch's job, whose pods also get Monarch's settings of this process and the claim with the
-    run's folder.
-    """
+class PodsOfRun(KubernetesHooks, KubernetesJob):
+    """Monarch's job, whose pods also get Monarch's settings and the claim with the run's folder."""
 
     def __init__(self, *, config: KubernetesConfig, timeout_s: float) -> None:
         kubeconfig = None if config.kubeconfig is None else KubeConfig.from_path(config.kubeconfig)
@@ -32,23 +30,23 @@ class PodsOfRun(KubernetesJob):
         )
         self.config = config
 
-    def _build_worker_pod_template(  # static there
-        self, image_spec: ImageSpec, port: int, service_proc_ids: list[Any]
-    ) -> client.V1PodTemplateSpec:
-        template = KubernetesJob._build_worker_pod_template(image_spec, port, service_proc_ids)
+    def extend_pod(self, template: Any) -> None:
+        """Add the settings that Monarch reads when it is loaded, and the run's folder."""
         container = template.spec.containers[0]
-        container.env += [client.V1EnvVar(name=name, value=os.environ[name]) for name in SETTINGS]
+        for name in SETTINGS:
+            container.env.append(client.V1EnvVar(name=name, value=os.environ[name]))
+
         claim = self.config.volume_claim
-        if claim is not None:
-            source = client.V1PersistentVolumeClaimVolumeSource(claim_name=claim)
-            volume = client.V1Volume(name="run", persistent_volume_claim=source)
-            mount = client.V1VolumeMount(name="run", mount_path=self.config.volume_path)
-            template.spec.volumes = [*(template.spec.volumes or ()), volume]
-            container.volume_mounts = [*(container.volume_mounts or ()), mount]
-        return template
+        if claim is None:
+            return
+        source = client.V1PersistentVolumeClaimVolumeSource(claim_name=claim)
+        volume = client.V1Volume(name="run", persistent_volume_claim=source)
+        mount = client.V1VolumeMount(name="run", mount_path=self.config.volume_path)
+        template.spec.volumes = [*(template.spec.volumes or ()), volume]
+        container.volume_mounts = [*(container.volume_mounts or ()), mount]
 
 
-def mesh_name(launch: LaunchConfig, group: str) -> str:
+def name_mesh(launch: LaunchConfig, group: str) -> str:
     """Return the name of a group's resource, unique in the namespace."""
     return f"{launch.job_name}{RUN}{group}"
 
@@ -56,21 +54,21 @@ def mesh_name(launch: LaunchConfig, group: str) -> str:
 def make_job(
     launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
 ) -> PodsOfRun:
-    """Return the job of these groups of hosts, with the devices of each host; it is not yet
-    applied.
-    """
+    """Return the job of these groups of hosts; it is not yet applied."""
     config = launch.kubernetes
     assert config.image is not None, "refused by LaunchConfig"
     job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
     for group, num_hosts in groups.items():
-        asked = {
-            config.gpu_resource: gpus_of[group] or None,
-            "cpu": config.cpus,
-            "memory": config.memory,
-        }
-        resources = {name: value for name, value in asked.items() if value is not None}
+        resources: dict[str, Any] = {}
+        if gpus_of[group]:
+            resources[config.gpu_resource] = gpus_of[group]
+        if config.cpus is not None:
+            resources["cpu"] = config.cpus
+        if config.memory is not None:
+            resources["memory"] = config.memory
+        # Without a size a pod has 64 MB of /dev/shm, too little for NCCL.
         image = ImageSpec(
             config.image, resources=resources or None, shared_memory_size=config.shared_memory
         )
-        job.add_mesh(mesh_name(launch, group), num_hosts, image_spec=image, port=config.port)
+        job.add_mesh(name_mesh(launch, group), num_hosts, image_spec=image, port=config.port)
     return job

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
 
-from monarch.actor import MeshFailure, default_bootstrap_cmd, this_host
+from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
 from actors.calls import (
@@ -36,11 +36,11 @@ from actors.calls import (
     deadline,
     end_of_process,
 )
-from actors.compat import quiet_client_start, settle_monarch
+from actors.compat import configure_monarch, hide_client_start
 from actors.config import LaunchConfig, Timeouts
 from actors.hang_report import add_hang_report
 from actors.hosts import Hosts
-from actors.isolation import inside, isolate, network_env
+from actors.isolation import find_secrets, get_network_env, isolate, run_inside
 from actors.members import (
     MEMBER_NAME,
     LogSettings,
@@ -55,13 +55,12 @@ from actors.processes import (
     RUN,
     RUN_VARIABLE,
     carrying_environment,
+    find_processes_of_role,
     mapped_shared_memory,
-    processes_of_role,
     remove_unmapped,
     wait_until_gone,
     with_descendants,
 )
-from actors.secrets import secret_names
 from rl.loop.stop_request import StopRequest
 from rl.utils.errors import StopRequestedError
 from rl.utils.processes import ProcessId, handling_end_signals, identify, is_alive, kill
@@ -88,9 +87,7 @@ MAX_SIGNALS = 3
 
 
 class Launcher:
-    """Owner of everything that this process has started for a run: roles, hosts and background
-    tasks.
-    """
+    """Owner of all that this process has started for a run: roles, hosts and background tasks."""
 
     current: ClassVar[Launcher | None] = None
     """The launcher of this process that was not stopped: one at a time."""
@@ -99,7 +96,7 @@ class Launcher:
         """Raise RuntimeError if this process runs actors already."""
         if Launcher.current is not None:
             raise RuntimeError("this process runs actors already: end the other run first")
-        settle_monarch(self._on_fault)
+        configure_monarch(self._note_fault)
         Launcher.current = self
         self.roles: list[RoleProcesses] = []
         self.hosts: Hosts | None = None
@@ -117,14 +114,15 @@ class Launcher:
     async def start_hosts(
         self, config: LaunchConfig, placements: Placements, *, needs_network: str | None = None
     ) -> str:
-        """Isolate the actors, start the hosts of a run (`Hosts.start`) and return the line of
-        `isolate`.
+        """Isolate the actors and start the hosts of a run; return the line of `isolate`.
 
         Call it before `spawn_role`.
         """
+        # First, as sockets of Monarch stay in the namespace in which they were opened.
         network = isolate(config, needs_network=needs_network)
         logger.info(network)
-        if names := secret_names(config.keep_env):
+        names = find_secrets(config.keep_env)
+        if names:
             logger.info(
                 "secrets of the environment that actors do not get (launch.keep_env): %s",
                 ", ".join(names),
@@ -156,50 +154,65 @@ class Launcher:
             ActorLostError: a process has ended; names the role and the signal or status.
             ActorCallError: the processes could not be started.
         """
-        self._ends.pop(at.role, None)  # of processes that this start replaces
+        self._ends.pop(at.role, None)  # Of processes that this start replaces.
         allow_start(timeout_s)
+
+        # The processes of a host are started by Monarch's agent there, with this command.
         command = default_bootstrap_cmd().with_env(
-            process_env(at, keep=keep) | network_env() | dict(env or {})
+            process_env(at, keep=keep) | get_network_env() | dict(env or {})
         )
         command.program, command.args = sys.executable, ["-m", "actors.process_main"]
-        if at.hosts is not None:
-            assert self.hosts is not None
-            host, command.program = (
-                self.hosts.meshes[at.hosts],
-                self.hosts.launch.python or sys.executable,
-            )
-        else:
-            with quiet_client_start():
-                host = inside(this_host)
-        mesh = host.spawn_procs(
+        if at.hosts is not None and self.hosts is not None and self.hosts.launch.python:
+            command.program = self.hosts.launch.python
+
+        mesh = self._find_host(at).spawn_procs(
             per_host={"procs": at.procs_per_host},
             name=at.role,
             bootstrap=import_torch,
             bootstrap_command=command,
         )
-        started = RoleProcesses(name=at.role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
-        self.roles.append(started)
+        role = RoleProcesses(name=at.role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
+        # Before the wait, so that `stop_all` ends processes that never answer.
+        self.roles.append(role)
+        await self._set_up(role, at, logs=logs, timeout_s=timeout_s)
+        return role
+
+    def _find_host(self, at: Placement) -> HostMesh:
+        if at.hosts is not None:
+            assert self.hosts is not None, "start_hosts comes first"
+            return self.hosts.meshes[at.hosts]
+        with hide_client_start():
+            return run_inside(this_host)
+
+    async def _set_up(
+        self, role: RoleProcesses, at: Placement, *, logs: LogSettings | None, timeout_s: float
+    ) -> None:
+        """Wait until all processes of a new role answer, and note where they are."""
+        what = f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
         try:
-            what = f"starting role {at.role!r} ({at.procs_per_host} processes a host)"
             async with deadline(timeout_s, what, option="timeouts.start_s", role=at.role):
-                answers = await self._unless_dead(
-                    at, started.members.set_up.call(at.role, logs), what
+                answers = await self._wait_for_answers(
+                    at, role.members.set_up.call(at.role, logs), what
                 )
         except (ActorCallError, ActorTimeoutError) as error:
-            started.is_lost = isinstance(error, ActorLostError)
+            role.is_lost = isinstance(error, ActorLostError)
             if at.hosts is not None and self.hosts is not None:
-                self.hosts.start_failed(at.hosts)
+                self.hosts.mark_failed(at.hosts)
             raise
-        started.logs = None if logs is None else logs.folder
-        for rank, (_, (pid, hostname)) in enumerate(answers.items()):
-            started.hostnames.append(hostname)
-            if hostname == socket.gethostname() and (process := identify(pid)) is not None:
-                started.local[rank] = process
-        return started
 
-    async def _unless_dead(self, at: Placement, answers: Awaitable[T], what: str) -> T:
-        """Wait for the first answers of a role; raise ActorLostError if a process of it on this
-        machine is dead.
+        role.logs = None if logs is None else logs.folder
+        for rank, (_, (pid, hostname)) in enumerate(answers.items()):
+            role.hostnames.append(hostname)
+            process = identify(pid) if hostname == socket.gethostname() else None
+            if process is not None:
+                role.local[rank] = process
+
+    async def _wait_for_answers(self, at: Placement, answers: Awaitable[T], what: str) -> T:
+        """Wait for the first answers of a role.
+
+        Raises:
+            ActorLostError: a process of the role on this machine is dead. Monarch alone would wait
+                for the whole deadline.
         """
         waiting, seen = asyncio.ensure_future(answers), set[ProcessId]()
         is_here = at.hosts is None or self.hosts is None or at.hosts in self.hosts.processes
@@ -210,13 +223,12 @@ class Launcher:
                     return waiting.result()
                 if not all(map(is_alive, seen)):
                     grace_s -= LOOK_EVERY_S  # Monarch may report it, with the signal.
-                elif (
-                    is_here and len(seen) < at.num_procs
-                ):  # a search reads all processes of this machine
+                elif is_here and len(seen) < at.num_procs:
+                    # In a thread and only until all are there: it reads every process of the
+                    # machine.
+                    parents = self._list_parents(at)
                     seen |= set(
-                        await asyncio.to_thread(
-                            processes_of_role, at.role, parents=self._parents(at)
-                        )
+                        await asyncio.to_thread(find_processes_of_role, at.role, parents=parents)
                     )
         finally:
             waiting.cancel()
@@ -224,27 +236,25 @@ class Launcher:
             ActorLostError(f"{what}: a process is dead", role=at.role, is_dead=True)
         )
 
-    def _parents(self, at: Placement) -> list[int]:
+    def _list_parents(self, at: Placement) -> list[int]:
         """Return the processes of this machine that start those of a role."""
         hosts = () if self.hosts is None else self.hosts.processes.get(at.hosts or "", ())
         return [os.getpid(), *(host.pid for host in hosts)]
 
     def with_signal(self, error: ActorLostError) -> ActorLostError:
-        """Return the error of a lost role with how its process ended, if Monarch has reported
-        that.
-        """
-        if (end := self._ends.get(error.role)) is None or end in str(error):
+        """Return the error of a lost role, with the signal if Monarch has reported it."""
+        end = self._ends.get(error.role)
+        if end is None or end in str(error):
             return error
         return ActorLostError(f"{error}: {end}", role=error.role, ranks=error.ranks, is_dead=True)
 
     async def end_lost(self, at: Placement) -> None:
-        """Kill what is left on this host of a role that has lost a process, and replace hosts that
-        are lost too.
-        """
-        for role in [role for role in self.roles if role.name == at.role]:
-            await self.stop(role, timeout_s=LOST_STOP_TIMEOUT_S, is_lost=True)
+        """Kill the rest of a role that has lost a process; replace hosts that are lost too."""
+        for role in list(self.roles):
+            if role.name == at.role:
+                await self.stop(role, timeout_s=LOST_STOP_TIMEOUT_S, is_lost=True)
         if at.hosts is not None and self.hosts is not None:
-            await self.hosts.renew_lost(at.hosts)
+            await self.hosts.replace_lost(at.hosts)
 
     async def stop(
         self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S, is_lost: bool = False
@@ -259,14 +269,13 @@ class Launcher:
         """
         if role not in self.roles:
             return
-        own = role.local.values() or processes_of_role(
-            role.name, parents=[os.getpid()]
-        )  # before it answered
-        tree = with_descendants(filter(is_alive, own))
+        # A role that has not answered yet has no list of its processes.
+        processes = role.local.values() or find_processes_of_role(role.name, parents=[os.getpid()])
+        tree = with_descendants(filter(is_alive, processes))
         if role.is_lost or not all(map(is_alive, role.local.values())):
-            timeout_s = min(
-                timeout_s, LOST_STOP_TIMEOUT_S
-            )  # Monarch would wait for the dead as well.
+            # Monarch would wait for the dead as well.
+            timeout_s = min(timeout_s, LOST_STOP_TIMEOUT_S)
+        # Read while the processes live, as nothing shows later which files were theirs.
         shm_files = mapped_shared_memory(process.pid for process in tree)
         self._stopping.append(role.name)
         try:
@@ -292,7 +301,7 @@ class Launcher:
         remove_unmapped(shm_files)
 
     async def stop_all(self) -> None:
-        """Stop every role that is left at once, then the hosts and every stray process of this run.
+        """Stop every role at once, then the hosts and every stray process of this run.
 
         Strays are children of a process that died earlier, or of a role that never came up.
         Background tasks end first, as they would restart roles. After `hurry` nothing is waited for
@@ -300,6 +309,7 @@ class Launcher:
         """
         try:
             await until_event(self._hurry, self.end_background(timeout_s=STOP_TIMEOUT_S))
+            # Errors are raised at the end: hosts and strays have to go in any case.
             results = await asyncio.gather(
                 *map(self.stop, list(self.roles)), return_exceptions=True
             )
@@ -321,16 +331,18 @@ class Launcher:
         """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
-        task.add_done_callback(self._end_of_background)
+        task.add_done_callback(self._finish_background)
         return task
 
-    def _end_of_background(self, task: asyncio.Task[None]) -> None:
+    def _finish_background(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("%s failed: %s", task.get_name(), error)
 
     async def end_background(self, *, timeout_s: float) -> None:
-        while tasks := set(self._background):  # a task that ends may have started another one
+        """Cancel the background tasks and wait for their end."""
+        # Again and again, as a task that ends may have started another.
+        while tasks := set(self._background):
             for task in tasks:
                 task.cancel()
             _, running = await asyncio.wait(tasks, timeout=timeout_s)
@@ -338,14 +350,17 @@ class Launcher:
                 logger.warning("%s did not end within %g s", running.pop().get_name(), timeout_s)
                 return
 
-    def _on_fault(self, failure: MeshFailure) -> None:
+    def _note_fault(self, failure: MeshFailure) -> None:
+        """Keep how a process has ended for `with_signal`, and log the failure."""
         report = failure.report()
-        if (end := end_of_process(report)) is not None:
-            for name in {role.name for role in self.roles}.difference(self._stopping):
-                if re.search(
-                    rf"{re.escape(name)}(?!\d)", report
-                ):  # not generator_1 in generator_10
-                    self._ends[name] = end
+        end = end_of_process(report)
+        if end is not None:
+            for role in self.roles:
+                # A report names the mesh, such as generator_1, which is also part of generator_10.
+                is_named = re.search(rf"{re.escape(role.name)}(?!\d)", report)
+                if is_named and role.name not in self._stopping:
+                    self._ends[role.name] = end
+
         # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
         is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
         # The caller that waits for an actor decides what its failure means for the run.
@@ -381,11 +396,11 @@ async def setup_process_group_env(
 
 @asynccontextmanager
 async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
-    """Stop everything that the launcher has started at the end of the block; `END_SIGNALS` cancel
-    the block.
+    """Stop everything that the launcher has started at the end of the block.
 
-    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels.
-    After a signal that cancels, all processes are killed at once, as there is nothing left to save.
+    `END_SIGNALS` cancel the block. While a loop listens to `stop`, the first signal is passed to it
+    and only the next one cancels. After a signal that cancels, all processes are killed at once, as
+    there is nothing left to save.
 
     Raises:
         KeyboardInterrupt: the loop stopped after Ctrl-C.
@@ -394,7 +409,7 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
     launcher = Launcher()
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    received: list[int] = []
+    signals: list[int] = []
     is_ending = False
 
     def end_at_once() -> None:
@@ -403,10 +418,11 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
             task.cancel()
 
     def on_signal(number: int) -> None:
-        received.append(number)
+        signals.append(number)
         if stop is not None and stop.ask():
             return
-        if len(received) > MAX_SIGNALS:
+        if len(signals) > MAX_SIGNALS:
+            # The event loop is blocked, and would never run the callback below.
             raise KeyboardInterrupt
         loop.call_soon_threadsafe(end_at_once)
 
@@ -415,6 +431,7 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
             try:
                 yield launcher
             except Exception as error:
+                # Before the processes end: their stacks show what they waited for.
                 await add_hang_report(error, [role for role in launcher.roles if role.logs])
                 raise
             finally:
@@ -422,9 +439,9 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launch
                 await launcher.stop_all()
         except (asyncio.CancelledError, StopRequestedError) as error:
             for number in (signal.SIGTERM, signal.SIGHUP):
-                if number in received:
+                if number in signals:
                     raise SystemExit(128 + number) from None
-            if received or isinstance(error, StopRequestedError):
+            if signals or isinstance(error, StopRequestedError):
                 raise KeyboardInterrupt from None
             raise
 
@@ -442,12 +459,9 @@ def run(
 
 
 def allow_start(timeout_s: float) -> None:
-    """Let processes and actors start for this long: Monarch's own limits, 30 s each, end a start
-    from a cold disk.
-
-    Monarch waits longer, as its clock starts earlier and what it raises looks like the loss of a
-    process.
-    """
+    """Let processes and actors start for this long, whatever Monarch's own limits are."""
+    # Monarch's limits, 30 s each, end a start from a cold disk. Monarch waits longer than relay, as
+    # its clock starts earlier and its error looks like the loss of a process.
     limit = f"{math.ceil(timeout_s + MONARCH_EXTRA_S)}s"
     configure(
         host_spawn_ready_timeout=limit, mesh_proc_spawn_max_idle=limit, actor_spawn_max_idle=limit

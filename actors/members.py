@@ -1,6 +1,4 @@
-"""Processes of a role, and the actor that launch puts into each of them to set up its
-environment.
-"""
+"""Processes of a role, and the actor in each of them that sets up its environment."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from typing import Any
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
+from actors.isolation import hide_secrets
 from actors.placement import Placement
-from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
-from actors.secrets import without_secrets
+from actors.processes import RUN, RUN_VARIABLE, find_own_address, free_port, import_path
 from rl.observability.logs import setup_logging
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig, read_state
 from rl.observability.stacks import request_stacks, write_stacks_to
@@ -48,10 +46,10 @@ def record_process(
 ) -> None:
     """Record the spans of this process in the run's logs, and write its stacks there on request."""
     try:
-        # Before the state file, which tells other processes that they may request stacks.
+        # Stacks before the state file, which tells other processes that they may request stacks.
         write_stacks_to(logs, role=role, rank=rank)
         RECORDER.start(logs, role=role, rank=rank, timeline=timeline or TimelineConfig())
-    except OSError as error:  # a full disk does not end a run
+    except OSError as error:  # A full disk does not end a run.
         logger.warning("%s: %s-%d is not recorded: %s", logs, role, rank, error.strerror or error)
     if HOOK_VARIABLE in os.environ:
         importlib.import_module(os.environ[HOOK_VARIABLE]).arm(logs)
@@ -73,7 +71,7 @@ class Member(Actor):
     @endpoint
     async def listen_address(self, one_host: bool) -> tuple[str, int]:
         """Return an address and a free port at which the role's processes reach this one."""
-        return "127.0.0.1" if one_host else outward_address(), free_port()
+        return "127.0.0.1" if one_host else find_own_address(), free_port()
 
     @concurrent_endpoint
     async def check(self) -> None:
@@ -98,6 +96,13 @@ class Member(Actor):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RoleProcesses:
+    """Processes of one role: Monarch's mesh, the actor in each process, and what is known of them.
+
+    Example:
+        A trainer of two ranks on this host has name="trainer", hostnames=["node7", "node7"] and
+        local={0: ProcessId(...), 1: ProcessId(...)}; on other hosts `local` is empty.
+    """
+
     name: str
     mesh: ProcMesh
     members: Any
@@ -113,10 +118,11 @@ class RoleProcesses:
     """True if a process ended before all had answered."""
 
     def remove_state_files(self) -> None:
-        """Remove the state files of processes that were killed, so that they do not count as
-        dead.
-        """
-        for file in () if self.logs is None else (self.logs / STATE_FOLDER).glob(f"{self.name}-*"):
+        """Remove the state files of processes that relay has killed."""
+        if self.logs is None:
+            return
+        # The doctor reports a state file without its process as a death.
+        for file in (self.logs / STATE_FOLDER).glob(f"{self.name}-*"):
             file.unlink(missing_ok=True)
 
 
@@ -124,8 +130,9 @@ def process_group_envs(
     hostnames: Sequence[str], *, address: str, port: int
 ) -> list[dict[str, str]]:
     """Return, for each rank, the variables of `torch.distributed.init_process_group`."""
-    return [
-        {
+    envs = []
+    for rank, hostname in enumerate(hostnames):
+        env = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(hostnames)),
             "LOCAL_RANK": str(hostnames[:rank].count(hostname)),
@@ -133,8 +140,8 @@ def process_group_envs(
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
-        for rank, hostname in enumerate(hostnames)
-    ]
+        envs.append(env)
+    return envs
 
 
 def import_torch() -> None:
@@ -149,10 +156,11 @@ def import_torch() -> None:
 
 
 def process_env(at: Placement, *, keep: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of a role's processes on top of their host's environment; of secrets it
-    has only `keep`.
+    """Return the variables of a role's processes on top of their host's environment.
+
+    Of secrets the processes get only `keep`.
     """
-    env = without_secrets(keep) | {
+    env = hide_secrets(keep) | {
         ROLE_VARIABLE: at.role,
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(at.threads),

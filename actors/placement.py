@@ -7,7 +7,7 @@ them, so that `--explain` can ask about a machine that is not there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ TRAINER, REWARD = "trainer", "reward"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
+    """Processes of one role, their hosts and their devices.
+
+    Example:
+        A generator with tensor parallelism on two devices of this machine:
+        Placement(role="generator_1", num_procs=2, gpus=(4, 5)).
+    """
+
     role: str
     """Name of the mesh, and `RELAY_ROLE` in the environment of the processes."""
     num_procs: int
@@ -39,11 +46,9 @@ class Placement:
 
     def describe(self) -> str:
         where = "where the controller runs" if self.hosts is None else f"hosts {self.hosts!r}"
-        devices = (
-            "no device of its own"
-            if self.gpus is None
-            else f"GPUs {', '.join(map(str, self.gpus))}"
-        )
+        devices = "no device of its own"
+        if self.gpus is not None:
+            devices = f"GPUs {', '.join(map(str, self.gpus))}"
         return (
             f"{self.role}: {where}, {self.num_hosts} x {self.procs_per_host} processes of "
             f"{self.threads} threads, {devices}"
@@ -52,6 +57,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
+    """Placement of every role of a run."""
+
     trainer: Placement
     generators: tuple[Placement, ...]
     reward: Placement | None
@@ -61,14 +68,22 @@ class Placements:
     def all(self) -> tuple[Placement, ...]:
         return (self.trainer, *self.generators, *(() if self.reward is None else (self.reward,)))
 
-    def host_groups(self) -> dict[str, int]:
+    def count_hosts(self) -> dict[str, int]:
         """Return the number of hosts of each group that has to be provided."""
-        return {at.hosts: at.num_hosts for at in self.all if at.hosts is not None}
+        num_hosts = {}
+        for at in self.all:
+            if at.hosts is not None:
+                num_hosts[at.hosts] = at.num_hosts
+        return num_hosts
 
-    def gpus_of(self, group: str) -> int:
+    def count_gpus_of(self, group: str) -> int:
         """Return the number of devices that each host of a group needs."""
-        devices = [gpu for at in self.all if at.hosts == group for gpu in at.gpus or ()]
-        return max(devices, default=-1) + 1
+        num_gpus = 0
+        for at in self.all:
+            if at.hosts == group and at.gpus:
+                # Devices are numbered from 0, and a host provides all up to the last.
+                num_gpus = max(num_gpus, max(at.gpus) + 1)
+        return num_gpus
 
 
 def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
@@ -79,7 +94,8 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
     """
     launch = config.launch
     _check_divisible(config)
-    trainer_gpus, generator_gpus = _devices(config, num_gpus=num_gpus)
+    trainer_gpus, generator_gpus = _assign_devices(config, num_gpus=num_gpus)
+
     here = launch.hosts == "this"
     generators = tuple(
         Placement(
@@ -135,64 +151,128 @@ def _check_divisible(config: ClusterConfig) -> None:
 Devices = tuple[int, ...]
 
 
-def _devices(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Demand:
+    """Numbers of devices on one host, which is this machine or any host of a cluster."""
+
+    where: str
+    """Name of the host in messages."""
+    num_available: int
+    num_trainers: int
+    num_replicas: int
+    replica_size: int
+    is_divided: bool
+    """True if trainer and generators have devices of their own."""
+
+    @property
+    def num_generators(self) -> int:
+        return self.num_replicas * self.replica_size
+
+    @property
+    def num_needed(self) -> int:
+        if self.is_divided:
+            return self.num_trainers + self.num_generators
+        return max(self.num_trainers, self.num_generators)
+
+
+def _count_devices(config: ClusterConfig, *, num_gpus: int) -> _Demand:
+    launch, replica_size = config.launch, config.generator.tensor_parallel_degree
+    if not launch.on_cluster:
+        # On this machine, whose hosts may be simulated, the roles divide the devices.
+        return _Demand(
+            where="this machine",
+            num_available=num_gpus,
+            num_trainers=config.trainer.num_procs,
+            num_replicas=config.generator.num_replicas,
+            replica_size=replica_size,
+            is_divided=not launch.share_gpus,
+        )
+
+    # On a cluster a host has one role, but generator replicas may share hosts.
+    demand = _Demand(
+        where="a host (launch.gpus_per_host)",
+        num_available=launch.gpus_per_host or 0,
+        num_trainers=config.trainer.num_procs // launch.trainer_hosts,
+        num_replicas=launch.replicas_per_host,
+        replica_size=replica_size // launch.generator_hosts,
+        is_divided=False,
+    )
+    if launch.gpus_per_host is None:
+        # Nobody has said how many devices a host has: as many as the roles and the choice need.
+        last_chosen = max(
+            (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ())), default=-1
+        )
+        demand = replace(demand, num_available=max(demand.num_needed, last_chosen + 1))
+    return demand
+
+
+def _assign_devices(
     config: ClusterConfig, *, num_gpus: int
 ) -> tuple[Devices | None, list[Devices] | None]:
     """Return the trainer's devices and those of each generator, on each host; None without devices.
 
-    On this machine, whose hosts may be simulated, the roles divide the devices. On a cluster a host
-    has one role, but generator replicas may share hosts.
+    Raises:
+        ValueError: there are too few devices, or the chosen ones do not fit.
     """
-    launch, where, available = config.launch, "this machine", num_gpus
-    num_trainers, replicas = config.trainer.num_procs, config.generator.num_replicas
-    replica_size, divided = config.generator.tensor_parallel_degree, not launch.share_gpus
-    chosen = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
-    if launch.on_cluster:
-        where, divided, replicas = "a host (launch.gpus_per_host)", False, launch.replicas_per_host
-        num_trainers //= launch.trainer_hosts
-        replica_size //= launch.generator_hosts
-    num_generators = replicas * replica_size
-    needed = num_trainers + num_generators if divided else max(num_trainers, num_generators)
-    if launch.on_cluster:
-        asked = launch.gpus_per_host
-        available = max(needed, *(1 + gpu for gpu in chosen), 0) if asked is None else asked
-    if available == 0:
-        if chosen:
+    launch, demand = config.launch, _count_devices(config, num_gpus=num_gpus)
+    if demand.num_available == 0:
+        if launch.trainer_gpus or launch.generator_gpus:
             raise ValueError(
-                f"launch.trainer_gpus and launch.generator_gpus must be None: {where} has no GPU"
+                "launch.trainer_gpus and launch.generator_gpus must be None: "
+                f"{demand.where} has no GPU"
             )
         return None, None
-    if needed > available:
+    if demand.num_needed > demand.num_available:
         raise ValueError(
             f"trainer.num_procs={config.trainer.num_procs} and generator.num_replicas="
             f"{config.generator.num_replicas} of generator.tensor_parallel_degree="
-            f"{config.generator.tensor_parallel_degree} need {needed} GPUs on {where}"
-            f"{' that they share' if launch.share_gpus else ''}, which has {available}"
+            f"{config.generator.tensor_parallel_degree} need {demand.num_needed} GPUs on "
+            f"{demand.where}"
+            f"{' that they share' if launch.share_gpus else ''}, which has {demand.num_available}"
         )
-    every = range(available)
-    taken = launch.generator_gpus or () if divided else ()
-    trainer = launch.trainer_gpus or tuple(
-        [gpu for gpu in every if gpu not in taken][:num_trainers]
-    )
+
+    # The trainer takes the first devices that are not chosen for generators.
+    every = range(demand.num_available)
+    reserved = launch.generator_gpus or () if demand.is_divided else ()
+    trainer = launch.trainer_gpus
+    if not trainer:
+        trainer = tuple([gpu for gpu in every if gpu not in reserved][: demand.num_trainers])
+
+    # Generators take the rest; where they take turns with the trainer, its devices first.
+    order = list(every)
     others = [gpu for gpu in every if gpu not in trainer]
-    order = [*trainer, *others] if launch.share_gpus else others if divided else every
-    generators = launch.generator_gpus or tuple(order[:num_generators])
+    if launch.share_gpus:
+        order = [*trainer, *others]
+    elif demand.is_divided:
+        order = others
+    generators = launch.generator_gpus or tuple(order[: demand.num_generators])
+    _check_devices(launch, demand, trainer=trainer, generators=generators)
+
+    # Replicas beyond those of one host start again with the first devices, on the next host.
+    size = demand.replica_size
+    slots = [generators[i * size : (i + 1) * size] for i in range(demand.num_replicas)]
+    of_replicas = [slots[i % demand.num_replicas] for i in range(config.generator.num_replicas)]
+    return trainer, of_replicas
+
+
+def _check_devices(
+    launch: LaunchConfig, demand: _Demand, *, trainer: Devices, generators: Devices
+) -> None:
     for name, devices, number in (
-        ("trainer_gpus", trainer, num_trainers),
-        ("generator_gpus", generators, num_generators),
+        ("trainer_gpus", trainer, demand.num_trainers),
+        ("generator_gpus", generators, demand.num_generators),
     ):
-        if len(devices) != number or max(devices) >= available:
+        if len(devices) != number or max(devices) >= demand.num_available:
             raise ValueError(
                 f"launch.{name}={devices}: must be {number} devices, one for each process, and "
-                f"{where} has {available} GPUs, numbered 0 to {available - 1}"
+                f"{demand.where} has {demand.num_available} GPUs, numbered 0 to "
+                f"{demand.num_available - 1}"
             )
-    if divided and set(trainer) & set(generators):
+    if demand.is_divided and set(trainer) & set(generators):
         raise ValueError(
             f"launch.trainer_gpus={trainer} and launch.generator_gpus={generators} have devices in "
             "common: share_gpus=True is for that"
         )
-    slots = [generators[i * replica_size : (i + 1) * replica_size] for i in range(replicas)]
-    return trainer, [slots[i % replicas] for i in range(config.generator.num_replicas)]
 
 
 # Devices at hand
@@ -236,7 +316,7 @@ def fits_shared(config: ClusterConfig, *, num_gpus: int) -> bool:
     """Return whether trainer and generators fit on this machine's GPUs if they take turns."""
     try:
         return _has_room(rebuild(config, {"launch.share_gpus": True}), num_gpus=num_gpus)
-    except ValueError:  # of other hosts, or of devices that were chosen
+    except ValueError:  # Other hosts cannot share, or devices were chosen.
         return False
 
 

@@ -14,16 +14,17 @@ from rl.utils.proxies import exempt_loopback
 
 
 def main() -> None:
+    # All this before the import of Monarch, which starts threads.
     leave_signals_to_controller()
     catch_signal()
     # Importing torchao, as vllm does, warns twice that PyTorch has changed.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
     from actors.compat import run_actor_process
-    from actors.secrets import forget_empty_secrets
+    from actors.isolation import forget_empty_secrets
 
     forget_empty_secrets()
-    exempt_loopback()  # the host's environment may be another than the controller's
+    exempt_loopback()  # The host's environment may be another than the controller's.
 
     try:
         run_actor_process()

@@ -27,13 +27,13 @@ from actors.calls import ActorCallError
 from actors.cluster import Cluster, start_cluster
 from actors.config import RunConfig
 from actors.explain import set_without_effect
-from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.limits import measure_limits
 from actors.members import LogSettings, record_process
 from actors.placement import count_gpus, fit_to_devices
 from actors.plan import Plan, make_plan
 from actors.pool import GeneratorPool
+from actors.processes import temporary_files
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import check_fields, rebuild

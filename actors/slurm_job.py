@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch.job import SlurmJob
 
-from actors.compat import slurm_worker
+from actors.compat import SlurmHooks, describe_slurm_worker
 from actors.config import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -35,41 +35,55 @@ SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0")
 host, so it is not bound to one core, and its end does not end the others."""
 
 
-class NodesOfRun(SlurmJob):
+class NodesOfRun(SlurmHooks, SlurmJob):
     """Monarch's job, submitted, read and cancelled by plain uses of SLURM's commands."""
 
-    _slurm_job_id: str | None
-    _seen = ""
-    _num_failures = 0
+    def __init__(
+        self, launch: LaunchConfig, groups: Mapping[str, int], *, options: Sequence[str]
+    ) -> None:
+        """Take the options of sbatch, which come before those of every job."""
+        self.python = launch.python or sys.executable
+        self.log_folder = Path(launch.slurm.log_folder).expanduser().absolute()
+        self.name = launch.job_name
+        self.options = tuple(options)
+        self._reason = ""
+        """Reason for which the job was in the queue when it was last read."""
+        self._num_failures = 0
+        super().__init__(
+            dict(groups),
+            python_exe=self.python,
+            monarch_port=launch.slurm.port,
+            job_name=self.name,
+            job_start_timeout=max(1, round(launch.start_timeout_s)),
+        )
 
-    def _submit_slurm_job(self, num_nodes: int, client_script: str | None = None) -> str:
+    def submit(self, num_nodes: int) -> str:
         """Submit the job and return its number.
 
         Options are on the command line: the directives that Monarch writes into the script give way
         to SBATCH_ variables of the user's environment, and break at spaces.
         """
-        self._ensure_service_proc_ids(num_nodes)
-        folder = Path(self._log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{self._job_name}_{os.getpid()}"
-        logs = [f"--{kind}={folder}/slurm_%j_{name}.{kind[:3]}" for kind in ("output", "error")]
-        own = [
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.name}_{os.getpid()}"
+        options = [
+            *self.options,
             f"--job-name={name}",
             f"--nodes={num_nodes}",
             "--ntasks-per-node=1",
-            *logs,
+            f"--output={self.log_folder}/slurm_%j_{name}.out",
+            f"--error={self.log_folder}/slurm_%j_{name}.err",
             "--parsable",
         ]
-        identities, code = slurm_worker(self)
-        script = (
-            "#!/bin/bash\nexport "
-            f"{identities}\n{shlex.join([*SRUN, self._python_exe, '-c', code])}\n"
-        )
-        return (
-            _output(["sbatch", *self._slurm_args, *own], stdin=script).split()[-1].partition(";")[0]
-        )
 
-    def _get_job_info_json(self, job_id: str) -> dict[str, Any] | None:
+        # A script of relay's own: srun must start the workers without a cluster's defaults.
+        identities, code = describe_slurm_worker(self)
+        command = shlex.join([*SRUN, self.python, "-c", code])
+        script = f"#!/bin/bash\nexport {identities}\n{command}\n"
+        answer = _run_command(["sbatch", *options], stdin=script)
+        # The number, which sbatch follows by ";" and the cluster where there are several.
+        return answer.split()[-1].partition(";")[0]
+
+    def read_job(self, job_id: str) -> dict[str, Any] | None:
         """Return the job's state and nodes in Monarch's form.
 
         Monarch 0.7 reads `squeue --json`: before SLURM 24.05 the nodes have another form there, and
@@ -77,41 +91,39 @@ class NodesOfRun(SlurmJob):
         """
         query = ["squeue", "--job", job_id, "--states=all", "--noheader", "--format=%T|%N|%r"]
         try:
-            answer = _output(query).strip()
+            answer = _run_command(query).strip()
             if not answer:
                 return None
             state, node_list, reason = answer.split("|", maxsplit=2)
-            nodes = (
-                _output(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
-            )
+            nodes = []
+            if node_list:
+                nodes = _run_command(["scontrol", "show", "hostnames", node_list]).split()
         except RuntimeError as error:
+            # SLURM's controller may be restarting: only many failures in a row lose the job.
             logger.warning("SLURM job %s: %s", job_id, error)
             self._num_failures += 1
             return {"job_state": ["UNKNOWN"]} if self._num_failures < MAX_FAILURES else None
         self._num_failures = 0
-        if state == "PENDING" and reason not in {"None", self._seen}:
-            self._seen = reason
+
+        if state == "PENDING" and reason not in {"None", self._reason}:
+            self._reason = reason
             logger.info("SLURM job %s is in the queue: %s", job_id, reason)
         states = [state, "FAILED"] if state in ENDED else [state]
         allocation = [{"name": name} for name in nodes]
         return {"job_state": states, "job_resources": {"nodes": {"allocation": allocation}}}
 
-    def _kill(self) -> None:
-        """Cancel the job; after an error, which Monarch's method only logs, the guard tries
-        again.
-        """
-        if self._slurm_job_id is not None:
-            _output(["scancel", self._slurm_job_id])
-            self._slurm_job_id = None
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job; raise RuntimeError with SLURM's message if that fails."""
+        _run_command(["scancel", job_id])
 
 
-def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
-    """Return what a command of SLURM writes; raises RuntimeError with its message if it fails or
-    does not end.
+def _run_command(command: Sequence[str], *, stdin: str | None = None) -> str:
+    """Return the output of a command of SLURM.
 
-    The command does not see the variables of a job that this process may be in, nor filters of
-    squeue.
+    Raises:
+        RuntimeError: the command has failed, with its message, or does not end.
     """
+    # Without the variables of a job that this process may be in, and without filters of squeue.
     env = {
         name: value
         for name, value in os.environ.items()
@@ -131,28 +143,26 @@ def _output(command: Sequence[str], *, stdin: str | None = None) -> str:
 def make_job(
     launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]
 ) -> NodesOfRun:
-    """Return the job of these groups of hosts; its nodes are alike, so each has the most devices
-    that any needs.
-    """
+    """Return the job of these groups of hosts; it is not yet applied."""
     slurm = launch.slurm
-    asked = {
+    values = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time_limit,
+        # The nodes of a job are alike, so each has the most devices that any group needs.
         "gpus-per-node": max(gpus_of.values()) or None,
         "cpus-per-task": slurm.cpus_per_host,
         "mem": slurm.memory_per_host,
     }
-    options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
-    exclusive = ["--exclusive"] if slurm.exclusive else []
-    further = [word for arg in slurm.sbatch_args for word in shlex.split(arg)]
-    return NodesOfRun(
-        dict(groups),
-        python_exe=launch.python or sys.executable,
-        slurm_args=(*OUTLIVE_A_NODE, *options, *exclusive, *further),
-        monarch_port=slurm.port,
-        job_name=launch.job_name,
-        log_dir=str(Path(slurm.log_folder).expanduser().absolute()),
-        job_start_timeout=max(1, round(launch.start_timeout_s)),
-    )
+    options = list(OUTLIVE_A_NODE)
+    for name, value in values.items():
+        if value is not None:
+            options.append(f"--{name}={value}")
+    if slurm.exclusive:
+        options.append("--exclusive")
+
+    # An argument may hold several words, as "-L name".
+    for arg in slurm.sbatch_args:
+        options += shlex.split(arg)
+    return NodesOfRun(launch, groups, options=options)

@@ -25,10 +25,10 @@ from actors.calls import ActorCallError, ActorLostError
 from actors.cluster import Cluster, start_cluster
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
-from actors.guard import temporary_files
 from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.placement import count_gpus, place_actors, trains_on_gpu
+from actors.processes import temporary_files
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError

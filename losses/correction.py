@@ -97,13 +97,19 @@ class ImportanceCorrection:
         Without `proximal_logprobs` the current p stands for p_prox, which is exact until the first
         optimizer step on the data.
         """
+        # Without gradient: the weights are constants in the loss.
         given_T = inputs.proximal_logprobs
         proximal_T = inputs.logprobs.detach() if given_T is None else given_T
+
+        # Masked before the exponential and before sums over sequences, which a NaN would spoil.
         log_ratios_T = torch.where(valid_T, proximal_T - inputs.generator_logprobs, 0.0)
         if self.level != "token":
             log_ratios_T = over_sequences(
                 log_ratios_T, valid_T, inputs=inputs, mean=self.level == "sequence_mean"
             )
+
+        # The bounds are compared with the ratio itself, which may be infinite; the weights multiply
+        # a loss, and are clamped.
         rho_T = log_ratios_T.exp()
         outside_T = (rho_T < self.low) | (rho_T > self.high)  # Invalid tokens have rho = 1, inside.
         weights_T = bounded_exp(log_ratios_T)
@@ -111,6 +117,8 @@ class ImportanceCorrection:
             weights_T = torch.where(outside_T, 0.0, weights_T)
         else:
             weights_T = weights_T.clamp(max=self.high)
+
+        # KL(q || p_prox), as q has sampled the tokens: the distance between generator and trainer.
         logprobs = {"logprobs_T": inputs.generator_logprobs, "reference_logprobs_T": proximal_T}
         share = "correction_truncated" if self.mode == "truncate" else "correction_masked"
         return CorrectedTokens(

@@ -19,9 +19,8 @@ MAX_LOG_RATIO = 20.0
 
 
 def drawn_tokens(*, mask_T: Tensor, generator_logprobs_T: Tensor) -> Tensor:
-    """Return the trained tokens that a generator sampled, [T] bool: the mask and a finite
-    logprob.
-    """
+    """Return the trained tokens that a generator sampled, [T] bool."""
+    # Tokens that no generator sampled, such as a tool's answer, have NaN: they have no ratio.
     return mask_T & torch.isfinite(generator_logprobs_T)
 
 
@@ -31,10 +30,12 @@ def bounded_exp(log_ratios_T: Tensor) -> Tensor:
 
 
 def masked_sum(values_T: Tensor, valid_T: Tensor, *, shares_T: Tensor | None = None) -> Tensor:
-    """Return the sum over valid tokens, [], weighted by `shares_T`; invalid ones add 0, also to
-    gradients.
+    """Return the sum over valid tokens, [], weighted by `shares_T`.
+
+    Invalid tokens add 0, also to gradients.
     """
     weighted_T = values_T if shares_T is None else values_T * shares_T
+    # A selection, not a product with the mask: 0 * NaN would be NaN.
     return torch.where(valid_T, weighted_T, 0.0).sum()
 
 
@@ -42,35 +43,33 @@ def over_sequences(
     values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool, to_T: Tensor | None = None
 ) -> Tensor:
     """Return for each token its sequence's sum or mean of values over valid tokens, [T].
-    Differentiable.
 
-    The sum runs in float64, so that a sequence's ratio hardly depends on packing or on the order in
-    which a GPU adds.
+    Differentiable. Example: values (1, 3 | 5) of two sequences give sums (4, 4 | 5) and means
+    (2, 2 | 5).
 
     Args:
         values_T: 0 for invalid tokens.
         to_T: [T] bool, the tokens that receive the result instead of the valid ones; all others get
             0.
     """
+    # In float64, so that a ratio hardly depends on packing or on the order in which a GPU adds.
     sums_S = _sum_by_sequence(values_T.double(), inputs)
     if mean:
+        # A sequence without valid tokens has the sum 0, and gets the mean 0.
         sums_S = sums_S / _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(
-        valid_T if to_T is None else to_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0
-    )
+    receives_T = valid_T if to_T is None else to_T
+    return torch.where(receives_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0)
 
 
-def _token_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:
-    """Return one over the number of valid tokens in each token's sequence, [T]; 0 for invalid
-    tokens.
-    """
+def _compute_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:
+    """Return one over the number of valid tokens in each token's sequence, [T]; 0 if invalid."""
     counts_S = _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0).to(
-        inputs.logprobs.dtype
-    )
+    shares_T = torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0)
+    return shares_T.to(inputs.logprobs.dtype)
 
 
 def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
+    # The last entry is for padding, whose id is the number of sequences.
     return values_T.new_zeros(inputs.num_sequences + 1).index_add(0, inputs.sequence_ids, values_T)
 
 
@@ -80,17 +79,16 @@ def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def kl_k1(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return k1 = p - p_ref, [T], an unbiased estimate of KL(policy || reference) on the policy's
-    samples.
+    """Return k1 = p - p_ref, [T].
 
-    The mean of its gradient is 0: a loss term needs the importance ratio as a factor.
+    On the policy's samples it is an unbiased estimate of KL(policy || reference). The mean of its
+    gradient is 0: a loss term needs the importance ratio as a factor.
     """
     return logprobs_T - reference_logprobs_T
 
 
 def kl_k2(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Return k2 = (p - p_ref)^2 / 2, [T], a biased estimate with low variance that is never
-    negative.
+    """Return k2 = (p - p_ref)^2 / 2, [T], a biased estimate with low variance, never negative.
 
     On the policy's samples its gradient is an unbiased estimate of the gradient of KL(policy ||
     reference).
@@ -105,6 +103,7 @@ def kl_k3(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     estimates that of the other direction, KL(reference || policy); the importance ratio as a factor
     restores KL(policy || reference).
     """
+    # `expm1` keeps the digits of small d, where exp(d) - 1 cancels.
     d_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d_T) - d_T
 
@@ -119,12 +118,11 @@ class NormalizedLoss(ABC):
     """Base of losses that sum over tokens, with a choice of length normalization.
 
     With l_t the loss of a token, n the number of valid tokens in its sequence, S the sequences and
-    N the valid
-    tokens of a step:
+    N the valid tokens of a step:
 
         token_mean       sum l_t / N              every token counts alike
         sequence_mean    sum (l_t / n) / S        every sequence counts alike
-        constant         sum l_t / (S c)          c = tokens_per_sequence, whatever the actual lengths
+        constant         sum l_t / (S c)          c = tokens_per_sequence, whatever the lengths
         none             sum l_t
 
     Sums and denominators are added over micro-batches, calls and ranks before the one division, so
@@ -160,9 +158,9 @@ class NormalizedLoss(ABC):
 
     def shares(self, inputs: LossInputs, valid_T: Tensor) -> Tensor | None:
         """Return the factor of each token's loss, [T], or None if every factor is 1."""
-        return (
-            _token_shares(valid_T, inputs=inputs) if self.normalization == "sequence_mean" else None
-        )
+        if self.normalization != "sequence_mean":
+            return None
+        return _compute_shares(valid_T, inputs=inputs)
 
     def denominator(self, inputs: LossInputs, valid_T: Tensor) -> Tensor | None:
         """Return this micro-batch's part of the denominator, [] float32."""
@@ -170,6 +168,9 @@ class NormalizedLoss(ABC):
             return valid_T.sum().float()
         if self.normalization == "none":
             return None
+
+        # Sequences count whether or not they have valid tokens: a sequence whose tokens are all
+        # masked does not enlarge the step of the others.
         count = float(inputs.num_sequences)
         if self.normalization == "constant":
             assert self.tokens_per_sequence is not None

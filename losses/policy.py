@@ -72,11 +72,11 @@ class PolicyTokens:
         return bounded_exp(self.log_ratios)
 
     def mean_ratios(self) -> Tensor:
-        """Return the geometric mean of the ratios of each token's sequence, [T], its log clamped to
-        +-20.
+        """Return the geometric mean of the ratios of each token's sequence, [T].
 
-        The mean runs over the valid tokens or, with a `ratio_mask`, over the sampled tokens under
-        that mask. It is 1 for sequences without such tokens and for invalid tokens.
+        Its log is clamped to +-20. The mean runs over the valid tokens or, with a `ratio_mask`,
+        over the sampled tokens under that mask. It is 1 for sequences without such tokens and for
+        invalid tokens.
         """
         inputs, counted_T = self.inputs, self.valid
         if inputs.ratio_mask is not None:
@@ -84,9 +84,9 @@ class PolicyTokens:
                 mask_T=inputs.ratio_mask, generator_logprobs_T=inputs.generator_logprobs
             )
         log_ratios_T = torch.where(counted_T, inputs.logprobs - self.old_logprobs, 0.0)
-        return bounded_exp(
-            over_sequences(log_ratios_T, counted_T, inputs=inputs, mean=True, to_T=self.valid)
-        )
+        # All valid tokens receive the mean, also those outside the `ratio_mask`.
+        means_T = over_sequences(log_ratios_T, counted_T, inputs=inputs, mean=True, to_T=self.valid)
+        return bounded_exp(means_T)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,29 +151,38 @@ class PolicyLoss(NormalizedLoss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         valid_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         shares_T = self.shares(inputs, valid_T)
+
+        # With a correction the ratio compares p with p_prox, and the weights p_prox with q.
         corrected = None if self.correction is None else self.correction(inputs, valid_T)
         old_T = inputs.generator_logprobs if corrected is None else corrected.proximal_logprobs
         surrogate = self.surrogate(PolicyTokens(inputs=inputs, valid=valid_T, old_logprobs=old_T))
         values_T = surrogate.values if corrected is None else corrected.weights * surrogate.values
         loss_sum = -masked_sum(values_T, valid_T, shares_T=shares_T)
-        is_clipped_T = (
-            torch.zeros_like(valid_T) if surrogate.is_clipped is None else surrogate.is_clipped
-        )
+
+        # A loss without bounds reports 0, so that all policy losses have the same metrics.
+        is_clipped_T = surrogate.is_clipped
+        if is_clipped_T is None:
+            is_clipped_T = torch.zeros_like(valid_T)
         metric_sums = {
             "ratio": masked_sum(surrogate.ratios.detach(), valid_T),
             "clipped_fraction": (is_clipped_T & valid_T).sum().float(),
         }
+
+        # A token that the correction masks trains nothing, so its KL and entropy do not count.
         counted_T = valid_T
         if corrected is not None:
             counted_T = valid_T & (corrected.weights != 0.0)
             metric_sums |= corrected.metric_sums
-        kl_T = self._kl(inputs, surrogate.ratios, valid_T)
+
+        # With a reference policy the KL is measured, even where it has no weight in the loss.
+        kl_T = self._estimate_kl(inputs, surrogate.ratios, valid_T)
         if kl_T is not None:
             metric_sums["kl"] = masked_sum(kl_T.detach(), valid_T)
             if self.kl_coef:
                 if corrected is not None and self.kl_importance_weighted:
                     kl_T = corrected.weights * kl_T
                 loss_sum = loss_sum + self.kl_coef * masked_sum(kl_T, counted_T, shares_T=shares_T)
+
         if self.entropy_coef:
             if inputs.entropy is None:
                 raise ValueError(
@@ -182,6 +191,8 @@ class PolicyLoss(NormalizedLoss):
             loss_sum = loss_sum - self.entropy_coef * masked_sum(
                 inputs.entropy, counted_T, shares_T=shares_T
             )
+
+        # Valid tokens, with masked ones among them: masking does not enlarge the other steps.
         return LossOutput(
             loss_sum=loss_sum,
             denominator=self.denominator(inputs, valid_T),
@@ -189,10 +200,8 @@ class PolicyLoss(NormalizedLoss):
             metric_sums=metric_sums,
         )
 
-    def _kl(self, inputs: LossInputs, ratios_T: Tensor, valid_T: Tensor) -> Tensor | None:
-        """Return the KL estimate, [T] nats, times the ratio if configured; None without a reference
-        policy.
-        """
+    def _estimate_kl(self, inputs: LossInputs, ratios_T: Tensor, valid_T: Tensor) -> Tensor | None:
+        """Return the KL estimate, [T] nats, times the ratio if configured; None if no reference."""
         if inputs.reference_logprobs is None:
             if self.kl_coef:
                 raise ValueError(
@@ -242,6 +251,8 @@ class PPOLoss(PolicyLoss):
         return ratios_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
+        # The minimum is pessimistic: a bound takes effect only where crossing it would help J, and
+        # never keeps a token from returning within the bounds.
         ratios_T = self.ratios(tokens)
         plain_T = ratios_T * tokens.inputs.advantages
         clipped_T = self.clip(ratios_T) * tokens.inputs.advantages
@@ -309,6 +320,7 @@ class CISPOLoss(PPOLoss):
     """Distance of the upper bound from 1."""
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
+        # The gradient comes from the logprob alone; the clipped ratio is its constant weight.
         ratios_T = self.ratios(tokens)
         weights_T = self.clip(ratios_T).detach()
         return Surrogate(
@@ -350,6 +362,7 @@ class GSPOLoss(PPOLoss):
         ratios_T = tokens.mean_ratios()
         if self.level == "sequence":
             return ratios_T
+        # The factor is 1; it carries the gradient of the token's own logprob.
         logprobs_T = tokens.logprobs
         return ratios_T.detach() * torch.exp(logprobs_T - logprobs_T.detach())
 
@@ -440,6 +453,7 @@ class DROLoss(PolicyLoss):
             )
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
+        # Of the log ratio as it is: the square needs no clamp, as nothing is exponentiated.
         square_T = tokens.log_ratios.square()
         return Surrogate(
             values=tokens.logprobs * tokens.inputs.advantages - 0.5 * self.beta * square_T,

@@ -73,12 +73,12 @@ class Loss(Protocol):
 
 
 def uses_proximal_logprobs(loss: Loss) -> bool:
-    """Return whether the loss reads `proximal_logprobs` when a batch gets more than one optimizer
-    step.
-    """
+    """Return whether the loss reads `proximal_logprobs`."""
+    # Computed only for batches with several optimizer steps: in the first, p itself is p_prox.
     return bool(getattr(loss, "uses_proximal", False))
 
 
 def uses_entropy(loss: Loss) -> bool:
-    """Return whether the loss reads `entropy`, which costs memory and time in the output head."""
+    """Return whether the loss reads `entropy`."""
+    # Entropy costs memory and time in the output head, so it is computed only if it is read.
     return bool(getattr(loss, "uses_entropy", False))

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from rl.config.configurable import only_if
-from rl.distributed.compat import replaced_parameters
+from rl.distributed.compat import replace_parameters
 
 KEPT_OPS = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm",
@@ -65,6 +65,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckp
         return
     by_op = config.mode == "selective" and config.selective_option == "op"
     every = int(config.selective_option) if config.mode == "selective" and not by_op else 1
+    # Before compilation and FSDP: the wrapper has to be within their hooks around the forward.
     for index, block in enumerate(blocks):
         if index % every == 0:
             _wrap(block, context_fn=_keep_some if by_op else None)
@@ -80,14 +81,17 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
             return checkpoint(
                 inner, *args, use_reentrant=False, context_fn=context_fn or _keep_random, **kwargs
             )
+
+        # By the time of the backward `call_in_dtype` has put the parameters back: the recomputation
+        # has to take the cast tensors again, or it would compute in another dtype.
         named: Iterable[tuple[str, Tensor]] = block.named_parameters()
         cast = {name: p for name, p in named if not isinstance(p, nn.Parameter)}
 
-        def with_cast(*args: Any, **kwargs: Any) -> Any:
-            with replaced_parameters(block, cast):
+        def call_with_cast(*args: Any, **kwargs: Any) -> Any:
+            with replace_parameters(block, cast):
                 return inner(*args, **kwargs)
 
-        run = with_cast if cast else inner
+        run = call_with_cast if cast else inner
         return checkpoint(
             run, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs
         )
@@ -95,23 +99,24 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
     block.forward = forward
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _choose_by_name(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Higher-order operations have no schema, and no name to compare.
     schema = getattr(op, "_schema", None)
-    kept = schema is not None and schema.name in KEPT_OPS
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = schema is not None and schema.name in KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_keep_some = partial(create_selective_checkpoint_contexts, _policy)
+_keep_some = partial(create_selective_checkpoint_contexts, _choose_by_name)
 
 
-def _random_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _choose_random(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep only the results of operations that may draw random numbers (attention on a CPU).
 
     To recompute those, PyTorch 2.13's compiler would keep a random state, which it confuses with
     the mesh of a tensor-parallel block.
     """
-    kept = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if is_random else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_keep_random = partial(create_selective_checkpoint_contexts, _random_policy)
+_keep_random = partial(create_selective_checkpoint_contexts, _choose_random)

@@ -1,5 +1,4 @@
-"""Collectives inside forward and backward, reductions of metrics, and calls made on one rank for
-all.
+"""Collectives inside forward and backward, reductions of metrics, and calls on one rank for all.
 
 The tensor collectives use PyTorch's functional collectives, which a compiler can trace; groups are
 given by name.
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed.compat import collective_ops as ops
 from rl.distributed.mesh import CP, TP
 
 T = TypeVar("T")
@@ -24,29 +24,21 @@ V = TypeVar("V")
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"], group: str) -> Tensor:
     """Return the reduction in a new tensor, without gradient."""
-    ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), op, group))
 
 
 def all_gather(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
     """Return all ranks' tensors concatenated along the first dimension, without gradient."""
-    ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), num_ranks, group))
 
 
 def reduce_scatter(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
-    """Return this rank's part, along the first dimension, of the sum over ranks, without
-    gradient.
-    """
-    ops = torch.ops._c10d_functional
+    """Return this rank's part, along the first dimension, of the sum, without gradient."""
     return ops.wait_tensor(ops.reduce_scatter_tensor(tensor.contiguous(), "sum", num_ranks, group))
 
 
 def all_to_all(tensor: Tensor, *, sent: list[int], received: list[int], group: str) -> Tensor:
-    """Send `sent[p]` rows to each rank p and receive `received[p]` rows from it, without
-    gradient.
-    """
-    ops = torch.ops._c10d_functional
+    """Send `sent[p]` rows to each rank p, and receive `received[p]` from it, without gradient."""
     return ops.wait_tensor(ops.all_to_all_single(tensor.contiguous(), received, sent, group))
 
 
@@ -83,10 +75,9 @@ class GatherAlike(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients
-    travel back.
+    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it.
 
-    Every rank of the group has to call it, even with nothing to send.
+    Gradients travel back. Every rank of the group has to call it, even with nothing to send.
     """
 
     @staticmethod
@@ -105,20 +96,21 @@ class ExchangeRows(torch.autograd.Function):
 def reduce_sums_and_maxima(
     sums: Tensor, maxima: Tensor, *, mesh: DeviceMesh | None
 ) -> tuple[list[float], list[float]]:
-    """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every
-    rank.
+    """Reduce numbers over the data-parallel ranks, to the same bits on every rank.
 
-    Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN.
-    Context- and tensor-parallel ranks hold the same sums, which count once; of a pipeline's stages
-    only one gives sums other than 0.
+    NaN on any rank gives NaN. Context- and tensor-parallel ranks hold the same sums, which count
+    once; of a pipeline's stages only one gives sums other than 0.
 
     Args:
         sums, maxima: [A] and [B] float64, on the mesh's device.
     """
+    # A gather, not a reduction: every rank adds the same numbers in the same order, so that all get
+    # the same bits.
     rows = _gather_rows(torch.cat((sums, maxima)), mesh)
     num_sums = sums.numel()
     largest = rows[:, num_sums:].amax(0).tolist() if maxima.numel() else []
     if mesh is not None:
+        # These two are the last axes, so neighbouring ranks hold the same sums.
         rows = rows[:: mesh[CP].size() * mesh[TP].size()]
     return rows[:, :num_sums].sum(0).tolist(), largest
 
@@ -138,6 +130,7 @@ def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Return every rank's values, [world, N], on the host."""
     if mesh is None:
         return values.unsqueeze(0).cpu()
+    # `all_gather` writes into the rows of one tensor, so a single copy brings all to the host.
     rows = values.new_empty(dist.get_world_size(), values.numel())
     dist.all_gather(list(rows), values.contiguous())
     return rows.cpu()
@@ -156,12 +149,14 @@ def on_first_rank(
     first = dist.get_rank(group) == 0
     values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
     dist.gather_object(value, values, dst=0, group=group)
+
+    # An error is sent as well: the other ranks would wait for the result until the deadline.
     outcome: list[Any] = [None, None]
     if first:
         assert values is not None
         try:
             outcome[0] = function(values)
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        except Exception as error:  # noqa: BLE001 - Raised below, on every rank.
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
@@ -170,8 +165,10 @@ def on_first_rank(
 
 
 def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Call a function on every rank and return its result; raise the first rank's ValueError on
-    every rank.
+    """Call a function on every rank and return its result.
+
+    Raises:
+        ValueError: on every rank, that of the first rank that has failed.
     """
     results: list[T] = []
     problem: ValueError | None = None
@@ -179,6 +176,7 @@ def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) 
         results.append(function())
     except ValueError as error:
         problem = error
+    # All ranks meet here, also those without a problem, so that none goes on alone.
     on_first_rank(_raise_first, problem, group=group)
     return results[0]
 

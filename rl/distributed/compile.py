@@ -1,5 +1,4 @@
-"""torch.compile, block by block, and tensor parallelism that overlaps communication with matrix
-products.
+"""torch.compile, block by block, and tensor parallelism that overlaps communication.
 
 Blocks of one model share the code compiled for the first of them. FSDP's hooks stand around the
 compiled forward, activation checkpointing within it.
@@ -21,14 +20,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import only_if
-from rl.distributed.compat import enable_micro_pipeline
+from rl.distributed.compat import allow_variants, enable_micro_pipeline, is_awaited
 from rl.utils.caches import settle_caches
 
 NUM_VARIANTS = 32
+"""Variants of a compiled function, beyond which PyTorch runs it uncompiled."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -61,6 +60,7 @@ def check_compiler(config: CompileConfig, *, device_type: str) -> None:
     """Raise ValueError naming the tool that the backend needs and this machine lacks."""
     if not config.enable or config.backend != "inductor":
         return
+    # As the inductor chooses: CXX on a CPU, CC for Triton's launcher on a GPU.
     if device_type == "cpu":
         compilers, variable = [os.environ.get("CXX", "g++")], "CXX"
     else:
@@ -76,36 +76,36 @@ def check_compiler(config: CompileConfig, *, device_type: str) -> None:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile the blocks' forwards in place, except modules marked `never_compiled`; after
-    checkpointing, before sharding."""
-    if config.includes("model"):
-        for block in blocks:
-            for module in block.modules():
-                # A decorator in the module's class would import the compiler, 2 s, into every
-                # process.
-                if getattr(module, "never_compiled", False):
-                    module.forward = torch.compiler.disable(module.forward)
-            block.forward = _compiled(block.forward, config)
-            block.register_forward_pre_hook(_await_inputs)
+    """Compile the blocks' forwards in place, except modules marked `never_compiled`.
+
+    Call it after checkpointing and before sharding.
+    """
+    if not config.includes("model"):
+        return
+    for block in blocks:
+        for module in block.modules():
+            # A decorator in the module's class would import the compiler, 2 s, into every process.
+            if getattr(module, "never_compiled", False):
+                module.forward = torch.compiler.disable(module.forward)
+        block.forward = _compile(block.forward, config)
+        block.register_forward_pre_hook(_await_inputs)
 
 
 def _await_inputs(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copy inputs that a collective is still writing, because compiled code loses their
-    gradient.
-    """
-    return tuple(x.clone() if isinstance(x, AsyncCollectiveTensor) else x for x in inputs)
+    """Copy inputs that a collective is still writing, as compiled code loses their gradient."""
+    return tuple(x.clone() if is_awaited(x) else x for x in inputs)
 
 
 def compile_function(function: FunctionT, config: CompileConfig) -> FunctionT:
     """Return the function, compiled if the config compiles the loss."""
-    return _compiled(function, config) if config.includes("loss") else function
+    return _compile(function, config) if config.includes("loss") else function
 
 
-def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
-    # Variants with and without gradient, for the first number of tokens and for any, for one
-    # sequence and for several exceed PyTorch's limit, beyond which it leaves a function uncompiled.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
-    settle_caches()  # before PyTorch asks for its folder
+def _compile(function: FunctionT, config: CompileConfig) -> FunctionT:
+    # With and without gradient, for the first number of tokens and for any, for one sequence and
+    # for several: together these variants exceed PyTorch's limit.
+    allow_variants(NUM_VARIANTS)
+    settle_caches()  # Before PyTorch asks for its folder.
     compiled: Any = torch.compile(function, backend=config.backend)
     return compiled
 

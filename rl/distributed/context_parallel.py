@@ -47,8 +47,10 @@ class ContextParallel:
         return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return start and end of a rank's pieces (None: this rank), in order; adjacent pieces are
-        joined.
+        """Return start and end of a rank's pieces (None: this rank), in order.
+
+        Adjacent pieces are joined. Example: of 16 tokens on 4 ranks, rank 1 has [(2, 4), (12, 14)]
+        and rank 3 has [(6, 10)].
         """
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
@@ -72,18 +74,17 @@ class ContextParallel:
         return gathered.index_select(0, places_T)
 
     def to_all_tokens(self, x_tn: Tensor) -> Tensor:
-        """Send part p of each token, of [t, n, ...], to rank p; return this rank's part of all
-        tokens, [T, ...].
-        """
-        early, late = self._exchanged(x_tn.transpose(0, 1)).chunk(2, dim=1)
+        """Send part p of each token, [t, n, ...], to rank p; return this rank's parts, [T, ...]."""
+        # Early pieces arrive in the order of the tokens, late pieces in the opposite order.
+        early, late = self._exchange(x_tn.transpose(0, 1)).chunk(2, dim=1)
         return torch.cat((early, late.flip(0))).flatten(0, 1)
 
     def to_own_tokens(self, x_T: Tensor) -> Tensor:
         """Undo `to_all_tokens`: return all parts of this rank's tokens, [t, n, ...]."""
         early, late = x_T.unflatten(0, (2 * self.num_ranks, -1)).chunk(2)
-        return self._exchanged(torch.cat((early, late.flip(0)), dim=1)).transpose(0, 1)
+        return self._exchange(torch.cat((early, late.flip(0)), dim=1)).transpose(0, 1)
 
-    def _exchanged(self, x_nt: Tensor) -> Tensor:
+    def _exchange(self, x_nt: Tensor) -> Tensor:
         """Send row p to rank p and return the rows received, in the order of their ranks."""
         rows = [x_nt.size(1)] * self.num_ranks
         exchanged: Tensor = ExchangeRows.apply(x_nt.flatten(0, 1), rows, rows, self.group)
@@ -91,9 +92,10 @@ class ContextParallel:
 
     def places(self, num_tokens: int) -> Tensor:
         """Return the index of each token in the concatenation of all ranks' tokens, [T] int64."""
-        pieces = [
-            piece for rank in range(self.num_ranks) for piece in self.pieces(num_tokens, rank=rank)
-        ]
+        pieces = []
+        for rank in range(self.num_ranks):
+            pieces += self.pieces(num_tokens, rank=rank)
+        # The concatenation has the tokens in the order of `pieces`; the inverse says where each is.
         return torch.argsort(joined_ranges(pieces))
 
 

@@ -1,5 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of their
-experts.
+"""Expert parallelism: each rank holds some of the experts, and rows travel to their ranks.
 
 The ranks over which parameters are sharded are reused: they see different tokens, and experts are
 split among them instead of gathered. The experts' gradients are then already sums over the ranks
@@ -40,6 +39,7 @@ class ExpertExchange:
             ends_N: int64, end of each expert's run of rows.
             compute: maps rows [A, E] and ends [L] of this rank's experts to [A, E].
         """
+        # Ranks first exchange how many rows each expert gets: a receiver has to allocate its rows.
         sent_PL = ends_N.diff(prepend=ends_N.new_zeros(1)).view(self.num_ranks, -1)
         one_each = [1] * self.num_ranks
         arrived_PL = all_to_all(
@@ -68,9 +68,8 @@ class ExpertExchange:
 
 
 def row_counts(sent_PL: Tensor, arrived_PL: Tensor) -> list[list[int]]:
-    """Return the numbers of rows sent to and received from each rank; in one copy, so that the host
-    waits once.
-    """
+    """Return the numbers of rows sent to and received from each rank."""
+    # In a single copy, so that the host waits for the GPU once.
     counts: list[list[int]] = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
     return counts
 
@@ -88,6 +87,8 @@ def select_rows(x_TE: Tensor, *, rows_S: Tensor, places_S: Tensor) -> Tensor:
 
 
 class _SelectRows(torch.autograd.Function):
+    """Selection of rows whose backward is a selection too, and so adds in a fixed order."""
+
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, rows_S: Tensor, places_S: Tensor) -> Tensor:
         ctx.save_for_backward(places_S)
@@ -98,11 +99,14 @@ class _SelectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_SE: Tensor) -> tuple[Tensor, None, None]:
         (places_S,) = ctx.saved_tensors
+        # `index_select`'s own backward scatters with atomic additions, in any order.
         grad_TKE = grad_SE.index_select(0, places_S).unflatten(0, (ctx.num_rows, -1))
         return (grad_TKE.sum(1) if grad_TKE.size(1) > 1 else grad_TKE.squeeze(1)), None, None
 
 
 def inverse_permutation(order_S: Tensor) -> Tensor:
+    """Return the place of each index in `order_S`, [S] int64."""
+    # By a scatter, which is cheaper than a second sort.
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
     return inverse_S

@@ -1,5 +1,6 @@
-"""The trainer's device mesh: pipeline stages x data-parallel replicas x shards x context x tensor
-parallel.
+"""The trainer's device mesh, with an axis for each kind of parallelism.
+
+pipeline stages x data-parallel replicas x shards x context parallel x tensor parallel
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.config.configurable import check_refused, refused, unless
 from rl.config.tree import check_bounds
+from rl.distributed.compat import flatten_axes
 
 PP = "pp"
 """Ranks that hold different layers; only part of a mesh with several."""
@@ -34,8 +36,10 @@ STAGE = "stage"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Resolved sizes of the mesh's axes; the product of PP, replicas, shards, CP and TP is the
-    world size.
+    """Sizes of the mesh's axes; replicas x shards x CP x TP x PP is the world size.
+
+    Example:
+        8 ranks as 2 shards of 4 tensor-parallel ranks: Degrees(dp_replicate=1, dp_shard=2, tp=4).
     """
 
     dp_replicate: int
@@ -161,9 +165,7 @@ class ParallelismConfig:
         return self.context_parallel_degree > 1 and self.context_parallel_rotation == "alltoall"
 
     def degrees(self, world_size: int) -> Degrees:
-        """Return the sizes of all axes for a number of processes; raise ValueError if the degrees
-        do not fit.
-        """
+        """Return the sizes of all axes for a number of processes, or raise ValueError."""
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
         pp = self.pipeline_parallel_degree
@@ -177,6 +179,8 @@ class ParallelismConfig:
                 f"context_parallel_degree={cp} x "
                 f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size}"
             )
+
+        # Experts live on the ranks over which parameters are sharded, context-parallel ones too.
         if shard * cp % self.expert_parallel_degree:
             raise ValueError(
                 f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide "
@@ -193,11 +197,12 @@ class ParallelismConfig:
 
 
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
-    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp`, `tp`, behind `pp` if there are
-    several stages.
+    """Return the mesh with the axes of `OF_STAGE`, behind `pp` if there are several stages.
 
-    A single process has one only if `always`.
+    A single process has a mesh only if `always`.
     """
+    # Tensor-parallel ranks are neighbours, as they talk most and should share a machine; the
+    # pipeline's talk least.
     shape: tuple[int, ...] = (degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     names: tuple[str, ...] = OF_STAGE
     if degrees.pp > 1:
@@ -213,12 +218,10 @@ def pipeline_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def stage_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """Return the group of the ranks that hold the same layers; None without pipeline parallelism:
-    all ranks.
-    """
+    """Return the group of the ranks that hold the same layers; None without a pipeline."""
     if mesh is None or pipeline_axis(mesh) is None:
         return None
-    return mesh[OF_STAGE]._flatten(STAGE).get_group()
+    return flatten_axes(mesh[OF_STAGE], STAGE).get_group()
 
 
 def ranks_of_stage(mesh: DeviceMesh | None) -> int:
@@ -228,8 +231,7 @@ def ranks_of_stage(mesh: DeviceMesh | None) -> int:
 
 
 def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
-    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and
-    `expert`.
+    """Return a mesh of the same ranks, whose shards are cut into `expert_shard` and `expert`.
 
     `degree` neighbours hold different experts; ranks with the same experts share them as FSDP
     shards. None if `degree` is 1.
@@ -241,6 +243,7 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
     assert shards % degree == 0, "checked by Degrees"
     names = (DP_REPLICATE, EXPERT_SHARD, EXPERT, TP)
     num_stages = mesh.size() // ranks_of_stage(mesh)
+    # Of all stages' ranks: every rank has to take part in making a group, also of others.
     of_all = init_device_mesh(
         mesh.device_type,
         (num_stages, replicas, shards // degree, degree, tp),
@@ -249,16 +252,15 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
     return of_all[names]
 
 
-def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis over which parameters are sharded: shards and context-parallel ranks
-    together.
-    """
-    return mesh[DP_SHARD] if mesh[CP].size() == 1 else mesh[DP_SHARD, CP]._flatten(FSDP)
+def get_fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis over which parameters are sharded: shards and context-parallel ranks."""
+    # A context-parallel rank has the same parameters and other tokens, as a shard has.
+    return mesh[DP_SHARD] if mesh[CP].size() == 1 else flatten_axes(mesh[DP_SHARD, CP], FSDP)
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for FSDP2: `fsdp_axis`, behind an axis of replicas if there are several."""
-    shards = fsdp_axis(mesh)
+def get_data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for FSDP2: shards, behind an axis of replicas if there are several."""
+    shards = get_fsdp_axis(mesh)
     if mesh[DP_REPLICATE].size() == 1:
         return shards
     with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the way of the micro-batches through the stages that
-`rl.distributed.stages` plans.
+"""Pipeline parallelism: the way of the micro-batches through the stages.
 
 Each rank of the `pp` axis has a stage of the model, or several, and a schedule of
-`torch.distributed.pipelining` orders their forwards and backwards. Between stages travel hidden
+`torch.distributed.pipelining` orders their forwards and backwards (`rl.distributed.stages` plans
+both). Between stages travel hidden
 states, and their gradients on the way back. All micro-batches of a call have the same length.
 
 Every rank has all micro-batches. What a schedule passes on is the number of one; a hook on each
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from rl.distributed.compat import csv_schedule
 from rl.distributed.mesh import ParallelismConfig
+from rl.distributed.schedule_private import make_file_schedule
 from rl.distributed.sharding import local_tensor, reshard, whole_tensor
 from rl.distributed.stages import StagePlan
 
@@ -64,11 +64,10 @@ class Pipeline:
         """(number of a micro-batch, whether the stage is the last) -> the stage's arguments."""
 
     def attach(self, parts: Sequence[nn.Module], *, tied: bool) -> None:
-        """Take this rank's stages, sharded, in order; the last head of a `tied` model is a copy of
-        the embedding.
-        """
+        """Take this rank's stages, sharded, in order."""
         self.parts = list(parts)
         if tied:
+            # The first and the last stage may be on two ranks, so the head is a copy.
             first, last = self.stages[0] == 0, self.stages[-1] == self.num_stages - 1
             self.tied = (
                 parts[0].get_parameter("embed_tokens.weight") if first else None,
@@ -77,30 +76,29 @@ class Pipeline:
         for stage, part in zip(self.stages, parts, strict=True):
             # Before FSDP's own hook, which casts the arguments.
             part.register_forward_pre_hook(
-                lambda _, args, kwargs, stage=stage: self._with_arguments(stage, args, kwargs),
+                lambda _, args, kwargs, stage=stage: self._replace_arguments(stage, args, kwargs),
                 prepend=True,
                 with_kwargs=True,
             )
 
-    def _with_arguments(
+    def _replace_arguments(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """Return a stage's arguments, given hidden states (to the first stage anything) and a
-        micro-batch's number.
-        """
+        """Return a stage's arguments, given hidden states and the number of a micro-batch."""
         assert self._arguments is not None, "a stage computes only within a pass"
         ids, options = self._arguments(int(kwargs["number"]), stage == self.num_stages - 1)
+        # The first stage takes token ids; what the schedule gives it is only a number.
         return (args[0] if stage else ids,), options
 
     def num_allowed(self, num_micro_batches: int) -> int:
-        """Return the smallest number of micro-batches that the schedule takes, from the given one
-        up.
-        """
-        if (file := self.plan.file) is not None:
+        """Return the smallest number of micro-batches, from this up, that the schedule takes."""
+        file = self.plan.file
+        if file is not None:
             return -(-num_micro_batches // file.num_micro_batches) * file.num_micro_batches
         number = max(num_micro_batches, self.num_stages)
         if self.config.pipeline_parallel_schedule == "Interleaved1F1B":
-            while number % max(1, number // self.size):  # rounds of about one micro-batch a rank
+            # Rounds of about one micro-batch a rank have to divide the micro-batches.
+            while number % max(1, number // self.size):
                 number += 1
         return number
 
@@ -113,11 +111,10 @@ class Pipeline:
         hidden: HiddenStates,
         backward: bool,
     ) -> None:
-        """Take all micro-batches forward through all stages and, if asked, backward from the
-        numbers that `read` returns.
+        """Take all micro-batches forward through all stages and, with `backward`, back again.
 
-        An error of `read` is raised on all ranks, after the micro-batches: the other stages wait
-        for gradients.
+        The backward starts from the numbers that `read` returns. An error of `read` is raised on
+        all ranks, after the micro-batches: the other stages wait for gradients.
 
         Args:
             prepared: gives a micro-batch as this rank takes it, and its arguments; `head` among
@@ -134,8 +131,9 @@ class Pipeline:
                 values, number = head(states, weight), None
                 try:
                     number = read(batch, *values)
-                except Exception as error:  # noqa: BLE001 - raised below
+                except Exception as error:  # noqa: BLE001 - Raised below.
                     errors.append(error)
+                # A number with gradient in any case, as the schedule calls backward on it.
                 return 0.0 * values[0].sum() if number is None else number
 
             return ids, options | ({"head": result} if is_last else {})
@@ -145,15 +143,15 @@ class Pipeline:
             self._pass(len(batches), hidden, backward=backward)
         finally:
             self._arguments = None
-            if (head := self.tied[1]) is not None:
+            head = self.tied[1]
+            if head is not None:
                 head.grad = None  # Also after an error.
-        if (error := self.from_last(_sendable(next(iter(errors), None)))) is not None:
+        error = self.from_last(_make_sendable(errors[0] if errors else None))
+        if error is not None:
             raise error
 
     def _pass(self, num_micro_batches: int, hidden: HiddenStates, *, backward: bool) -> None:
-        """Order the micro-batches forward and, if asked, backward, as many at once as the stages
-        can hold.
-        """
+        """Take the micro-batches through in groups, as many at once as the stages can hold."""
         self._copy_tied()
         if not backward:
             at_once = FORWARDS_OF_STAGE * self.num_stages
@@ -162,16 +160,18 @@ class Pipeline:
             return
         file = self.plan.file
         of_pass = num_micro_batches if file is None else file.num_micro_batches
+        # A file describes a number of micro-batches, and is repeated until all have passed.
         for begin in range(0, num_micro_batches, of_pass):
-            with self._earlier_gradients_added():
+            with self._add_earlier_gradients():
                 self._forward_backward(range(begin, begin + of_pass), hidden)
         self._add_tied_gradient()
 
     @torch.no_grad()
     def _forward(self, numbers: Sequence[int], hidden: HiddenStates) -> None:
         """Take micro-batches through one stage of this rank after the other."""
+        # Sent tensors are kept with their transfers: freed memory could be written meanwhile.
         sent: list[tuple[dist.Work | None, Tensor]] = []
-        kept: dict[tuple[int, int], Tensor] = {}
+        states: dict[tuple[int, int], Tensor] = {}
         """Hidden states for another stage of this rank, by stage and micro-batch."""
         for stage, part in zip(self.stages, self.parts, strict=True):
             source = self.plan.ranks[stage - 1] if stage else self.rank
@@ -182,18 +182,19 @@ class Pipeline:
                     x = hidden(device=self.device)
                     received.append((dist.irecv(x, group_src=source, group=self.group), x))
             for place, number in enumerate(numbers):
-                given: Tensor | None = None
+                states_in: Tensor | None = None
                 if received:
-                    work, given = received[place]
+                    work, states_in = received[place]
                     if work is not None:
                         work.wait()
                 elif stage:
-                    given = kept.pop((stage, number))
-                out = part(given, number=number)
+                    states_in = states.pop((stage, number))
+                out = part(states_in, number=number)
                 if stage == self.num_stages - 1:
                     continue
-                if (to := self.plan.ranks[stage + 1]) == self.rank:
-                    kept[stage + 1, number] = out
+                to = self.plan.ranks[stage + 1]
+                if to == self.rank:
+                    states[stage + 1, number] = out
                 else:
                     out = out.contiguous()
                     sent.append((dist.isend(out, group_dst=to, group=self.group), out))
@@ -202,18 +203,21 @@ class Pipeline:
                 work.wait()
 
     @contextmanager
-    def _earlier_gradients_added(self) -> Iterator[None]:
-        """Add the gradients from before the block to its own; a new `PipelineStage` drops those
-        that it finds.
+    def _add_earlier_gradients(self) -> Iterator[None]:
+        """Add the gradients from before the block to its own.
+
+        A new `PipelineStage` drops the gradients of its parameters.
         """
         for part in self.parts:
             reshard(part)
-        parameters = [parameter for part in self.parts for parameter in part.parameters()]
-        earlier = [
-            (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
-        ]
+        parameters: list[nn.Parameter] = []
+        for part in self.parts:
+            parameters += part.parameters()
+        earlier = [parameter.grad for parameter in parameters]
         yield
-        for parameter, gradient in earlier:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is None:
+                continue
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _forward_backward(self, numbers: Iterable[int], hidden: HiddenStates) -> None:
@@ -227,22 +231,23 @@ class Pipeline:
                     stage,
                     self.num_stages,
                     self.device,
+                    # Shapes only, on the meta device: else PyTorch finds them by a first forward.
                     input_args=hidden(requires_grad=True) if stage else which[:1],
                     output_args=torch.empty(()) if is_last else hidden(requires_grad=True),
                     group=self.group,
                 )
             )
-        schedule = self._schedule(stages, len(which))
+        schedule = self._build_schedule(stages, len(which))
         try:
             schedule.step(which, number=which, target=which, return_outputs=False)
         except RuntimeError as error:
             # The pipeline wraps a stage's error in a description of all its tensors.
             raise error.__cause__ or error from None
 
-    def _schedule(self, stages: list[PipelineStage], num_micro_batches: int) -> Any:
+    def _build_schedule(self, stages: list[PipelineStage], num_micro_batches: int) -> Any:
         settings: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         if self.plan.file is not None:
-            return csv_schedule(self.plan.file, stages, **settings)
+            return make_file_schedule(self.plan.file, stages, **settings)
         make = get_schedule_class(self.config.pipeline_parallel_schedule)
         if issubclass(make, PipelineScheduleSingle):
             return make(stages[0], num_micro_batches, **settings)
@@ -266,8 +271,9 @@ class Pipeline:
         self._move(head, embedding, backward=True)
 
     def _move(self, source: Tensor | None, target: Tensor | None, *, backward: bool) -> None:
-        """Copy this rank's part of a parameter, or add that of its gradient, between the first and
-        the last stage.
+        """Copy a parameter, or add its gradient, between the first and the last stage.
+
+        Each rank moves its own part: both stages have the same layout.
         """
 
         def part_of(parameter: Tensor) -> Tensor:
@@ -277,17 +283,20 @@ class Pipeline:
 
         ends = (self.plan.ranks[-1], self.plan.ranks[0])
         sender, receiver = ends if backward else ends[::-1]
-        found: Tensor | None = None
+        moved: Tensor | None = None
         if source is not None:
-            found = part_of(source)
+            moved = part_of(source)
             if receiver != self.rank:
-                dist.send(found.contiguous(), group_dst=receiver, group=self.group)
+                dist.send(moved.contiguous(), group_dst=receiver, group=self.group)
         if target is None:
             return
-        if found is None:
-            found = torch.empty_like(part_of(target), memory_format=torch.contiguous_format)
-            dist.recv(found, group_src=sender, group=self.group)
-        part_of(target).add_(found) if backward else part_of(target).copy_(found)
+        if moved is None:
+            moved = torch.empty_like(part_of(target), memory_format=torch.contiguous_format)
+            dist.recv(moved, group_src=sender, group=self.group)
+        if backward:
+            part_of(target).add_(moved)
+        else:
+            part_of(target).copy_(moved)
 
     def from_last(self, value: T) -> T:
         """Return the last stage's value on every rank."""
@@ -302,42 +311,41 @@ class Pipeline:
         return values
 
     def gather(self, named: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """Yield the (name, tensor, ...) of all ranks on every rank, one at a time, with whole
-        tensors.
+        """Yield the (name, tensor, ...) of all ranks on every rank, with whole tensors.
 
         Every rank of a stage gives the same names, and every rank consumes all.
         """
+        # An entry at a time: a rank never holds more than its own part and one whole entry.
         for rank in range(self.size):
             own = iter(named) if rank == self.rank else iter(())
             while True:
                 item = next(own, None)
-                whole = (
-                    []
-                    if item is None
-                    else [whole_tensor(tensor).contiguous() for tensor in item[1:]]
-                )
-                shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in whole]
-                box: list[Any] = [None if item is None else (item[0], shapes)]
+                whole: list[Tensor] = []
+                box: list[Any] = [None]
+                if item is not None:
+                    whole = [whole_tensor(tensor).contiguous() for tensor in item[1:]]
+                    shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in whole]
+                    box = [(item[0], shapes)]
+
+                # None ends the entries of a rank, so the others need not know their number.
                 dist.broadcast_object_list(box, group_src=rank, group=self.group)
                 if box[0] is None:
                     break
                 name, shapes = box[0]
                 if item is None:
-                    whole = [
-                        torch.empty(
-                            shape, dtype=dtype, device=self.device if kind != "cpu" else kind
-                        )
-                        for shape, dtype, kind in shapes
-                    ]
+                    for shape, dtype, kind in shapes:
+                        device = self.device if kind != "cpu" else kind
+                        whole.append(torch.empty(shape, dtype=dtype, device=device))
                 for tensor in whole:
                     dist.broadcast(tensor, group_src=rank, group=self.group)
                 yield name, *whole
 
 
-def _sendable(error: Exception | None) -> Exception | None:
+def _make_sendable(error: Exception | None) -> Exception | None:
     """Return the error as other processes can receive it."""
+    # Tried both ways: some exceptions pickle, but fail to be built from what they pickled.
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever an exception of somebody else holds
+    except Exception:  # noqa: BLE001 - Exceptions of other libraries may hold anything.
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

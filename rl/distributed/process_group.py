@@ -1,5 +1,4 @@
-"""Process groups: gloo on a CPU, NCCL on a GPU, none for a single process; and the record of their
-collectives.
+"""Process groups: gloo on a CPU, NCCL on a GPU, none for a single process; and their record.
 
 PyTorch's flight recorder keeps the latest collectives of a process in a ring. It reads its size
 from the environment, once in the life of a process.
@@ -21,12 +20,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+
+# Public, though imported on a condition, which a type checker does not follow.
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.tree import check_bounds
-from rl.distributed.compat import recorded_collectives, set_group_timeout, use_one_gloo_worker
-from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, fsdp_axis, stage_group
+from rl.distributed.compat import read_recorded_collectives, set_group_timeout, use_one_gloo_worker
+from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, get_fsdp_axis, stage_group
 from rl.utils.errors import RunError, optional_write
 from rl.utils.files import atomic_write
 
@@ -34,6 +35,7 @@ RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 WATCHDOG_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKLOG = 128
+"""Connections that may wait at the ranks' store, besides one for each rank."""
 DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
@@ -92,15 +94,14 @@ class RankInfo:
         return cls(mesh=mesh, expert_mesh=build_expert_mesh(mesh, degree=degrees.ep), joined=joined)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the deadline of every later collective, in the default group and in those of the
-        meshes' axes.
-        """
+        """Set the deadline of every later collective."""
         if self.mesh is None:
             return
+        # Each group has a deadline of its own: the default group, and those of the meshes' axes.
         groups = [
             None,
             *self.mesh.get_all_groups(),
-            fsdp_axis(self.mesh).get_group(),
+            get_fsdp_axis(self.mesh).get_group(),
             stage_group(self.mesh),
         ]
         if self.expert_mesh is not None:
@@ -153,8 +154,9 @@ class World:
 
 
 def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
-    """Join the other ranks and return whether this call created a group; a single process does so
-    only if `always`.
+    """Join the other ranks and return whether this call has created a group.
+
+    A single process creates a group only if `always`.
 
     Raises:
         ValueError: if there is a group of another size.
@@ -163,18 +165,21 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     use_one_gloo_worker()
-    if dist.is_initialized() and (size := dist.get_world_size()) != world.size:
+    if dist.is_initialized() and dist.get_world_size() != world.size:
         raise ValueError(
-            f"world size {world.size} differs from the existing process group's {size}"
+            f"world size {world.size} differs from the existing process group's "
+            f"{dist.get_world_size()}"
         )
     if dist.is_initialized() or (world.size == 1 and not always):
         return False
     os.environ[RECORDER_SIZE] = str(comm.trace_buffer_size)
     # NCCL's watchdog ends a process whose collective timed out before Python could write anything.
     os.environ.setdefault(DUMP_ON_TIMEOUT, str(int(comm.trace_buffer_size > 0)))
+    # On a GPU both, as objects travel by the CPU's backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world.size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # Public, though imported on a condition.
+        # Public, though imported on a condition.
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
         return True
     address = f"{world.master_addr}:{world.master_port}"
@@ -198,10 +203,10 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
 
 
 def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPStore:
-    """Return the store in which the ranks find each other; rank 0 serves it, to its master address
-    only.
+    """Return the store in which the ranks find each other; rank 0 serves it.
 
-    PyTorch would serve it to every network, and it asks nobody who they are.
+    It listens on the master address only: PyTorch's own listens on every network, and asks nobody
+    who they are.
 
     Args:
         wait: return only when all ranks have connected.
@@ -220,15 +225,16 @@ def open_store(world: World, *, timeout: timedelta, wait: bool = True) -> TCPSto
 
 
 def _listen(world: World) -> int | None:
-    """Return a socket that listens on the master address, or None if other hosts may know it by
-    another one.
+    """Return a socket that listens on the master address.
+
+    None if other hosts may know this host by another address: PyTorch then listens on all.
     """
     family, _, _, _, address = socket.getaddrinfo(
         world.master_addr, world.master_port, type=socket.SOCK_STREAM
     )[0]
     is_name = world.master_addr not in ("localhost", address[0])
     if is_name and ipaddress.ip_address(address[0]).is_loopback:
-        return None  # Debian's name of this host
+        return None  # Debian's name of this host.
     try:
         return socket.create_server(
             address[:2], family=family, backlog=world.size + BACKLOG
@@ -236,7 +242,7 @@ def _listen(world: World) -> int | None:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return None  # an address that is translated on the way
+        return None  # An address that is translated on the way.
 
 
 def barrier() -> None:
@@ -247,10 +253,12 @@ def barrier() -> None:
 
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
-    """Add the call and the rank to the error of a failed collective; raise CollectiveTimeoutError
-    if it is overdue.
+    """Add the call and the rank to the error of a failed collective.
 
     The folder `record_in` receives the latest collectives of this rank.
+
+    Raises:
+        CollectiveTimeoutError: the other ranks did not take part in time.
     """
     started = time.monotonic()
     try:
@@ -258,13 +266,10 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        this_rank, raised = (
-            f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer",
-            error,
-        )
-        if (
-            not isinstance(error, RunError) and "timed out" in str(error).lower()
-        ):  # gloo's generic error
+        this_rank = f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer"
+        raised = error
+        # gloo has no type for it, and raises a RuntimeError.
+        if not isinstance(error, RunError) and "timed out" in str(error).lower():
             raised = CollectiveTimeoutError(
                 f"{this_rank}: in {what} the other ranks did not take part within the deadline of "
                 f"a collective (comm.train_timeout_s; {time.monotonic() - started:.1f} s in all): "
@@ -285,7 +290,7 @@ def write_collectives(folder: str | Path) -> Path | None:
     Each entry has the name, group, sequence number, sizes, state and call site of a collective.
     Returns None if nothing was recorded or the disk has no room.
     """
-    entries = recorded_collectives() if dist.is_initialized() else []
+    entries = read_recorded_collectives() if dist.is_initialized() else []
     if not entries:
         return None
     file = Path(folder) / f"collectives_rank{dist.get_rank()}.json"

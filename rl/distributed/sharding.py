@@ -1,5 +1,4 @@
-"""Data parallelism by FSDP2, shared by the plans of all models, and access to the shards of a
-tensor.
+"""Data parallelism by FSDP2 for all models, and access to the shards of a tensor.
 
 FSDP2 serves in all three forms: shards alone, replicas of shards (HSDP), and replicas alone (DDP:
 one shard). Context-parallel ranks are shards too. Gradients are summed over ranks, never averaged:
@@ -25,11 +24,11 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
+from rl.distributed.compat import StridedShard
 from rl.distributed.compile import CompileConfig, compile_blocks, overlap_tensor_parallel
-from rl.distributed.mesh import TP, ParallelismConfig, data_parallel_mesh
+from rl.distributed.mesh import TP, ParallelismConfig, get_data_parallel_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +53,12 @@ class ShardingOptions:
 def prepare_blocks(
     blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions
 ) -> None:
-    """Checkpoint and compile each block's forward in place, after tensor parallelism and before
-    sharding.
+    """Checkpoint and compile each block's forward in place.
+
+    Call it after tensor parallelism and before sharding.
     """
     blocks = list(blocks)
+    # In this order, so that checkpointing is within the compiled forward.
     checkpoint_activations(blocks, options.activation_checkpoint)
     if options.parallelism.async_tensor_parallel:
         assert mesh is not None, "async tensor parallelism without tensor parallelism"
@@ -82,7 +83,7 @@ def shard_data_parallel(
         apart: modules inside blocks to shard first, each with a mesh of its own: shards, behind
             replicas if there are several.
     """
-    data_mesh = data_parallel_mesh(mesh)
+    data_mesh = get_data_parallel_mesh(mesh)
     if data_mesh.size() == 1 and not options.cpu_offload and not always:
         return
     settings: dict[str, Any] = {
@@ -93,13 +94,13 @@ def shard_data_parallel(
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # A single shard is the whole block: gathering it again would only cost a copy. With parameters
-    # on the host the copy on the device is what is freed.
+
     policy = options.parallelism.reshard_after_forward
     if policy == "default" and options.parallelism.pipeline_parallel_degree > 1:
-        policy = (
-            "never"  # Several micro-batches are on their way: each would gather every block again.
-        )
+        # Several micro-batches are on their way: each would gather every block again.
+        policy = "never"
+    # A single shard is the whole block: gathering it again would only cost a copy. With parameters
+    # on the host the copy on the device is what is freed.
     for module, own_mesh in (*apart, *((block, data_mesh) for block in blocks)):
         reshard = policy != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
         fully_shard(module, reshard_after_forward=reshard, **(settings | {"mesh": own_mesh}))
@@ -115,6 +116,7 @@ def shard_data_parallel(
 def materialize(model: nn.Module, *, device: torch.device, cpu_offload: bool) -> None:
     """Allocate uninitialized parameters and buffers for a model on the meta device."""
     model.to_empty(device=torch.device("cpu") if cpu_offload else device)
+    # Buffers stay on the device even with parameters on the host: FSDP does not move them.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -128,8 +130,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def call_in_dtype(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Call the model with its parameters cast to `dtype`; gradients return in the parameters' own
-    dtype.
+    """Call the model with its parameters cast to `dtype`; gradients have the parameters' own dtype.
 
     This is FSDP2's mixed precision for a model that FSDP2 does not manage.
     """
@@ -182,9 +183,7 @@ def distributed(
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor without torchao's wrapper for float8 gathering, sharing the parameter's
-    memory.
-    """
+    """Return the tensor without torchao's wrapper for float8 gathering, in the same memory."""
     inner = getattr(local_tensor(tensor), "_tensor", None)
     return wrapped_like(tensor, inner) if isinstance(inner, Tensor) else tensor
 
@@ -192,9 +191,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
     """Return the part of a whole tensor that corresponds to this rank's part of `like`, as a view.
 
-    If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier
-    one (FSDP) splits its shards, the order in which the plans are applied. Raises ValueError if the
-    shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if full.shape != like.shape:
         raise ValueError(f"shape {tuple(full.shape)} differs from the model's {tuple(like.shape)}")
@@ -202,11 +199,14 @@ def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
         return full
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the parameter's mesh"
+    # If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier
+    # (FSDP) splits its shards, the order in which the plans are applied.
     for axis in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             chunks = full.chunk(like.device_mesh.size(axis), placement.dim)
             index = coordinate[axis]
+            # `chunk` gives fewer chunks than ranks where the rows run out: the rest are empty.
             full = chunks[index] if index < len(chunks) else full.narrow(placement.dim, 0, 0)
     return full
 

@@ -1,5 +1,4 @@
-"""Versions of the weights on their way to the generators (`rl.weights.store`), and Monarch's
-environment variables.
+"""Versions of the weights on their way to the generators, and Monarch's environment variables.
 
 Monarch reads the variables when it is loaded, so `actors` imports this package first. Values that
 the user has set are kept.
@@ -18,8 +17,6 @@ SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     # Write only warnings to Monarch's own log, /tmp/$USER/monarch_log.log.
     "MONARCH_FILE_LOG": "warn",
-    # The default value; where the variable is unset, torchstore reconfigures the root logger.
-    "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(10 * 2**30),
 }
 
 for _name, _value in SETTINGS.items():
@@ -38,16 +35,17 @@ def _make_log_private() -> None:
     may write, whoever knows the name could put something else there: each process writes only
     errors, under a name of its own.
     """
-    given = os.environ.get("MONARCH_LOG_SUFFIX", "")
+    user_suffix = os.environ.get("MONARCH_LOG_SUFFIX", "")
     try:
-        folder = Path("/tmp", _user())
+        folder = Path("/tmp", _get_user())
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError
-        for suffix in (given, *(f"{given}_{number}".lstrip("_") for number in range(2, MAX_LOGS))):
+        for number in range(1, MAX_LOGS):
+            suffix = user_suffix if number == 1 else f"{user_suffix}_{number}".lstrip("_")
             if _is_private_log(folder / f"monarch_log{'_' if suffix else ''}{suffix}.log"):
-                if suffix != given:
+                if suffix != user_suffix:
                     os.environ["MONARCH_LOG_SUFFIX"] = suffix
                 return
     except OSError:
@@ -56,13 +54,11 @@ def _make_log_private() -> None:
 
 
 def _is_private_log(file: Path) -> bool:
-    """Make a file or let no other user read it; return False if there is something else under that
-    name.
-    """
+    """Make a file that no other user can read; return False if the name is somebody else's."""
     flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(file, flags, 0o600)
-    except OSError:  # a link, a folder, a pipe without a reader
+    except OSError:  # A link, a folder, a pipe without a reader.
         return False
     try:
         status = os.fstat(descriptor)
@@ -74,11 +70,11 @@ def _is_private_log(file: Path) -> bool:
         os.close(descriptor)
 
 
-def _user() -> str:
+def _get_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        return "unknown"  # as Monarch calls it
+        return "unknown"  # As Monarch calls the user.
 
 
 _make_log_private()

@@ -1,5 +1,4 @@
-"""Checksums of tensors that are independent of the sharding, and their comparison between two
-sides.
+"""Checksums of tensors that do not depend on the sharding, and their comparison of two sides.
 
 The checksum of a box of a tensor is
 
@@ -23,14 +22,14 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 from torch import Tensor
-from torchstore.transport import TensorSlice
 
 from rl.types import BoxSum
 from rl.utils.tensor_memory import memory_of
+from rl.weights.boxes import Box
 from rl.weights.types import WeightParityError
 
 _SLAB_ELEMENTS = 2**24
-"""Elements that `queue_checksum` widens to 8 bytes at a time."""
+"""Elements that `enqueue_checksum` widens to 8 bytes at a time."""
 
 
 def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
@@ -38,31 +37,33 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
     if tensor.numel() == 0:
         return 0
     if tensor.device.type != "cpu":
-        return (
-            int(queue_checksum(tensor, global_shape=global_shape, offsets=offsets).item()) % 2**64
-        )
-    bits_RC = _bits(tensor)
+        total = enqueue_checksum(tensor, global_shape=global_shape, offsets=offsets)
+        return int(total.item()) % 2**64
+
+    bits_RC = _flatten_bits(tensor)
     num_rows, num_columns = bits_RC.shape
     stride = bits_RC.stride(0)
+    # The loop strides through flat memory itself: rows may lie apart, as those of a column shard.
     span = (num_rows - 1) * stride + num_columns
     memory = memory_of(bits_RC, dtype=f"u{bits_RC.element_size()}", num_elements=span)
-    rows, columns = _weights(tensor.shape, global_shape, offsets, tensor.element_size())
-    return int(_compiled_loop()(memory, stride, rows, columns))
+    rows, columns = _compute_weights(tensor.shape, global_shape, offsets, tensor.element_size())
+    return int(_compile_loop()(memory, stride, rows, columns))
 
 
-def queue_checksum(
+def enqueue_checksum(
     tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]
 ) -> Tensor:
-    """Return the checksum as a signed integer, [] int64 on the tensor's device, without waiting for
-    a GPU.
-    """
+    """Return the checksum, [] signed int64 on the tensor's device, without waiting for a GPU."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
-    bits_RC = _bits(tensor)
+    bits_RC = _flatten_bits(tensor)
+
     box = tuple(tensor.shape), tuple(global_shape), tuple(offsets), tensor.element_size()
-    rows, columns = _weights_on(tensor.device, *box)
+    rows, columns = _load_weights(tensor.device, *box)
+    # PyTorch has no unsigned integers to multiply: widened bits are masked to count as unsigned.
     mask = 2 ** (8 * bits_RC.element_size()) - 1
+    # In slabs of rows, because the widened bits take up to 8 times the memory of the tensor.
     step = max(1, _SLAB_ELEMENTS // len(columns))
     for start in range(0, len(bits_RC), step):
         sums = ((bits_RC[start : start + step].long() & mask) * columns).sum(1)
@@ -70,7 +71,7 @@ def queue_checksum(
     return total
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _flatten_bits(tensor: Tensor) -> Tensor:
     """Return the bits of at least one element as [R, C] integers of at most 4 bytes."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
@@ -80,37 +81,42 @@ def _bits(tensor: Tensor) -> Tensor:
     return bits.reshape(-1, bits.shape[-1])
 
 
-def _weights(
+def _compute_weights(
     shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int], element_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the [R] uint64 weights of a box's rows and the [C] uint32 weights of its columns."""
     if not shape:
         shape, global_shape, offsets = (1,), (1,), (0,)
+
+    # Number of each row in the whole tensor, over all dimensions but the last.
     rows = np.zeros(1, np.uint64)
     for size, whole, offset in zip(shape[:-1], global_shape[:-1], offsets[:-1], strict=True):
         steps = np.arange(offset, offset + size, dtype=np.uint64)
         rows = (rows[:, None] * np.uint64(whole) + steps).ravel()
+
     numbers = max(1, element_size // 4)
     first, last = offsets[-1] * numbers, (offsets[-1] + shape[-1]) * numbers
-    return _row_weights(rows), _column_weights(last)[first:]
+    return _hash_rows(rows), _hash_columns(last)[first:]
 
 
 @lru_cache(maxsize=256)
-def _weights_on(
+def _load_weights(
     device: torch.device,
     shape: Sequence[int],
     global_shape: Sequence[int],
     offsets: Sequence[int],
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return `_weights` as int64 on a device; layers of one shape and later versions share them."""
-    rows, columns = _weights(shape, global_shape, offsets, size)
-    return torch.from_numpy(rows.view(np.int64)).to(device), torch.from_numpy(
-        columns.astype(np.int64)
-    ).to(device)
+    """Return `_compute_weights` as int64 on a device, from a cache.
+
+    Layers of the same shape and later versions share them.
+    """
+    rows, columns = _compute_weights(shape, global_shape, offsets, size)
+    rows_on_device = torch.from_numpy(rows.view(np.int64)).to(device)
+    return rows_on_device, torch.from_numpy(columns.astype(np.int64)).to(device)
 
 
-def _row_weights(rows: np.ndarray) -> np.ndarray:
+def _hash_rows(rows: np.ndarray) -> np.ndarray:
     """Return odd weights of [R] uint64: the finalizer of splitmix64 (Steele et al. 2014)."""
     x = rows + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -118,15 +124,14 @@ def _row_weights(rows: np.ndarray) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
 
 
-def _column_weights(num_columns: int) -> np.ndarray:
-    return _column_table(max(12, (num_columns - 1).bit_length()))[:num_columns]
+def _hash_columns(num_columns: int) -> np.ndarray:
+    return _build_column_table(max(12, (num_columns - 1).bit_length()))[:num_columns]
 
 
 @lru_cache(maxsize=8)
-def _column_table(log_size: int) -> np.ndarray:
-    """Return [2**log_size] different uint32 above 0: MurmurHash3's finalizer, which maps only 0 to
-    0.
-    """
+def _build_column_table(log_size: int) -> np.ndarray:
+    """Return [2**log_size] different uint32 above 0, by MurmurHash3's finalizer."""
+    # The finalizer is a bijection that maps only 0 to 0, so a wrong element always shows.
     x = np.arange(1, 2**log_size + 1, dtype=np.uint32)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -134,11 +139,9 @@ def _column_table(log_size: int) -> np.ndarray:
 
 
 @cache
-def _compiled_loop() -> Callable[[np.ndarray, int, np.ndarray, np.ndarray], int]:
-    """Compile `_sum_rows` without the GIL; importing numba takes half a second, so do it at first
-    use.
-    """
-    import numba
+def _compile_loop() -> Callable[[np.ndarray, int, np.ndarray, np.ndarray], int]:
+    """Compile `_sum_rows` to run without the GIL."""
+    import numba  # At the first use: the import takes half a second.
 
     return numba.njit(nogil=True, cache=True)(_sum_rows)
 
@@ -151,21 +154,21 @@ def _sum_rows(
     for r in range(len(row_weights)):
         row = bits[r * stride : r * stride + len(column_weights)]
         row_sum = np.uint64(0)
-        # 16 or 32 bits times 32 bits: one multiplication of the vector unit.
+        # 16 or 32 bits times 32 bits: a single multiplication of the vector unit.
         for k in range(len(column_weights)):
             row_sum += np.uint64(row[k]) * np.uint64(column_weights[k])
         total += row_sum * row_weights[r]
     return total  # type: ignore[return-value]
 
 
-def box_sum(name: str, box: TensorSlice, *, dtype: torch.dtype, value: int) -> BoxSum:
+def make_box_sum(name: str, box: Box, *, dtype: torch.dtype, value: int) -> BoxSum:
     """Return the checksum `value` of a box, with the box's place in the whole tensor."""
     return BoxSum(
         name=name,
         dtype=str(dtype).removeprefix("torch."),
-        global_shape=tuple(box.global_shape),
-        offsets=tuple(box.offsets),
-        shape=tuple(box.local_shape),
+        global_shape=box.global_shape,
+        offsets=box.offsets,
+        shape=box.shape,
         value=value,
     )
 
@@ -173,8 +176,7 @@ def box_sum(name: str, box: TensorSlice, *, dtype: torch.dtype, value: int) -> B
 def check_sums(
     *, version: int, pushed: Sequence[BoxSum], pulled: Mapping[str, Sequence[BoxSum]]
 ) -> None:
-    """Compare the checksums that the trainer's ranks sent with the checksums that each generator
-    holds.
+    """Compare the checksums that the trainer's ranks sent with those of each generator.
 
     Args:
         pushed: checksums of all trainer ranks; several ranks may send the same box.
@@ -185,29 +187,35 @@ def check_sums(
         WeightParityError: names generator, tensor and version, and what differs: a missing tensor,
             the dtype, the shape, or bits.
     """
-    sent = _totals(pushed, f"version {version}: the trainer")
+    sent = _total_tensors(pushed, f"version {version}: the trainer")
     for generator, boxes in pulled.items():
         who = f"version {version}: generator {generator!r}"
-        held = _totals(boxes, who)
-        for name in sorted(sent.keys() | held.keys()):
-            if name not in held or name not in sent:
+        received = _total_tensors(boxes, who)
+        for name in sorted(sent.keys() | received.keys()):
+            if name not in received or name not in sent:
                 lacks = who if name in sent else f"version {version}: the trainer"
                 raise WeightParityError(f"{lacks} has no tensor {name!r}")
-            if held[name][:2] != sent[name][:2]:
+
+            # Dtype and shape first: with another dtype the sums differ anyway, and say less.
+            if received[name][:2] != sent[name][:2]:
                 raise WeightParityError(
-                    f"{who} holds {name!r} as {held[name][:2]}, and it was sent as {sent[name][:2]}"
+                    f"{who} holds {name!r} as {received[name][:2]}, and it was sent as "
+                    f"{sent[name][:2]}"
                 )
-            if held[name] != sent[name]:
+            if received[name] != sent[name]:
                 raise WeightParityError(
                     f"{who} holds other bits in {name!r} than the trainer sent: a shard was "
                     "corrupted in transfer, or is still of another version"
                 )
 
 
-def _totals(boxes: Sequence[BoxSum], who: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def _total_tensors(
+    boxes: Sequence[BoxSum], who: str
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return the dtype, shape and checksum of each whole tensor."""
     by_name: dict[str, list[BoxSum]] = {}
-    for box in set(boxes):  # equal copies count once
+    # In a set, as replicas on several ranks send equal boxes, which count once.
+    for box in set(boxes):
         by_name.setdefault(box.name, []).append(box)
     return {name: _total(copies, f"{who}, tensor {name!r}") for name, copies in by_name.items()}
 

@@ -1,5 +1,4 @@
-"""Shared memory that holds the versions: its owner in each trainer process, and its readers on the
-same host.
+"""Shared memory of the versions: its owner in each trainer process, and readers on the same host.
 
 A segment is a memfd: anonymous POSIX shared memory that other processes of the same user open as
 `/proc/<pid>/fd/<number>`. It has no name in a file system: the kernel frees it when the last
@@ -28,13 +27,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from monarch.actor import current_rank, endpoint
+from monarch.actor import Actor, endpoint
 from torch import Tensor
-from torchstore.storage_volume import StorageVolume
 
 from rl.utils.processes import use_threads
 from rl.utils.threads import WorkerThread
-from rl.weights.boxes import PackedPart, within_box
+from rl.weights.boxes import Box, PackedPart
 from rl.weights.types import SharedMemoryError, VersionExistsError, VersionNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -67,22 +65,22 @@ class SegmentRef:
 
 
 @cache
-def this_host() -> str:
-    """Return a name shared by all processes that can share segments: same boot, pid namespace and
-    user.
+def identify_host() -> str:
+    """Return a name of this host, the same in all processes that can share segments.
+
+    They have the same boot, pid namespace and user: a reader opens /proc/<pid> of the owner.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}-{os.geteuid()}"
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still allocate, within the machine's and the cgroup's
-    limit.
-    """
+    """Return the bytes that this process can still allocate, on the machine and in its cgroup."""
     free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no cgroup, or no limit ("max")
         limit = int((group / "memory.max").read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # The kernel drops cached files that are not in use before it kills for lack of memory.
         used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
         free = min(free, limit - used)
     return free
@@ -92,13 +90,12 @@ class Segment:
     """A shared-memory segment owned by this process."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate every page now: memory that is missing later would kill the process by
-        SIGBUS.
-        """
+        """Allocate every page; raise SharedMemoryError if there is too little memory."""
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create("relay-weights", os.MFD_CLOEXEC)
         size = HEADER + num_bytes
         try:
+            # Every page now: memory that is missing later would kill the process by SIGBUS.
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             os.close(self._descriptor)
@@ -107,9 +104,9 @@ class Segment:
                 f"({os.strerror(error.errno or 0)}); {free_memory() / 1e9:.3g} GB of memory are "
                 "free here"
             ) from error
-        self.data = _map(self._descriptor, num_bytes)
+        self.data = _open_data(self._descriptor, num_bytes)
         self._ref = SegmentRef(
-            host=this_host(),
+            host=identify_host(),
             pid=os.getpid(),
             descriptor=self._descriptor,
             id=os.urandom(_ID_BYTES),
@@ -118,13 +115,13 @@ class Segment:
         )
 
     def take(self) -> SegmentRef | None:
-        """Start a new use under a new generation; return None while a process reads the last
-        one.
-        """
+        """Start a new use under a new generation; return None while a process still reads."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
+        # Written under the lock: a reader that opens the segment from now on sees that its version
+        # has gone, and a reader that was faster has kept the lock.
         self._ref = replace(self._ref, generation=self._ref.generation + 1)
         os.pwrite(self._descriptor, self._ref.header, 0)
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -146,8 +143,10 @@ class SegmentPool:
     def take(
         self, version: int, num_bytes: int, *, num_versions: int
     ) -> tuple[Segment, SegmentRef]:
-        """Return a free segment of this size that is unread, or a new one; first check that all
-        versions have room.
+        """Return a free segment of this size that nobody reads, or a new one.
+
+        Raises:
+            SharedMemoryError: `num_versions` of this size do not fit; checked at the first call.
         """
         if not self._is_checked and num_bytes * num_versions > free_memory():
             raise SharedMemoryError(
@@ -157,20 +156,32 @@ class SegmentPool:
                 f"{num_versions - 1}), or set weights.transport='files'"
             )
         self._is_checked = True
-        for segment in self._free:
-            if segment.num_bytes == num_bytes and (ref := segment.take()) is not None:
-                self._free.remove(segment)
-                break
-        else:
-            segment = Segment(num_bytes)
-            ref = segment.take()
-            assert ref is not None, "a new segment has no readers"
+        segment, ref = self._reuse(num_bytes) or self._allocate(num_bytes)
         self._used.setdefault(version, []).append(segment)
+        return segment, ref
+
+    def _reuse(self, num_bytes: int) -> tuple[Segment, SegmentRef] | None:
+        for segment in self._free:
+            if segment.num_bytes != num_bytes:
+                continue
+            ref = segment.take()
+            if ref is not None:
+                self._free.remove(segment)
+                return segment, ref
+        return None
+
+    def _allocate(self, num_bytes: int) -> tuple[Segment, SegmentRef]:
+        segment = Segment(num_bytes)
+        ref = segment.take()
+        assert ref is not None, "a new segment has no readers"
         return segment, ref
 
     def drop(self, version: int) -> None:
         """Free the segments of a deleted version for the next one, and close older free ones."""
-        if segments := self._used.pop(version, []):
+        segments = self._used.pop(version, [])
+        if segments:
+            # Free segments that the deleted version could not use are of another size, or are
+            # being read: the next version would hardly use them either.
             self._close(self._free)
             self._free = segments
 
@@ -184,71 +195,66 @@ class SegmentPool:
             segment.close()
 
 
-class Volume(StorageVolume):
+class Volume(Actor):
     """Actor that owns a trainer process's stored boxes, which are views of its shared memory.
 
-    It extends torchstore's in-memory volume, whose transport uses RDMA, by reads of many boxes in
-    one message for other hosts: torchstore costs a round trip per key.
+    Processes of its host copy out of the memory themselves; other hosts ask for boxes in messages.
     """
 
     def __init__(self) -> None:
         use_threads(1)  # The process is a trainer's, which computes in another thread.
-        super().__init__(id_func=lambda: str(current_rank().rank))
         self._pool = SegmentPool()
+        self._stored: dict[int, dict[tuple[str, Offsets], tuple[Box, Tensor]]] = {}
+        """Boxes by version, and within it by name and offsets, each with its memory."""
 
     @endpoint
     async def reserve(
         self, version: int, parts: Sequence[PackedPart], num_bytes: int, num_versions: int
     ) -> SegmentRef:
         """Reserve shared memory for one rank's boxes, which the rank then fills."""
-        all_boxes = [
-            (self.store.kv.setdefault(key_of(version, part.name), {}), part) for part in parts
-        ]
-        if any(part.box.offsets in boxes for boxes, part in all_boxes):
-            raise VersionExistsError(
-                f"version {version} is already pushed: push a new one, or delete this one"
-            )
+        # Several ranks may share a volume, so a version grows with each rank that pushes it.
+        stored = self._stored.setdefault(version, {})
+        for part in parts:
+            if (part.name, part.box.offsets) in stored:
+                raise VersionExistsError(
+                    f"version {version} is already pushed: push a new one, or delete this one"
+                )
         segment, ref = self._pool.take(version, num_bytes, num_versions=num_versions)
-        for boxes, part in all_boxes:
-            boxes[part.box.offsets] = {"slice": part.box, "tensor": part.view(segment.data)}
+        for part in parts:
+            stored[part.name, part.box.offsets] = (part.box, part.view(segment.data))
         return ref
 
     @endpoint
     async def read(
-        self, version: int, wanted: Sequence[tuple[Offsets, PackedPart]], num_bytes: int
+        self, version: int, parts: Sequence[tuple[Offsets, PackedPart]], num_bytes: int
     ) -> np.ndarray:
-        """Return boxes as one message, [num_bytes] uint8 (Monarch carries numpy faster than
-        tensors).
+        """Return boxes as one message, [num_bytes] uint8.
 
         Args:
-            wanted: the offsets of a stored box, and the part of it that is wanted, at its place in
-                the message.
+            parts: the offsets of a stored box, and the part of it to send, at its place in the
+                message.
         """
-        message = np.empty(num_bytes, dtype=np.uint8)
+        message = np.empty(num_bytes, dtype=np.uint8)  # Monarch carries numpy faster than tensors.
         flat = torch.from_numpy(message)
-        for offsets, part in wanted:
-            stored = self.store.kv.get(key_of(version, part.name), {}).get(offsets)
-            if stored is None:
+        stored = self._stored.get(version, {})
+        for offsets, part in parts:
+            if (part.name, offsets) not in stored:
                 raise VersionNotFoundError(
                     f"version {version} was deleted while it was being pulled"
                 )
-            part.view(flat).copy_(within_box(stored["tensor"], stored["slice"], part.box))
+            box, tensor = stored[part.name, offsets]
+            part.view(flat).copy_(box.slice_inner(tensor, inner=part.box))
         return message
 
     @endpoint
     async def drop(self, version: int) -> None:
-        for key in [key for key in self.store.kv if key.startswith(key_of(version, ""))]:
-            del self.store.kv[key]
+        self._stored.pop(version, None)
         self._pool.drop(version)
 
     @endpoint
     async def reset(self) -> None:
-        self.store.reset()
+        self._stored.clear()
         self._pool.close()
-
-
-def key_of(version: int, name: str) -> str:
-    return f"v{version}/{name}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -273,6 +279,7 @@ class _Mapping:
         ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE)
         if device.type == "cpu":
             return None
+
         torch.cuda.set_device(device)  # A thread starts on GPU 0, and would open a context there.
         cudart = torch.cuda.cudart()
         error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
@@ -293,19 +300,20 @@ class SegmentMaps:
         self._num_operations = 0
         self._maps: dict[tuple[int, bytes], _Mapping] = {}
         self._has_warned = False
+        # The thread that touches, locks and unlocks pages. It makes no other CUDA call: after a
+        # refused lock, a thread's next kernel would raise the error.
         self._thread: WorkerThread | None = None
-        """The thread that touches, locks and unlocks pages. It makes no other CUDA call: after a
-        refused lock, a thread's next kernel would raise the error."""
 
     def begin_operation(self) -> None:
         """Unmap segments that have not been used for long: the owner may have given them up."""
         self._num_operations += 1
+        # A mapped segment's memory is not freed, even when its owner has closed it.
         for key, mapped in list(self._maps.items()):
             if self._num_operations - mapped.last_used > self.max_age:
-                self._unmap(key)
+                self._release(key)
 
     @contextmanager
-    def holding(self, ref: SegmentRef) -> Iterator[Tensor]:
+    def hold(self, ref: SegmentRef) -> Iterator[Tensor]:
         """Yield the data, [num_bytes] uint8, which the owner does not reuse within this context.
 
         Raises:
@@ -316,22 +324,20 @@ class SegmentMaps:
         try:
             key = (ref.pid, ref.id)
             if key not in self._maps:
-                self._maps[key] = _Mapping(data=_map(descriptor, ref.num_bytes))
+                self._maps[key] = _Mapping(data=_open_data(descriptor, ref.num_bytes))
             self._maps[key].last_used = self._num_operations
             yield self._maps[key].data
         finally:
-            fcntl.flock(
-                descriptor, fcntl.LOCK_UN
-            )  # the mapping keeps a duplicate of the descriptor
+            # Closing is not enough: the mapping keeps a duplicate of the descriptor, with its lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     async def prepare(self, ref: SegmentRef, *, device: torch.device) -> None:
-        """Touch the pages of a segment that is held, in a thread, and lock them for a GPU; log a
-        refusal once.
-        """
+        """Touch the pages of a segment under `hold`, in a thread, and lock them for a GPU."""
         if self._thread is None:
             self._thread = WorkerThread("weight-memory")
         reason = await self._thread.run(self._maps[ref.pid, ref.id].prepare, device)
+        # Once, as every version would meet the same limit.
         if reason is not None and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -342,14 +348,14 @@ class SegmentMaps:
                 ref.num_bytes / 1e9, device, reason,
             )  # fmt: skip
 
-    def _unmap(self, key: tuple[int, bytes]) -> None:
+    def _release(self, key: tuple[int, bytes]) -> None:
         mapped = self._maps.pop(key)
         if self._thread is not None:
-            self._thread.submit(mapped.unpin)  # the memory stays until then
+            self._thread.submit(mapped.unpin)  # The memory stays until then.
 
     def close(self) -> None:
         for key in list(self._maps):
-            self._unmap(key)
+            self._release(key)
         if self._thread is not None:
             self._thread.stop(timeout_s=0.0)
             self._thread = None
@@ -366,7 +372,8 @@ def _open_locked(ref: SegmentRef) -> int:
         ) from error
     except OSError as error:
         raise VersionNotFoundError(f"the memory of process {ref.pid}: {error.strerror}") from error
-    with suppress(OSError):  # it is being reused, or another file or a pipe has the number by now
+    # An error means that the segment is being reused, or that another file has the number by now.
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.pread(descriptor, len(ref.header), 0) == ref.header:
             return descriptor
@@ -374,7 +381,7 @@ def _open_locked(ref: SegmentRef) -> int:
     raise VersionNotFoundError(f"process {ref.pid} has used the memory for another version")
 
 
-def _map(descriptor: int, num_bytes: int) -> Tensor:
+def _open_data(descriptor: int, num_bytes: int) -> Tensor:
     """Return the data behind a segment's header, [num_bytes] uint8."""
     memory = mmap.mmap(descriptor, HEADER + num_bytes, mmap.MAP_SHARED)
     # The tensor keeps `memory` alive.

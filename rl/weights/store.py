@@ -4,9 +4,9 @@
     await store.start(mesh)                                       # now it can be handed to actors
 
     shard = await store.push(version=3, state_dict=...)           # every trainer rank
-    snapshot = store.announce(shards)                             # controller, with the shards of all of them
+    snapshot = store.announce(shards)                             # controller, with all shards
     await store.pull(snapshot, state_dict=...)                    # every generator rank, in place
-    await store.prune()                                           # controller, after all of them
+    await store.prune()                                           # controller, after all pulls
 
 A version is readable once it is announced, never overwritten, and kept in shared memory while a
 process reads it. Trainer and generator may be sharded differently. A drawing of the whole way is in
@@ -14,7 +14,6 @@ docs/architecture.md.
 
     shared memory   processes of one host: written once, read in place
     messages        generators on other hosts, by Monarch's messages
-    RDMA            the same, by torchstore's transport where there is hardware
     files           one file of each rank in a folder that all hosts see
 """
 
@@ -24,23 +23,18 @@ import asyncio
 import itertools
 import shutil
 import uuid
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, ProcMesh
 from torch import Tensor
-from torchstore.transport import Request
-from torchstore.transport.buffers import rdma_available
-from torchstore.transport.pipe import Pipe
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
@@ -50,19 +44,17 @@ from rl.types import BoxSum
 from rl.utils.errors import RunError
 from rl.utils.threads import run_aside
 from rl.weights.boxes import (
-    Copier,
-    Copy,
     PackedPart,
-    Part,
     Read,
-    batches,
     lay_out,
-    num_bytes,
-    outgoing_parts,
-    parts_of,
+    list_parts,
     plan_reads,
+    select_outgoing,
+    split_reads,
 )
-from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, key_of, this_host
+from rl.weights.compat import LostProcessError
+from rl.weights.copies import Copier, Copy
+from rl.weights.shared_memory import SegmentMaps, SegmentRef, Volume, identify_host
 from rl.weights.types import (
     VersionExistsError,
     VersionNotFoundError,
@@ -74,8 +66,8 @@ T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Larger messages are slower: the allocator reuses memory of this size, and touches larger memory
-anew.
+"""Size of a message. Larger messages are slower: the allocator reuses memory up to this size, and
+touches larger memory anew.
 """
 
 
@@ -100,24 +92,28 @@ class Snapshot:
 
     @property
     def sums(self) -> list[BoxSum]:
-        return [box for shard in self.shards for box in shard.sums]
+        """Checksums of all trainer ranks."""
+        sums: list[BoxSum] = []
+        for shard in self.shards:
+            sums += shard.sums
+        return sums
 
 
 class WeightStore(Configurable):
-    """A handle on the store. After `start` it can be pickled and works in every process of the
-    run.
-    """
+    """Handle on the store; after `start` it can be pickled and works in every process of a run."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Way of the weights between processes, its deadline, and the versions that are kept."""
+
         timeout_s: float = 120.0
         """Longest time of one push, pull or other operation."""
         keep_versions: int = 2
         """Number of the newest versions that `prune` keeps."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
-        """auto: shared memory between processes of one host, torchstore's messages or RDMA between
-        hosts; torchstore: messages or RDMA everywhere; files: the run's folder, which all machines
-        must share, for machines that cannot reach each other's memory."""
+        """auto: shared memory between processes of one host, messages between hosts; torchstore:
+        messages everywhere, as torchstore does without RDMA; files: the run's folder, which all
+        machines must share, for machines that cannot reach each other's memory."""
         num_threads: int = 2
         """CPU threads of each rank that copy weights, besides the threads that compute."""
 
@@ -128,9 +124,7 @@ class WeightStore(Configurable):
     def __init__(
         self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None
     ) -> None:
-        """`dtype` is the generators': floating-point parameters are cast to it when they are
-        pushed.
-        """
+        """Take the generators' `dtype`, to which a push casts floating-point parameters."""
         self.config = config
         self.dtype = dtype
         self._snapshots: dict[int, Snapshot] = {}
@@ -156,32 +150,33 @@ class WeightStore(Configurable):
 
     async def start(self, mesh: ProcMesh) -> None:
         """Prepare the trainer's mesh for pushes, or empty the folder of the versions' files."""
-        async with self._operation("start"):
+        async with self._run_operation("start"):
             if self._folder is not None:
                 await run_aside(self.discard, name="weight-files")
-                # Ranks do not create the folder, so that a host that does not share it raises an
-                # error.
+                # Only the controller creates the folder, so that a push raises an error on a host
+                # that does not share it.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 return
             self._volumes = mesh.spawn(f"weight_volumes_{uuid.uuid4().hex[:8]}", Volume)
-            started = await self._volumes.reset.call()
-            self._coordinates = [dict(point) for point, _ in started.items()]
+            answers = await self._volumes.reset.call()
+            self._coordinates = [dict(point) for point, _ in answers.items()]
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
         volumes = self._volumes
         self.forget()
-        # A process that is dead or stuck frees its memory when it ends; `discard` removes files
-        # that are left.
+        # A process that is lost or stuck frees its memory when it ends; `discard` removes files
+        # that remain.
         with suppress(WeightStoreError):
-            async with self._operation("stop"):
+            async with self._run_operation("stop"):
                 await run_aside(self.discard, name="weight-files")
                 if volumes is not None:
                     await volumes.reset.call()
 
     def forget(self) -> None:
-        """Drop all versions and the store's actors, which may be dead; `start` may follow.
-        Idempotent.
+        """Drop all versions and the store's actors, which may be lost. Idempotent.
+
+        `start` may follow.
         """
         self._copier.close()
         self._maps.close()
@@ -196,45 +191,45 @@ class WeightStore(Configurable):
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
     ) -> Shard:
-        """Store this rank's part of the weights; every rank of the trainer calls it with its own
-        part.
+        """Store this rank's part of the weights; every trainer rank calls it with its own part.
 
-        `outgoing_parts` says which boxes are sent, and in which dtype. The tensors must not change
+        `select_outgoing` says which boxes are sent, and in which dtype. The tensors must not change
         before the call returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
             SharedMemoryError: there is not enough memory for all versions.
             ValueError: names a tensor whose layout cannot be sent.
-            WeightTimeoutError: see `_operation`.
+            WeightTimeoutError: see `_run_operation`.
         """
-        rank = current_torch_rank()
-        outgoing = outgoing_parts(
+        rank = get_rank()
+        outgoing = select_outgoing(
             state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names, rank=rank
         )
         parts, size = lay_out(outgoing)
 
         async def copy_to(data: Tensor) -> list[BoxSum]:
-            pairs = zip(outgoing, parts, strict=True)
-            return await self._copier.run(
-                [Copy(part=p, source=p.local, destination=packed.view(data)) for p, packed in pairs]
-            )
+            copies = []
+            for part, packed in zip(outgoing, parts, strict=True):
+                copies.append(Copy(part=part, source=part.local, destination=packed.view(data)))
+            return await self._copier.run(copies)
 
         place: SegmentRef | Path | None = None
         sums: list[BoxSum] = []
-        async with self._operation("push", version, len(state_dict)):
+        async with self._run_operation("push", version, len(state_dict)):
             if self._folder is not None:
                 place = self._folder / f"v{version}" / f"rank{rank}.bin"
                 data = np.empty(size, dtype=np.uint8)
                 sums = await copy_to(torch.from_numpy(data))
                 await write_file(place, data)
             elif outgoing:
+                # While a version is written, `keep_versions` others may be read.
                 num_versions = self.config.keep_versions + 1
-                volume = self._volume(rank)
+                volume = self._get_volume(rank)
                 ref: SegmentRef = await volume.reserve.call_one(version, parts, size, num_versions)
                 place = ref
                 self._maps.begin_operation()
-                with self._maps.holding(ref) as memory:
+                with self._maps.hold(ref) as memory:
                     await self._maps.prepare(ref, device=outgoing[0].local.device)
                     sums = await copy_to(memory)
         return Shard(version=version, rank=rank, parts=tuple(parts), place=place, sums=tuple(sums))
@@ -262,8 +257,7 @@ class WeightStore(Configurable):
     async def pull(
         self, snapshot: Snapshot, *, state_dict: Mapping[str, Tensor]
     ) -> tuple[BoxSum, ...]:
-        """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is
-        then there.
+        """Fill this rank's tensors, DTensors or plain, in place; return their new checksums.
 
         Names and shapes are checked before anything is written. If the transfer fails, some tensors
         are already new: do not use them, pull again.
@@ -272,12 +266,12 @@ class WeightStore(Configurable):
             VersionNotFoundError: the version was deleted, and its memory is used again.
             WeightMismatchError: a name is missing on one side, a shape differs, or a trainer rank
                 has not pushed.
-            WeightTimeoutError: see `_operation`.
+            WeightTimeoutError: see `_run_operation`.
         """
         version, shards = snapshot.version, snapshot.shards
-        reads = plan_reads(version, parts_of(state_dict), [shard.parts for shard in shards])
+        reads = plan_reads(version, list_parts(state_dict), [shard.parts for shard in shards])
         self._maps.begin_operation()
-        async with self._operation("pull", version, len(state_dict)):
+        async with self._run_operation("pull", version, len(state_dict)):
             sums = await _gather_all(
                 self._fetch(shards[number], some) for number, some in reads.items()
             )
@@ -288,50 +282,52 @@ class WeightStore(Configurable):
         place = shard.place
         if isinstance(place, Path):
             stored = await _read_file(place, [read.stored for read in reads])
-            return await self._receive(reads, map(Read.within, reads, stored))
+            return await self._receive(reads, stored)
         assert place is not None, "a shard that is read has boxes"
-        if self.config.transport == "auto" and place.host == this_host():
-            with self._maps.holding(place) as memory:
+
+        if self.config.transport == "auto" and place.host == identify_host():
+            # The trainer does not reuse the memory while it is held, so no read is torn.
+            with self._maps.hold(place) as memory:
                 await self._maps.prepare(place, device=reads[0].part.local.device)
-                return await self._receive(
-                    reads, [read.within(read.stored.view(memory)) for read in reads]
-                )
-        if _has_rdma():
-            return await self._fetch_by_rdma(shard, reads)
+                return await self._receive(reads, [read.stored.view(memory) for read in reads])
+        return await self._fetch_by_messages(shard, reads)
+
+    async def _fetch_by_messages(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
+        """Fill the destinations from a trainer process on another host, many boxes a message."""
         sums: list[BoxSum] = []
-        for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
+        for batch in split_reads(reads, max_bytes=MAX_MESSAGE_BYTES):
             packed, size = lay_out([read.part for read in batch])
-            wanted = [
-                (read.stored.box.offsets, part) for read, part in zip(batch, packed, strict=True)
-            ]
-            message = await self._volume(shard.rank).read.call_one(shard.version, wanted, size)
+            asked = []
+            for read, part in zip(batch, packed, strict=True):
+                asked.append((read.stored.box.offsets, part))
+            volume = self._get_volume(shard.rank)
+            message = await volume.read.call_one(shard.version, asked, size)
+
+            # The message holds the boxes as they go to their destinations, not whole stored boxes.
             flat = torch.from_numpy(message)
-            sums += await self._receive(batch, [part.view(flat) for part in packed])
+            sums += await self._copy_to_destinations(batch, [part.view(flat) for part in packed])
         return sums
 
-    async def _fetch_by_rdma(self, shard: Shard, reads: Sequence[Read]) -> list[BoxSum]:
-        """Fill the destinations by torchstore's own transport, box by box."""
-        pipe = Pipe(self._volume(shard.rank))
+    async def _receive(self, reads: Sequence[Read], stored: Iterable[Tensor]) -> list[BoxSum]:
+        """Copy from the stored boxes, each of which contains the box of its read."""
+        sources = []
+        for read, tensor in zip(reads, stored, strict=True):
+            sources.append(read.slice_stored(tensor))
+        return await self._copy_to_destinations(reads, sources)
 
-        async def get(part: Part) -> Tensor:
-            # torchstore writes into contiguous memory of the stored dtype.
-            received = torch.empty(part.box.local_shape, dtype=part.dtype)
-            request = Request(tensor_val=received, tensor_slice=part.box)
-            return await pipe.get_from_storage_volume(key_of(shard.version, part.name), request)
-
-        return await self._receive(reads, await _gather_all(get(read.part) for read in reads))
-
-    async def _receive(self, reads: Sequence[Read], sources: Iterable[Tensor]) -> list[BoxSum]:
+    async def _copy_to_destinations(
+        self, reads: Sequence[Read], sources: Iterable[Tensor]
+    ) -> list[BoxSum]:
         """Copy boxes to their destinations; return their checksums."""
-        pairs = zip(reads, sources, strict=True)
-        return await self._copier.run(
-            [Copy(part=r.part, source=source, destination=r.part.local) for r, source in pairs]
-        )
+        copies = []
+        for read, source in zip(reads, sources, strict=True):
+            copies.append(Copy(part=read.part, source=source, destination=read.part.local))
+        return await self._copier.run(copies)
 
     async def delete(self, version: int) -> None:
         """Delete a version, announced or half pushed, and free its memory. Idempotent."""
         self._snapshots.pop(version, None)
-        async with self._operation("delete", version):
+        async with self._run_operation("delete", version):
             if self._folder is not None:
                 files = self._folder / f"v{version}"
                 await run_aside(
@@ -341,34 +337,32 @@ class WeightStore(Configurable):
                 await self._volumes.drop.call(version)
 
     async def prune(self) -> list[int]:
-        """Delete all announced versions but the `keep_versions` newest; return the deleted
-        versions.
-        """
+        """Delete all announced versions but the `keep_versions` newest; return those deleted."""
         old = self.versions()[: -self.config.keep_versions]
         for version in old:
             await self.delete(version)
         return old
 
-    def _volume(self, rank: int) -> Any:
+    def _get_volume(self, rank: int) -> Any:
         if self._volumes is None:
             raise WeightStoreError("the weight store is not running: call start() first")
+        # The mesh may have fewer processes than there are ranks: these then share a volume.
         return self._volumes.slice(**self._coordinates[rank % len(self._coordinates)])
 
     @asynccontextmanager
-    async def _operation(
+    async def _run_operation(
         self, name: str, version: int | None = None, num_tensors: int = 0
     ) -> AsyncIterator[None]:
         """Run the body under the store's deadline, and re-raise remote errors with their own type.
 
         Raises:
-            WeightTimeoutError: names operation, version, number of tensors, rank and what was
-                awaited.
+            WeightTimeoutError: names operation, version, number of tensors and rank.
             WeightStoreError: an actor raised it, or an actor was lost.
         """
         awaited = "the trainer's processes" if self._folder is None else f"files in {self._folder}"
         of_version = "" if version is None else f" of version {version}"
         of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
-        what = f"weight store: {name}{of_version}{of_tensors} on rank {current_torch_rank()}"
+        what = f"weight store: {name}{of_version}{of_tensors} on rank {get_rank()}"
         try:
             with span(f"waits for the weight store ({name})", version=version):
                 async with asyncio.timeout(self.config.timeout_s):
@@ -381,10 +375,11 @@ class WeightStore(Configurable):
                 f"{awaited}"
             ) from error
         except ActorError as error:
+            # Monarch wraps an error of another process; callers catch the store's own types.
             if isinstance(error.exception, WeightStoreError):
                 raise error.exception from None
             raise
-        except SupervisionError as error:
+        except LostProcessError as error:
             raise WeightStoreError(f"{what} failed: lost {awaited}: {error}") from error
 
 
@@ -393,12 +388,14 @@ async def write_file(file: Path, data: np.ndarray) -> None:
 
     def write() -> None:
         file.parent.mkdir(exist_ok=True)
-        with file.open("xb") as opened:
-            data.tofile(opened)
+        # "x" refuses a file that exists: a version is never overwritten.
+        with file.open("xb") as output:
+            data.tofile(output)
 
     try:
         await run_aside(write, name="weight-file")
     except OSError as error:
+        # The error may also mean that the version's folder is a file.
         if isinstance(error, FileExistsError) and file.exists():
             raise VersionExistsError(f"the version is already pushed: {file} exists") from error
         raise WeightStoreError(f"weights were not written to {file}: {error}") from error
@@ -407,19 +404,22 @@ async def write_file(file: Path, data: np.ndarray) -> None:
 async def _read_file(file: Path, parts: Sequence[PackedPart]) -> list[Tensor]:
     """Return some of a file's boxes; raise VersionNotFoundError if the file was deleted."""
 
-    def load(part: PackedPart) -> Tensor:
-        data = np.fromfile(file, dtype=np.uint8, count=num_bytes(part), offset=part.offset)
-        return torch.from_numpy(data).view(part.dtype).view(part.box.local_shape)
+    def load() -> list[Tensor]:
+        boxes = []
+        for part in parts:
+            data = np.fromfile(file, dtype=np.uint8, count=part.num_bytes, offset=part.offset)
+            boxes.append(torch.from_numpy(data).view(part.dtype).view(part.box.shape))
+        return boxes
 
     try:
-        return await run_aside(lambda: [load(part) for part in parts], name="weight-file")
+        return await run_aside(load, name="weight-file")
     except FileNotFoundError as error:
         raise VersionNotFoundError(f"the version was deleted: there is no {file}") from error
     except (OSError, RuntimeError) as error:
         raise WeightStoreError(f"the files of a version cannot be read: {error}") from error
 
 
-def current_torch_rank() -> int:
+def get_rank() -> int:
     """Return this process's rank, 0 where there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -429,15 +429,3 @@ async def _gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
-
-
-@cache
-def _has_rdma() -> bool:
-    """Return whether torchstore uses RDMA on this machine; TORCHSTORE_RDMA_ENABLED=0 switches it
-    off.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # torchstore calls a renamed function of Monarch
-        return rdma_available()

@@ -31,7 +31,7 @@ def test_free_port_is_outside_the_ephemeral_range():
 
 def test_address_for_other_hosts_belongs_to_this_machine():
     with socket.socket() as probe:
-        probe.bind((processes.outward_address(), 0))
+        probe.bind((processes.find_own_address(), 0))
 
 
 def test_processes_on_other_hosts_get_the_monarch_settings_of_this_one():
@@ -45,7 +45,7 @@ SLOW_EXIT = """
 import monarch.actor
 from monarch._src.actor import actor_mesh
 from monarch._src.actor.future import Future
-from actors.compat import quiet_client_start
+from actors.compat import hide_client_start
 
 class Slow:
     def get(self, timeout):
@@ -56,7 +56,7 @@ def end_slowly(host_timeout):
     end(host_timeout=host_timeout).get(timeout=20)
     return answers.pop()
 
-with quiet_client_start():
+with hide_client_start():
     monarch.actor.this_host()
 end, answers = monarch.actor.shutdown_context, [Future._resolved(None), Slow()]
 monarch.actor.shutdown_context = actor_mesh.shutdown_context = end_slowly

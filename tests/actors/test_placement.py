@@ -45,13 +45,13 @@ def test_roles_have_their_own_hosts_and_small_replicas_may_share_one():
     placement = placed(
         CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}, trainer=16, replicas=2, degree=4
     )
-    assert placement.host_groups() == {"trainer": 2, "generator0": 2, "generator1": 2}
+    assert placement.count_hosts() == {"trainer": 2, "generator0": 2, "generator1": 2}
     assert (placement.trainer.procs_per_host, placement.reward.hosts) == (8, None)
-    assert (placement.gpus_of("trainer"), placement.gpus_of("generator1")) == (8, 2)
+    assert (placement.count_gpus_of("trainer"), placement.count_gpus_of("generator1")) == (8, 2)
     placement = placed(CLUSTER | {"replicas_per_host": 2, "reward_hosts": 1}, replicas=3, degree=2)
     assert [p.hosts for p in placement.generators] == ["generator0", "generator0", "generator1"]
-    assert (placement.gpus_of("generator0"), placement.reward.hosts) == (4, "reward")
-    assert placed(CLUSTER | {"gpus_per_host": 0}).gpus_of("trainer") == 0
+    assert (placement.count_gpus_of("generator0"), placement.reward.hosts) == (4, "reward")
+    assert placed(CLUSTER | {"gpus_per_host": 0}).count_gpus_of("trainer") == 0
 
 
 @pytest.mark.parametrize(

@@ -175,17 +175,17 @@ def test_processes_of_a_role_are_searched_until_all_are_found(monkeypatch):
 
     async def wait():
         launcher: Any = SimpleNamespace(
-            _parents=lambda at: [1], hosts=None, with_signal=lambda error: error
+            _list_parents=lambda at: [1], hosts=None, with_signal=lambda error: error
         )
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.05, answer.set_result, "all there")
-        return await launch.Launcher._unless_dead(
+        return await launch.Launcher._wait_for_answers(
             launcher, Placement(role="r", num_procs=1), answer, "start"
         )
 
     process = identify(os.getpid())
     monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(launch, "processes_of_role", search)
+    monkeypatch.setattr(launch, "find_processes_of_role", search)
     assert asyncio.run(wait()) == "all there"
     assert searches == ["r", "r"]
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from actors import guard, processes
-from actors.guard import MAX_PATH, PREFIX
+from actors import processes
 from actors.processes import (
+    MAX_PATH,
+    PREFIX,
     RUN_VARIABLE,
     carrying_environment,
     mapped_shared_memory,
@@ -38,7 +39,7 @@ def in_new_process(parent, function):
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
         processes.RUN = uuid.uuid4().hex[:8]
-        guard._guarded_folder.cache_clear()
+        processes._make_folder.cache_clear()
         return function()
 
     return run_in_fork(run)
@@ -54,9 +55,9 @@ def gone(is_left):
 
 def test_run_has_one_temporary_folder_which_goes(parent):
     def run_twice():
-        with guard.temporary_files():
+        with processes.temporary_files():
             inside = tempfile.mkdtemp()
-        with guard.temporary_files():
+        with processes.temporary_files():
             again = tempfile.mkdtemp()
         after = tempfile.gettempdir(), os.environ["TMPDIR"]
         return json.dumps([inside, again, *after, Path(inside).is_dir()])
@@ -74,7 +75,7 @@ def test_run_has_one_temporary_folder_which_goes(parent):
 
 def test_folder_and_processes_of_a_killed_run_are_removed(parent):
     def be_killed():
-        with guard.temporary_files():
+        with processes.temporary_files():
             left = subprocess.Popen(
                 ["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN}
             )
@@ -98,7 +99,7 @@ def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     deep.mkdir()
 
     def folder():
-        with guard.temporary_files():
+        with processes.temporary_files():
             return os.environ["TMPDIR"]
 
     status, answer = in_new_process(deep, folder)

@@ -19,10 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from actors import isolation, members
 from actors.config import LaunchConfig
-from actors.isolation import isolate
+from actors.isolation import forget_empty_secrets, isolate
 from actors.placement import Placement
 from actors.processes import free_port
-from actors.secrets import forget_empty_secrets
 from actors.vllm.compat import _ranks_store
 from rl import weights
 from rl.config import cli
@@ -150,7 +149,7 @@ def not_permitted(monkeypatch):
 def test_a_run_that_others_can_reach_warns_if_there_are_other_users(
     users, not_permitted, monkeypatch, caplog
 ):
-    monkeypatch.setattr(isolation, "_other_users", lambda: users)
+    monkeypatch.setattr(isolation, "_list_other_users", lambda: users)
     line = isolate(LaunchConfig(), needs_network=None)
     assert line == "the actors use this machine's network: the system does not permit it"
     warnings = [record.getMessage() for record in caplog.records]
@@ -184,7 +183,7 @@ def test_processes_of_other_users_are_found():
         try:
             uid = os.stat(f"/proc/{sleeper.pid}").st_uid
             name = pwd.getpwuid(uid).pw_name
-            assert (name in isolation._other_users()) == (uid != os.getuid())
+            assert (name in isolation._list_other_users()) == (uid != os.getuid())
         finally:
             sleeper.kill()
 
@@ -305,7 +304,7 @@ def test_what_has_the_name_of_monarchs_log_is_left_alone_and_hangs_nothing(
     log, mine = tmp_path / "monarch_log_s.log", tmp_path / "mine"
     mine.write_text("x")
     {"pipe": os.mkfifo, "link": lambda log: log.symlink_to(mine), "folder": os.mkdir}[kind](log)
-    monkeypatch.setattr(weights, "_user", lambda: tmp_path)
+    monkeypatch.setattr(weights, "_get_user", lambda: tmp_path)
     monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "s")
     weights._make_log_private()
@@ -317,7 +316,7 @@ def test_what_has_the_name_of_monarchs_log_is_left_alone_and_hangs_nothing(
 
 def test_monarch_writes_only_errors_into_a_folder_where_others_may_write(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(weights, "_user", lambda: tmp_path)
+    monkeypatch.setattr(weights, "_get_user", lambda: tmp_path)
     monkeypatch.setenv("MONARCH_FILE_LOG", "warn")
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "s")
     weights._make_log_private()

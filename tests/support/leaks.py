@@ -25,8 +25,8 @@ import psutil
 import pytest
 from filelock import FileLock, Timeout
 
-from actors.guard import GUARD_NAME
 from actors.processes import (
+    GUARD_NAME,
     SHARED_MEMORY,
     carrying_environment,
     mapped_shared_memory,
@@ -41,7 +41,7 @@ GRACE_S = 10.0
 HELPERS = (
     "multiprocessing.resource_tracker", "multiprocessing.forkserver",
     "torch/_inductor/compile_worker",
-    f"actors.guard {GUARD_NAME}",
+    f"actors.processes {GUARD_NAME}",
 )  # fmt: skip
 """Processes that exit with the interpreter."""
 CACHES = ("torchinductor_", getpass.getuser())

@@ -13,20 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchstore.transport import TensorSlice
 
-from rl.weights.boxes import (
-    PIECE_BYTES,
-    Copier,
-    Copy,
-    batches,
-    lay_out,
-    parts_of,
-    plan_reads,
-    whole_rows,
-    within_box,
-)
+from rl.weights.boxes import Box, lay_out, list_parts, plan_reads, split_reads
 from rl.weights.checksum import checksum
+from rl.weights.copies import PIECE_BYTES, Copier, Copy, send_whole_rows
 from rl.weights.store import WeightStore, write_file
 from rl.weights.types import WeightStoreError
 
@@ -57,14 +47,14 @@ def test_shard_that_is_no_box_is_rejected_by_name(placement):
         with pytest.raises(
             ValueError, match=r"state_dict\['layers.0.w'\] has placements .* contiguous box"
         ):
-            parts_of({"layers.0.w": tensor})
+            list_parts({"layers.0.w": tensor})
 
 
 def test_ranks_outside_the_mesh_have_no_part():
     with rank_of_four(3):
         mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(torch.zeros(2, 5), mesh, [Shard(0)], run_check=False)
-        assert parts_of({"w": tensor}) == []
+        assert list_parts({"w": tensor}) == []
 
 
 def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
@@ -75,7 +65,7 @@ def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
         "transposed": torch.arange(6.0).reshape(2, 3).t(),
         "half": torch.tensor([1.0, float("nan"), -0.0, 3e38], dtype=torch.bfloat16),
     }
-    packed, num_bytes = lay_out(parts_of(state_dict))
+    packed, num_bytes = lay_out(list_parts(state_dict))
     assert all(part.offset % 16 == 0 for part in packed)
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     for part, value in zip(packed, state_dict.values(), strict=True):
@@ -87,20 +77,31 @@ def test_flat_memory_holds_every_dtype_and_shape_bit_for_bit():
 
 def test_view_of_a_stored_box_is_the_inner_box_alone():
     whole = torch.arange(24).reshape(4, 6)
-    stored = TensorSlice((1, 2), (), (4, 6), (3, 4), ())
-    inner = TensorSlice((1, 3), (), (4, 6), (2, 2), ())
-    assert within_box(whole[1:4, 2:6], stored, inner).tolist() == whole[1:3, 3:5].tolist()
+    stored = Box(offsets=(1, 2), shape=(3, 4), global_shape=(4, 6))
+    inner = Box(offsets=(1, 3), shape=(2, 2), global_shape=(4, 6))
+    view = stored.slice_inner(whole[1:4, 2:6], inner=inner)
+    assert view.tolist() == whole[1:3, 3:5].tolist()
+
+
+def test_boxes_have_the_elements_in_common_that_both_hold():
+    left = Box(offsets=(0, 0), shape=(3, 4), global_shape=(4, 6))
+    right = Box(offsets=(2, 3), shape=(2, 3), global_shape=(4, 6))
+    assert left.intersect(right) == Box(offsets=(2, 3), shape=(1, 1), global_shape=(4, 6))
+    below = Box(offsets=(3, 0), shape=(1, 6), global_shape=(4, 6))
+    assert left.intersect(below) is None
+    scalar = Box(offsets=(), shape=(), global_shape=())
+    assert scalar.intersect(scalar) == scalar
 
 
 def test_batches_stay_below_the_limit_except_for_one_large_part():
-    parts = parts_of(
+    parts = list_parts(
         {
             name: torch.zeros(size)
             for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))
         }
     )
     (reads,) = plan_reads(1, parts, [lay_out(parts)[0]]).values()
-    names = [[read.part.name for read in batch] for batch in batches(reads, max_bytes=16)]
+    names = [[read.part.name for read in batch] for batch in split_reads(reads, max_bytes=16)]
     assert names == [["a", "b"], ["c"], ["d", "e"]]
 
 
@@ -108,7 +109,7 @@ SHAPES = [(), (3,), (0, 5), (PIECE_BYTES + 3,), (700, 3000), (3, 900, 1000), (5,
 
 
 def copy_of(source, destination):
-    (part,) = parts_of({"w": source})
+    (part,) = list_parts({"w": source})
     return Copy(part=part, source=source, destination=destination)
 
 
@@ -183,7 +184,7 @@ def test_whole_rows_are_the_part_of_a_box_that_was_asked_for():
         box_EIO[1:, :, 7:],
         box_EIO[:, 1:5, 3:7],
     ):
-        assert torch.equal(whole_rows(part, device=torch.device("cpu")), part)
+        assert torch.equal(send_whole_rows(part, device=torch.device("cpu")), part)
 
 
 @pytest.mark.parametrize("field", ["num_threads", "keep_versions"])

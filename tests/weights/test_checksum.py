@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl.types import BoxSum
-from rl.weights.checksum import check_sums, checksum, queue_checksum
+from rl.weights.checksum import check_sums, checksum, enqueue_checksum
 from rl.weights.types import WeightParityError
 
 DTYPES = [
@@ -27,7 +27,7 @@ def whole(tensor):
 
 
 def torch_sum(tensor, shape, offsets):
-    return int(queue_checksum(tensor, global_shape=shape, offsets=offsets)) % 2**64
+    return int(enqueue_checksum(tensor, global_shape=shape, offsets=offsets)) % 2**64
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

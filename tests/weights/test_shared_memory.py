@@ -17,7 +17,7 @@ from rl.weights.shared_memory import (
     SegmentMaps,
     SegmentPool,
     SegmentRef,
-    this_host,
+    identify_host,
 )
 from rl.weights.types import SharedMemoryError, VersionNotFoundError
 from tests.support.forked import limit_files, run_in_fork
@@ -39,15 +39,15 @@ def take(pool, num_bytes=SIZE, version=1):
 def test_reused_memory_has_a_new_generation(maps):
     pool = SegmentPool()
     first, ref = take(pool)
-    with maps.holding(ref) as old:
+    with maps.hold(ref) as old:
         pass
     pool.drop(1)
     second, new = take(pool)
     assert second is first
     assert (new.id, new.generation) == (ref.id, ref.generation + 1)
-    with pytest.raises(VersionNotFoundError, match="another version"), maps.holding(ref):
+    with pytest.raises(VersionNotFoundError, match="another version"), maps.hold(ref):
         pass
-    with maps.holding(new) as data:
+    with maps.hold(new) as data:
         assert data.data_ptr() == old.data_ptr()
     assert take(pool)[0] is not first
     pool.close()
@@ -59,7 +59,7 @@ def test_descriptor_that_is_a_pipe_by_now_is_a_lost_version(maps):
     num_open = len(os.listdir("/proc/self/fd"))
     with (
         pytest.raises(VersionNotFoundError, match="another version"),
-        maps.holding(replace(ref, descriptor=reading)),
+        maps.hold(replace(ref, descriptor=reading)),
     ):
         pass
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -72,7 +72,7 @@ def test_process_that_may_not_open_the_memory_is_told_another_transport(maps, mo
     segment, ref = take(SegmentPool())
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", Mock(side_effect=PermissionError))
-        with pytest.raises(SharedMemoryError, match="transport='torchstore'"), maps.holding(ref):
+        with pytest.raises(SharedMemoryError, match="transport='torchstore'"), maps.hold(ref):
             pass
     segment.close()
 
@@ -81,7 +81,7 @@ def test_memory_is_not_reused_while_it_is_read(maps):
     pool = SegmentPool()
     first, ref = take(pool)
     first.data.fill_(1)
-    with maps.holding(ref) as data, maps.holding(ref):
+    with maps.hold(ref) as data, maps.hold(ref):
         pool.drop(1)
         other, _ = take(pool)
         assert other is not first
@@ -94,7 +94,7 @@ def test_killed_reader_releases_its_lock(maps):
     segment, ref = take(SegmentPool())
 
     def die():
-        with maps.holding(ref):
+        with maps.hold(ref):
             held = segment.take() is None
             os.kill(os.getpid(), signal.SIGKILL if held else signal.SIGTERM)
         return ""
@@ -117,17 +117,17 @@ def test_killed_owner_leaves_readers_their_data_and_no_file(maps):
         os._exit(0)
     descriptor, identity = os.read(reading, 1000).decode().split()
     ref = SegmentRef(
-        host=this_host(), pid=pid, descriptor=int(descriptor), id=bytes.fromhex(identity),
+        host=identify_host(), pid=pid, descriptor=int(descriptor), id=bytes.fromhex(identity),
         num_bytes=SIZE,
         generation=1,
     )  # fmt: skip
-    with maps.holding(ref) as data:
+    with maps.hold(ref) as data:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert data.unique().tolist() == [5]
     with (
         pytest.raises(VersionNotFoundError, match=f"the memory of process {pid}"),
-        maps.holding(ref),
+        maps.hold(ref),
     ):
         pass
     assert set(os.listdir("/dev/shm")) <= names
@@ -149,11 +149,11 @@ def test_pool_keeps_only_segments_that_the_latest_version_can_use():
 
 def test_unused_segments_are_unmapped(maps):
     refs = [take(SegmentPool())[1] for _ in range(2)]
-    with maps.holding(refs[0]):
+    with maps.hold(refs[0]):
         pass
     for _ in range(3):
         maps.begin_operation()
-        with maps.holding(refs[1]):
+        with maps.hold(refs[1]):
             pass
     assert [pid_and_id[1] for pid_and_id in maps._maps] == [refs[1].id]
 
@@ -177,7 +177,7 @@ def test_refused_page_locks_are_logged_once_and_made_in_a_thread_that_keeps_to_i
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
 
     async def prepare(ref):
-        with maps.holding(ref):
+        with maps.hold(ref):
             await maps.prepare(ref, device=torch.device("cuda", 1))
 
     for ref in refs * 2:

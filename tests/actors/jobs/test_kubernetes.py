@@ -38,7 +38,7 @@ def test_each_host_group_is_a_resource_with_its_pods_and_devices_which_ends_with
     with KubernetesServer() as server, configured():
         launch = launch_at(server.kubeconfig(tmp_path))
         placements = placed(launch, **ROLES)
-        job = make_job(launch, placements, placements.host_groups())
+        job = make_job(launch, placements, placements.count_hosts())
         job.apply()
         resources = [*server.resources.values()]
         names = [resource["metadata"]["name"] for resource in resources]

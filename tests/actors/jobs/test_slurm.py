@@ -46,7 +46,7 @@ def submitted(tmp_path, monkeypatch):
         launch = LaunchConfig(hosts="slurm", slurm=slurm, **fields)
         placements = placed(launch, **ROLES)
         with configured():
-            job = make_job(launch, placements, placements.host_groups())
+            job = make_job(launch, placements, placements.count_hosts())
             job.apply()
         kept = {
             name: (tmp_path / f"sbatch.{name}").read_text() for name in ("script", "options", "env")
@@ -186,7 +186,7 @@ def test_node_that_starts_no_processes_is_lost(monkeypatch):
     monkeypatch.setattr(Launcher, "current", None)
     launcher = Launcher()
     hosts = SimpleNamespace(
-        meshes={"trainer": node}, launch=config, start_failed=lost.append, processes={}
+        meshes={"trainer": node}, launch=config, mark_failed=lost.append, processes={}
     )
     monkeypatch.setattr(launcher, "hosts", hosts)
     with pytest.raises(
@@ -258,9 +258,9 @@ def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch)
             raise RuntimeError("squeue failed")
         return said
 
-    monkeypatch.setattr(slurm_job, "_output", answer)
+    monkeypatch.setattr(slurm_job, "_run_command", answer)
     answers += [None, None, "PENDING||None", None, None, None]
-    found = [job._get_job_info_json("7") for _ in range(6)]
+    found = [job.read_job("7") for _ in range(6)]
     states = [None if one is None else one["job_state"][0] for one in found]
     assert states == ["UNKNOWN", "UNKNOWN", "PENDING", "UNKNOWN", "UNKNOWN", None]
 
@@ -268,4 +268,4 @@ def test_a_job_is_lost_after_many_failures_in_a_row_only(submitted, monkeypatch)
 def test_a_command_that_hangs_is_an_error(monkeypatch):
     monkeypatch.setattr(slurm_job, "COMMAND_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match=r"sleep did not end within 0.2 s"):
-        slurm_job._output(["sleep", "20"])
+        slurm_job._run_command(["sleep", "20"])
