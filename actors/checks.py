@@ -17,6 +17,7 @@ from torch import nn
 
 from actors.config import ClusterConfig, RunConfig
 from actors.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
+from rl.config.rules import find_faults
 from rl.config.tree import named_as_options
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
@@ -26,6 +27,7 @@ from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
+from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_state
@@ -37,7 +39,7 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from rl.training.checks import trainer_checks
+from rl.training.checks import model_checks
 from rl.training.memory import check_memory, estimate_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
@@ -95,20 +97,18 @@ def check_config(
 def config_faults(
     config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
 ) -> Faults:
-    """Return what is wrong with degrees, lengths, devices and settings that depend on each other.
+    """Return the broken rules between options, then what does not fit the model or the devices.
 
     `num_gpus` are on this machine. With `resumes` the run replaces the results of its earlier end.
     """
-    trainer, loop, faults = config.trainer, config.loop, Faults()
+    faults = Faults(find_faults(config, RULES))
+    trainer, loop = config.trainer, config.loop
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
     device_type = "cuda" if on_gpu else "cpu"
-    for check in trainer_checks(
-        trainer, spec, world_size=trainer.num_procs, device_type=device_type
-    ):
+
+    for check in model_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
         with faults.caught(), named_as_options("trainer", trainer):
             check()
-    faults += _contradictions(config)
-    faults += _adapter_faults(config, resumes=resumes)
     with faults.caught(), named_as_options("generator", config.generator):
         config.generator.check_model(spec.model, on_gpu=on_gpu)
     with faults.caught():
@@ -116,16 +116,16 @@ def config_faults(
             trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
         )
     with faults.caught():
-        _place(config, num_gpus=num_gpus)
+        _check_adapter_folder(config, resumes=resumes)
+    with faults.caught():
+        _check_placement(config, num_gpus=num_gpus)
     with faults.caught():
         converted_model(config, model_spec=spec, num_gpus=num_gpus)
     return faults
 
 
-def _place(config: RunConfig, *, num_gpus: int) -> None:
-    """Place the actors, to see errors; they say so if trainer and generators could take turns
-    instead.
-    """
+def _check_placement(config: RunConfig, *, num_gpus: int) -> None:
+    """Raise ValueError for actors without devices; it says so if they could take turns instead."""
     try:
         place_actors(config, num_gpus=num_gpus)
     except ValueError as error:
@@ -137,95 +137,18 @@ def _place(config: RunConfig, *, num_gpus: int) -> None:
         ) from None
 
 
-def _contradictions(config: RunConfig) -> Iterator[str]:
-    trainer, generator, loop, timeouts = (
-        config.trainer,
-        config.generator,
-        config.loop,
-        config.timeouts,
-    )
-    max_model_len, training = generator.max_model_len, trainer.training
-    if loop.sampling.max_tokens >= max_model_len:
-        yield (
-            f"loop.sampling.max_tokens={loop.sampling.max_tokens} leaves no room for a prompt in "
-            f"generator.max_model_len={max_model_len}"
-        )
-    for name in ("max_tokens_per_microbatch", "max_sequence_length"):
-        if (limit := getattr(training, name)) is not None and limit < max_model_len:
-            yield (
-                f"trainer.training.{name}={limit} is less than "
-                f"generator.max_model_len={max_model_len}: the longest sample would not fit"
-            )
-    if loop.kl_reward.coef > 0 and not trainer.reference.enable:
-        yield (
-            f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
-            "trainer.reference.enable True"
-        )
-    if trainer.optimizer.early_step_in_backward and config.warmup is not None:
-        yield (
-            "trainer.optimizer.early_step_in_backward=True with a warm-up, whose loss is divided "
-            "by its number of tokens: must be False, or warmup None"
-        )
-    try:
-        loop.overlong.check(max_tokens=loop.sampling.max_tokens)
-    except ValueError as error:
-        yield f"loop.overlong.{error} (loop.sampling.max_tokens)"
-    tp, generator_tp = trainer.parallelism.tensor_parallel_degree, generator.tensor_parallel_degree
-    if config.batch_invariant and (training.param_dtype, tp) != (generator.dtype, generator_tp):
-        yield (
-            f"trainer.training.param_dtype={training.param_dtype}, "
-            f"generator.dtype={generator.dtype}, trainer.parallelism.tensor_parallel_degree={tp}, "
-            f"generator.tensor_parallel_degree={generator_tp}: must be the same in trainer and "
-            "generator with batch_invariant=True, to compute the same bits"
-        )
-    if config.launch.share_gpus and loop.max_off_policy_steps:
-        yield (
-            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}: "
-            "must be 0, since trainer and generator take turns"
-        )
-    checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
-    for inner, inner_s, outer, outer_s in (
-        ("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s),
-        (
-            "trainer.checkpoint.timeout_s",
-            checkpoint_s,
-            "timeouts.checkpoint_s",
-            timeouts.checkpoint_s,
-        ),
-    ):
-        if inner_s > outer_s:
-            yield (
-                f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run "
-                "stops: raise that too"
-            )
-
-
-def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
-    """Yield what would fail only when an adapter is loaded, or is written at the end."""
+def _check_adapter_folder(config: RunConfig, *, resumes: bool) -> None:
+    """Raise ValueError for a folder in which the adapter could not be written at the end."""
     checkpoint = config.trainer.checkpoint
-    if (
-        has_lora(config)
-        and checkpoint.saves
-        and checkpoint.shared_folder is not None
-        and not resumes
-    ):
-        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
-        if adapter.exists():
-            yield (
-                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of "
-                "a run that ended; move it away"
-            )
-    for number, converter in enumerate(config.trainer.converters):
-        if (
-            config.warmup
-            and isinstance(converter, LoRA.Config)
-            and converter.initial_adapter is not None
-        ):
-            yield (
-                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a "
-                "warm-up, which starts from weights without it: set warmup to None, and "
-                "hf_assets_path to the weights that the adapter belongs to"
-            )
+    # A run that goes on replaces the adapter of its earlier end.
+    if resumes or not has_lora(config) or not checkpoint.saves or checkpoint.shared_folder is None:
+        return
+    adapter = checkpoint.shared_folder / ADAPTER_FOLDER
+    if adapter.exists():
+        raise ValueError(
+            f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a "
+            "run that ended; move it away"
+        )
 
 
 def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:

@@ -2,9 +2,8 @@
 --explain`.
 
 The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes.
-Refusals come from the run's own checks: all of them, not only the first. A field without effect is
-declared beside the field (`rl.config.configurable`), or here where fields of different components
-decide together.
+Refusals come from the run's own checks: all of them, not only the first. An option without effect
+is declared beside its field (`rl.config.configurable`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import yaml
 
 from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
 from actors.config import RunConfig
-from actors.placement import count_gpus, fit_to_devices, place_actors, trains_on_gpu
+from actors.placement import fit_to_devices, place_actors, trains_on_gpu
 from actors.plan import (
     asked_source,
     describe_skip,
@@ -31,7 +30,6 @@ from actors.plan import (
     untrained_start,
 )
 from actors.task_checks import check_problems
-from actors.trainer import PolicyTrainer
 from rl.config.configurable import idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
@@ -42,6 +40,7 @@ from rl.models.assets import UnpreparedError
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
+from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
@@ -97,7 +96,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
             if found.task is not None:
                 exclude = config.trainer.checkpoint.exclude_from_loading
                 check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
-    values, changes = to_dict(config), _changes(run)
+    values, changes = to_dict(config), _find_changes(run)
     return {
         "config": f"{run.module}.{run.function}",
         "model": f"{spec.name} {spec.flavor}",
@@ -111,13 +110,14 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         "options": {
             "refused": list(dict.fromkeys(refused)),
             "refused_here": list(refused_here),
-            **ineffective(config, spec=spec, on_gpu=on_gpu, changed=changes),
+            **find_idle_options(config, changed=changes),
         },
+        "rules": {str(rule): rule.judge(config) for rule in RULES},
         "not_checked": found.not_checked,
     }
 
 
-def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
+def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
     if run.defaults is None:  # a script made the config
         return {}
@@ -125,14 +125,9 @@ def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     return {path: {"value": value, "registry": before} for path, (before, value) in found.items()}
 
 
-def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
-    """Return the options that were changed from the registry's config and have no effect on this
-    machine.
-    """
-    on_gpu = trains_on_gpu(run.config.launch, num_gpus=count_gpus())
-    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))[
-        "set_without_effect"
-    ]
+def find_options_set_in_vain(run: ResolvedRun) -> list[str]:
+    """Return the options without effect that differ from those of the registry's config."""
+    return find_idle_options(run.config, changed=_find_changes(run))["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -322,79 +317,21 @@ def _gb(num_bytes: int) -> float:
     return float(f"{num_bytes / 1e9:.3g}")
 
 
-def ineffective(
-    config: RunConfig, *, spec: ModelSpec, on_gpu: bool, changed: Collection[str]
-) -> dict[str, list[str]]:
+def find_idle_options(config: RunConfig, *, changed: Collection[str]) -> dict[str, list[str]]:
     """Return the options without effect in the order of the config, those that are set (`changed`)
     first.
     """
-    entries = {entry.path: entry for entry in walk(config)}
-    idle = {*idle_options(config), *idle_beside_others(config, spec=spec, on_gpu=on_gpu)}
-    listed = [path for path in entries if path in idle and not _is_below(path, idle - {path})]
-    names = {path: f"{path}.*" if entries[path].kind == "node" else path for path in listed}
-    in_vain = [path for path in listed if any(_is_below(change, {path}) for change in changed)]
-    return {
-        "set_without_effect": [names[path] for path in in_vain],
-        "without_effect": [names[path] for path in listed if path not in in_vain],
-    }
+    idle = set(idle_options(config))
+    set_in_vain: list[str] = []
+    others: list[str] = []
+    for entry in walk(config):
+        if entry.path not in idle:
+            continue
+        name = f"{entry.path}.*" if entry.kind == "node" else entry.path
+        is_set = any(_is_below(change, entry.path) for change in changed)
+        (set_in_vain if is_set else others).append(name)
+    return {"set_without_effect": set_in_vain, "without_effect": others}
 
 
-def _is_below(path: str, components: Collection[str]) -> bool:
-    return any(f"{path}.".startswith(f"{component}.") for component in components)
-
-
-def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> set[str]:
-    """Return the fields without effect because of other components or the machine."""
-    trainer, loop, launch = config.trainer, config.loop, config.launch
-    degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
-    with suppress(ValueError):  # The layout is refused anyway.
-        degrees = _degrees(config)
-    is_whole = (
-        degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
-    )
-    on_policy = loop.max_off_policy_steps == 0
-    parallelism = trainer.parallelism
-    has_names = parallelism.module_fqns_per_model_part is not None
-    ratios_are_1 = config.batch_invariant and not on_gpu and on_policy and loop.num_minibatches == 1
-    all_float32 = trainer.training.param_dtype == config.generator.dtype == "float32"
-    rules = {
-        "float32_head": all_float32,
-        "generator.on_update": on_policy,  # nothing is generated while weights change
-        "generator.cpu_kv_cache_gib": on_gpu,
-        "generator.gpu_memory_utilization": not on_gpu,
-        "generator.enforce_eager": not on_gpu,
-        "generator.can_sleep": not launch.share_gpus,
-        "generator.seed": True,  # each call has a seed, from the loop or the router
-        "trainer.comm": trainer.num_procs == 1,
-        "trainer.parallelism.reshard_after_forward": is_whole,
-        "trainer.parallelism.pipeline_parallel_layers_per_stage": has_names,
-        "trainer.parallelism.pipeline_parallel_first_stage_less_layers": has_names,
-        "trainer.parallelism.pipeline_parallel_last_stage_less_layers": has_names,
-        "trainer.parallelism.pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule_csv
-        is not None,
-        "trainer.training.cpu_offload": not on_gpu,
-        "trainer.training.reduce_dtype": is_whole,
-        "trainer.training.seed": not _draws_numbers(trainer),
-        "trainer.training.share_prompts": degrees.cp > 1 or spec.model.has_experts,
-        # Nothing reads its logprobs.
-        "trainer.reference": (
-            trainer.reference.enable
-            and loop.kl_reward.coef == 0
-            and not getattr(trainer.loss, "uses_reference", False)
-        ),
-        "trainer.loss.clip_low": ratios_are_1,
-        "trainer.loss.clip_high": ratios_are_1,
-    }
-    return {path for path, is_idle in rules.items() if is_idle}
-
-
-def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
-    """Return whether the trainer may draw random numbers in a run: to round to bfloat16, or in code
-    of others.
-    """
-    if trainer.training.dtype == "bfloat16":
-        return True
-    parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))
-    return any(
-        part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts
-    )
+def _is_below(path: str, component: str) -> bool:
+    return f"{path}.".startswith(f"{component}.")

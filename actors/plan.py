@@ -15,6 +15,7 @@ from actors.placement import count_gpus, trains_on_gpu
 from actors.task_checks import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
+from rl.config.rules import check_rules
 from rl.config.tree import input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
@@ -25,6 +26,7 @@ from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, make_renderer
 from rl.rollouts.samples import demonstrated_now
+from rl.run_rules import RULES
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
@@ -79,6 +81,8 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
     `resumes` is the folder of a run that goes on.
     """
+    # First the rules: what follows reads files for options that they may refuse.
+    check_rules(config, RULES)
     check_sinks(config.sinks)
     task: Task = config.task.build()
     environments = Environments(

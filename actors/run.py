@@ -33,7 +33,7 @@ from actors.calls import ActorCallError
 from actors.checks import converted_model
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, RunConfig, Strategy
-from actors.explain import set_without_effect
+from actors.explain import find_options_set_in_vain
 from actors.guard import temporary_files
 from actors.launch import Launcher, supervised
 from actors.members import LogSettings, record_process
@@ -150,7 +150,7 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
             print_line("trainer and generators take turns on the same GPUs (launch.share_gpus)")
         with _logging(folder, config):
             logger.info("config %s.%s", source.module, source.function)
-            for path in set_without_effect(source, spec=plan.start.spec):
+            for path in find_options_set_in_vain(source):
                 logger.warning("set without effect: %s", path)
                 print_line(f"set without effect: {path}")
             for change in changes:

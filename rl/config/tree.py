@@ -167,7 +167,7 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
                 convert(value, entry.annotation)
             except ValueError:
                 must = type_name(entry.annotation)
-                raise ConfigError(f"{entry.path}={_shown(value)}: must be {must}") from None
+                raise ConfigError(f"{entry.path}={show_value(value)}: must be {must}") from None
             values[entry.name] = value
         if isinstance(node, list | tuple):
             return cls(values.values())
@@ -284,7 +284,7 @@ def has_members(value: Any, protocol: type) -> bool:
     )
 
 
-def _shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value as an error shows it: of a component the name, of a class how to make an
     instance.
     """

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from actors.checks import Machine
-from actors.explain import explain, idle_beside_others, memory, staleness, step_arithmetic
+from actors.explain import explain, memory, staleness, step_arithmetic
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
 from rl.config.configurable import idle_options
@@ -14,10 +14,10 @@ from rl.config.json import write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import rebuild
 from rl.loop.config import LoopConfig
+from rl.run_rules import RULES
 from tests.support.checkpoints import save, truncate
 from tests.support.explained import LAPTOP, explained
 from tests.support.fakes import SimulatedPolicy
-from tests.support.fleet_actors import DeadlyLoss
 from tests.support.gguf_files import random_tensors, write_gguf
 from tests.support.loops import run, some_right
 
@@ -114,10 +114,11 @@ def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
     captured = capsys.readouterr()
     faults = [line.removeprefix("error: ") for line in captured.err.splitlines()]
     for message in (
+        "trainer.training.max_tokens_per_microbatch=2048: must be at least "
+        "generator.max_model_len=4096",
+        "trainer.reference.enable=False: must be True with loop.kl_reward.coef=0.5",
         "trainer.parallelism.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         "generator.max_model_len=4096 is more than the model's max_positions=1024",
-        "trainer.training.max_tokens_per_microbatch=2048 is less than generator.max_model_len=4096",
-        "loop.kl_reward.coef=0.5 needs the reference policy",
     ):
         assert sum(fault.startswith(message) for fault in faults) == 1, message
     assert start(*options) == 2
@@ -143,24 +144,20 @@ def test_options_without_effect_are_told_apart():
     found = explained("--parity.enable", "false", "--parity.num_tokens", "5")["options"]
     assert found["set_without_effect"] == ["parity.num_tokens"]
     idle = {
-        "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update",
-        "generator.rank_timeout_s",
-        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s", "generator.seed",
-        "trainer.training.seed", "float32_head",
+        "parity.max_logprob_diff", "launch.slurm.*", "generator.rank_timeout_s",
+        "trainer.parallelism.loss_parallel", "sinks.close_s",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
-    config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
-    assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
-    assert "sinks.close_s" not in idle_options(config)
-    in_bfloat16 = changed(generator__dtype="bfloat16")
-    assert "float32_head" not in idle_beside_others(in_bfloat16, spec=config.model, on_gpu=False)
-    for drawing in (
-        changed(trainer__loss=DeadlyLoss(rank=0)),
-        changed(trainer__training__dtype="bfloat16"),
-    ):
-        assert "trainer.training.seed" not in idle_beside_others(
-            drawing, spec=config.model, on_gpu=False
-        )
+    assert "sinks.close_s" not in idle_options(changed(sinks__tensorboard__enable=True))
+
+
+def test_every_rule_is_shown_with_its_state():
+    rules = explained("--loop.kl_reward.coef", "0.5")["rules"]
+    reference = "trainer.reference.enable True with"
+    assert rules[f"{reference} loop.kl_reward.coef above 0"] == "broken"
+    assert rules[f"{reference} trainer.loss.kl_coef above 0"] == "not applying"
+    assert rules["loop.sampling.max_tokens below generator.max_model_len"] == "held"
+    assert len(rules) == len(RULES)
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
