@@ -14,7 +14,7 @@ import torch
 
 from actors.config import ClusterConfig, LaunchConfig, RunConfig
 from rl.config.rules import find_faults, select_rules
-from rl.config.tree import rebuild
+from rl.config.tree import replace_values
 from rl.run_rules import RULES
 
 TRAINER, REWARD = "trainer", "reward"
@@ -231,12 +231,12 @@ def fit_to_devices(config: RunConfig, *, num_gpus: int) -> RunConfig:
         changes["launch.share_gpus"] = shares
     if shares:
         changes["generator.can_sleep"] = True
-    return rebuild(config, changes)
+    return replace_values(config, changes)
 
 
 def fits_shared(config: ClusterConfig, *, num_gpus: int) -> bool:
     """Return whether trainer and generators fit on this machine's GPUs if they take turns."""
-    shared = rebuild(config, {"launch.share_gpus": True})
+    shared = replace_values(config, {"launch.share_gpus": True})
     if any(find_faults(shared, select_rules(RULES, "launch"))):  # other hosts, or chosen devices
         return False
     return _has_room(shared, num_gpus=num_gpus)

@@ -44,7 +44,7 @@ from actors.router import CallSeeds, Router
 from actors.starting_weights import load_start
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
-from rl.config.tree import check_fields, rebuild
+from rl.config.tree import check_fields, replace_values
 from rl.loop.stop_request import StopRequest
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
@@ -121,6 +121,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             "this process runs actors already: leave the block of the other run first"
         )
     exempt_loopback()
+    check_fields(config)  # a script may have edited it
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with checked_run(config, source=source) as checked:
@@ -138,7 +139,6 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
             written, except that a checkpoint folder outside of the run's folder was made and has a
             lock file.
     """
-    check_fields(config)
     with ExitStack() as stack:
         _lock_shared_checkpoints(config.trainer.checkpoint, stack)
         opened = _new_folder if source.resumes is None else _resumed_folder
@@ -350,7 +350,8 @@ def _with_steps(config: RunConfig) -> RunConfig:
         return config
     total = config.loop.num_steps * config.loop.num_minibatches
     steps = {"total_steps": total} if total else {"decay": "constant"}
-    return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
+    changes = {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()}
+    return replace_values(config, changes)
 
 
 def make_router(

@@ -7,8 +7,9 @@ outputs/x/config.json` starts from a run's file instead, without the fields mark
 `--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would be
 and starts nothing.
 
-tyro parses single values. `tyro.cli(type(config), default=config)` cannot be used: it does not
-resolve annotations of fields that are inherited from another module's class.
+tyro parses single values. `tyro.cli(type(config), default=config)` understands the whole tree but a
+loss, which has the type of a protocol. It has no `--warmup None`, no bare `--overwrite` and no
+`--name -dash`, suggests options far from the typed option, and prints a box for each error.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ def main(
             prog=prog,
         )
     try:
-        if run.explain is None:
-            run.config.build(run=run).run()
-            return 0
-        if not hasattr(run.config.owner, "explain"):
+        if run.explain is not None and not hasattr(run.config.owner, "explain"):
             raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
-        return int(run.config.build(run=run).explain(run.explain))
+        # Not `build`, which would judge the config again: nothing has touched it since.
+        component = run.config.owner(config=run.config, run=run)
+        if run.explain is None:
+            component.run()
+            return 0
+        return int(component.explain(run.explain))
     except ValueError as error:
         say_error(f"error: {error}")
         return 2
@@ -110,8 +113,12 @@ def parse_cli(
     """
     try:
         options, wants_help = _split(argv)
-        run = _source(options, default_module=default_module, default_config=default_config)
-        run = dataclasses.replace(run, config=rebuild(run.config, _changes(run.config, options)))
+        run, changes = _find_source(
+            options, default_module=default_module, default_config=default_config
+        )
+        # The config is judged once, with everything that the command line changes.
+        changes |= _read_changes(run.config, options)
+        run = dataclasses.replace(run, config=rebuild(run.config, changes))
     except ConfigError as error:
         say_error(f"error: {error}")
         raise SystemExit(2) from None
@@ -139,17 +146,14 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
     return options, options.pop("help", None) is not None
 
 
-def _source(
+def _find_source(
     options: dict[str, list[str]], *, default_module: str, default_config: str | None
-) -> ResolvedRun:
-    """Return the run without its overrides, and remove the options of `SOURCE_OPTIONS`."""
-    given: dict[str, str] = {}
-    for name in SOURCE_OPTIONS:
-        if (values := options.pop(name, None)) is not None:
-            values = values or ["text"] * (name == "explain")
-            if len(values) != 1:
-                raise ConfigError(f"--{name} takes one value, not {values!r}")
-            given[name] = values[0]
+) -> tuple[ResolvedRun, dict[str, Any]]:
+    """Return the run without its overrides, and the values by path that its origin changes.
+
+    Removes the options of `SOURCE_OPTIONS`.
+    """
+    given = _take_source_options(options)
     explain: Any = given.pop("explain", None)
     if explain is not None and explain not in (forms := typing.get_args(ExplanationForm)):
         raise ConfigError(f"--explain {explain}: must be {' or '.join(forms)}, or nothing")
@@ -158,30 +162,48 @@ def _source(
             raise ConfigError(
                 f"--{name} has its own module and config: leave out {' and '.join(given)}"
             )
+
+    changes: dict[str, Any] = {}
     if "resume" in given:
-        run = _resumed(Path(given["resume"]), options)
+        run, changes = _resume(Path(given["resume"]), options)
     elif "from_json" in given:
         run = read_json(Path(given["from_json"]), before=say_error)
-        defaults = {
-            f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")
-        }
-        run = dataclasses.replace(run, config=rebuild(run.config, defaults))
+        for f in dataclasses.fields(run.config):
+            if f.metadata.get("one_run"):
+                changes[f.name] = f.default
     else:
         # An empty name finds nothing, so the error lists what the module has.
         run = resolve(
             given.get("module", default_module), given.get("config", default_config or "")
         )
+
     if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
         raise TypeError(
             f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}"
         )
-    return dataclasses.replace(run, explain=explain)
+    return dataclasses.replace(run, explain=explain), changes
 
 
-def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
-    """Return the run of a folder."""
-    if given := [name for name in LOCATION if name in options]:
-        raise ConfigError(f"--resume continues a run in its own folder: leave out --{given[0]}")
+def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
+    """Remove the options of `SOURCE_OPTIONS`, and return their values."""
+    given: dict[str, str] = {}
+    for name in SOURCE_OPTIONS:
+        if name not in options:
+            continue
+        values = options.pop(name)
+        if name == "explain" and not values:
+            values = ["text"]
+        if len(values) != 1:
+            raise ConfigError(f"--{name} takes one value, not {values!r}")
+        given[name] = values[0]
+    return given
+
+
+def _resume(folder: Path, options: Container[str]) -> tuple[ResolvedRun, dict[str, Any]]:
+    """Return the run of a folder, and the values that place it there."""
+    for name in LOCATION:
+        if name in options:
+            raise ConfigError(f"--resume continues a run in its own folder: leave out --{name}")
     path = folder.expanduser().absolute()
     file = path / "config.json"
     if not file.is_file():
@@ -191,10 +213,10 @@ def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
     dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path)
+    return dataclasses.replace(run, resumes=path), location
 
 
-def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
+def _read_changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return the new values by path; raise a ConfigError with the errors of all options."""
     entries = {entry.path: entry for entry in walk(config)}
     changes: dict[str, Any] = {}

@@ -180,6 +180,25 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     return built
 
 
+def replace_values(node: NodeT, changes: Mapping[str, Any]) -> NodeT:
+    """Return a copy with the values of `changes`, by path; other components are shared.
+
+    For values that the program chooses for a config that is checked: only the components on the way
+    to a value check their fields again. `rebuild` judges the values of a user.
+    """
+    values: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    for name, below in inner.items():
+        values[name] = replace_values(getattr(node, name), below)
+    return dataclasses.replace(node, **values)  # type: ignore[type-var]
+
+
 def check_fields(node: Any) -> None:
     """Validate a config whose fields may have been edited since its construction; raises as
     `rebuild`.

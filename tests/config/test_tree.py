@@ -16,6 +16,7 @@ from rl.config.tree import (
     field_docs,
     input_paths,
     rebuild,
+    replace_values,
     walk,
 )
 from tests.config import example_configs
@@ -65,6 +66,16 @@ def test_rebuild_copies_every_node_and_keeps_the_original():
     assert rebuild(config) == config
 
 
+def test_replaced_values_leave_other_components_alone():
+    config = example_configs.large()
+    copy = replace_values(config, {"trainer.optimizer.lr": 0.5, "name": "other"})
+    assert (copy.trainer.optimizer.lr, copy.name) == (0.5, "other")
+    assert config == example_configs.large()
+    assert copy.warmup is config.warmup
+    with pytest.raises(ValueError, match="lr must be at least 0"):
+        replace_values(config, {"trainer.optimizer.lr": -1.0})
+
+
 @pytest.mark.parametrize("again", [check_fields, lambda config: config.build()])
 @pytest.mark.parametrize(
     ("path", "value", "says"),
@@ -108,7 +119,7 @@ def test_edited_fields_are_validated_again(again, path, value, says):
         again(config)
 
 
-def test_message_that_names_its_own_node_gets_the_rest_of_the_path_and_one_without_a_field_the_whole():
+def test_message_names_the_whole_path_of_its_node():
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer\.max_norm=-2\.0 is below 0$"):
         rebuild(example_configs.tiny(), {"trainer.optimizer.max_norm": -2.0})
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer: weights would grow$"):
