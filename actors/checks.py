@@ -1,7 +1,7 @@
 """Checks of a run's config before anything starts; every error names the field, its value and what
 is valid.
 
-`config_faults` and `machine_faults` return all that is wrong: a run raises the first, `--explain`
+`find_config_faults` and `find_machine_faults` return all that is wrong: a run raises the first, `--explain`
 shows every one.
 """
 
@@ -39,7 +39,7 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from rl.training.checks import model_checks
+from rl.training.checks import list_model_checks
 from rl.training.memory import check_memory, estimate_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
@@ -89,12 +89,12 @@ def check_config(
     """Raise ValueError for the first fault of a config that would run with this model on this
     machine.
     """
-    faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
-    for fault in faults or machine_faults(config, spec=spec, machine=machine):
+    faults = find_config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
+    for fault in faults or find_machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
 
 
-def config_faults(
+def find_config_faults(
     config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
 ) -> Faults:
     """Return the broken rules between options, then what does not fit the model or the devices.
@@ -106,7 +106,9 @@ def config_faults(
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
     device_type = "cuda" if on_gpu else "cpu"
 
-    for check in model_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
+    for check in list_model_checks(
+        trainer, spec, world_size=trainer.num_procs, device_type=device_type
+    ):
         with faults.caught(), named_as_options("trainer", trainer):
             check()
     with faults.caught(), named_as_options("generator", config.generator):
@@ -151,7 +153,7 @@ def _check_adapter_folder(config: RunConfig, *, resumes: bool) -> None:
         )
 
 
-def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
+def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
     """Return missing packages, GPUs that are too old, and too little memory or too few cores of a
     machine without GPUs.
 
@@ -161,7 +163,7 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
     with faults.caught():
         check_installed(config.sinks)
     if machine.gpu_capability is not None and not config.launch.on_cluster:
-        faults += _capability_faults(config, machine.gpu_capability)
+        faults += _find_capability_faults(config, machine.gpu_capability)
     if config.launch.on_cluster or machine.num_gpus:
         return faults
     with faults.caught():
@@ -182,7 +184,7 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
     return faults
 
 
-def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
+def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
     if capability < CUDA_CAPABILITY:
         yield (
             f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA "

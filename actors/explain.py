@@ -18,19 +18,19 @@ from typing import Any
 import torch
 import yaml
 
-from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
+from actors.checks import Faults, Machine, check_source, find_config_faults, find_machine_faults
 from actors.config import RunConfig
 from actors.placement import fit_to_devices, place_actors, trains_on_gpu
 from actors.plan import (
-    asked_source,
     describe_skip,
-    find_resumed,
-    renderer_of,
-    spec_for,
-    untrained_start,
+    find_resumed_source,
+    find_source,
+    find_untrained_start,
+    make_run_renderer,
+    set_arithmetic,
 )
 from actors.task_checks import check_problems
-from rl.config.configurable import idle_options
+from rl.config.configurable import find_idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.config.tree import walk
@@ -78,15 +78,15 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     config = run.config
     found = _search(config, resumes=run.resumes)
     refused_here = found.faults
-    machine, devices = explained_on(config, spec=found.spec, here=here)
+    machine, devices = choose_machine(config, spec=found.spec, here=here)
     config = fit_to_devices(config, num_gpus=machine.num_gpus)
-    spec = spec_for(config, found.spec)
+    spec = set_arithmetic(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
-    refused = config_faults(
+    refused = find_config_faults(
         config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None
     )
     if not refused:
-        refused_here += machine_faults(config, spec=spec, machine=machine)
+        refused_here += find_machine_faults(config, spec=spec, machine=machine)
         with refused_here.caught():
             if found.start is not None:
                 check_source(
@@ -103,14 +103,14 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         "devices": devices,
         "values": dict(leaves(values)),
         "changes": changes,
-        "step": step_arithmetic(config),
-        "staleness": staleness(config.loop),
-        "layout": _or_unknown(lambda: _layout(config, num_gpus=machine.num_gpus)),
-        "memory": memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
+        "step": compute_step_arithmetic(config),
+        "staleness": bound_staleness(config.loop),
+        "layout": _try_to_find(lambda: _describe_layout(config, num_gpus=machine.num_gpus)),
+        "memory": describe_memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
         "options": {
             "refused": list(dict.fromkeys(refused)),
             "refused_here": list(refused_here),
-            **find_idle_options(config, changed=changes),
+            **list_idle_options(config, changed=changes),
         },
         "rules": {str(rule): rule.judge(config) for rule in RULES},
         "not_checked": found.not_checked,
@@ -127,7 +127,7 @@ def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
 
 def find_options_set_in_vain(run: ResolvedRun) -> list[str]:
     """Return the options without effect that differ from those of the registry's config."""
-    return find_idle_options(run.config, changed=_find_changes(run))["set_without_effect"]
+    return list_idle_options(run.config, changed=_find_changes(run))["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,24 +149,24 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     """Look for everything that the config names; `resumes` is the folder of a resumed run."""
     if config.model is None:
         try:
-            found = _Found(spec=untrained_start(config, prepares=False).spec)
+            found = _Found(spec=find_untrained_start(config, prepares=False).spec)
         except UnpreparedError as unprepared:
             raise ValueError(
                 f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` "
                 "does it too"
             ) from None
     else:
-        found = _Found(spec=spec_for(config, config.model))
+        found = _Found(spec=set_arithmetic(config, config.model))
     with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:
-            found.start = untrained_start(config, prepares=False)
+            found.start = find_untrained_start(config, prepares=False)
             found.spec = found.start.spec
         except UnpreparedError as unprepared:
             found.not_checked.append(str(unprepared))
     with found.faults.caught():
         if found.start is not None:
-            renderer_of(config, found.start)
+            make_run_renderer(config, found.start)
     if any(cls.__module__ == PROGRAMS for cls in config.task.owner.__mro__):
         found.not_checked.append("problems of the task, which runs third-party programs")
     else:
@@ -179,7 +179,7 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     with found.faults.caught():
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
-            found.source = find_resumed(
+            found.source = find_resumed_source(
                 config,
                 folder,
                 skip=lambda path, error: found.not_checked.append(describe_skip(path, error)),
@@ -187,12 +187,12 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
         elif config.name is not None:  # without a name the run gets a free one
             path = Path(config.dump_folder).expanduser().absolute() / config.name
             check_free(path, overwrite=config.overwrite)
-        found.source = found.source or asked_source(config, None, repairs=False)
+        found.source = found.source or find_source(config, None, repairs=False)
     found.not_checked.append(NOT_TRIED)
     return found
 
 
-def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
+def choose_machine(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
     """Return the machine to explain for, with its devices in words.
 
     GPUs are assumed where the config names GPUs, has hosts that bring them, or needs more memory
@@ -221,7 +221,7 @@ def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[
     return here, f"{'GPUs' if on_gpu else 'CPU cores'} of this machine"
 
 
-def _or_unknown(find: Callable[[], Any]) -> Any:
+def _try_to_find(find: Callable[[], Any]) -> Any:
     """Return what `find` returns, or the reason of its ValueError: the layout is refused."""
     try:
         return find()
@@ -229,7 +229,7 @@ def _or_unknown(find: Callable[[], Any]) -> Any:
         return f"not known: {error}"
 
 
-def step_arithmetic(config: RunConfig) -> dict[str, Any]:
+def compute_step_arithmetic(config: RunConfig) -> dict[str, Any]:
     """Return the numbers of one step, and of the run; lengths are bounds for any prompts."""
     loop, limit = config.loop, config.generator.max_model_len
     samples = loop.groups_per_batch * loop.group_size
@@ -246,7 +246,7 @@ def step_arithmetic(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def staleness(loop: LoopConfig) -> dict[str, int]:
+def bound_staleness(loop: LoopConfig) -> dict[str, int]:
     """Return the bounds that docs/generation.md proves, in steps and in optimizer steps."""
     steps = loop.max_off_policy_steps
     return {
@@ -257,25 +257,29 @@ def staleness(loop: LoopConfig) -> dict[str, int]:
     }
 
 
-def _layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
+def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
     places = place_actors(config, num_gpus=num_gpus)
-    mesh = {axis: size for axis, size in asdict(_degrees(config)).items() if size > 1}
+    mesh = {axis: size for axis, size in asdict(_get_degrees(config)).items() if size > 1}
     return {place.role: asdict(place) for place in places.all} | {"trainer_mesh": mesh}
 
 
-def _degrees(config: RunConfig) -> Degrees:
+def _get_degrees(config: RunConfig) -> Degrees:
     return config.trainer.parallelism.degrees(config.trainer.num_procs)
 
 
 def _fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
     """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
     with suppress(ValueError):  # of a layout that is refused anyway
-        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
+        rank = estimate_memory(
+            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
+        )
         return (1 if on_gpu else config.trainer.num_procs) * rank.total <= available
     return True
 
 
-def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool) -> dict[str, Any]:
+def describe_memory(
+    config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
+) -> dict[str, Any]:
     """Estimate the memory of trainer and generator ranks, and the weights that a publish sends."""
     available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
     generator = config.generator
@@ -291,37 +295,39 @@ def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:
-        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
-        parts = {f"{part.name}_gb": _gb(getattr(rank, part.name)) for part in fields(rank)}
+        rank = estimate_memory(
+            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
+        )
+        parts = {f"{part.name}_gb": _to_gb(getattr(rank, part.name)) for part in fields(rank)}
         fits = _fits(config, spec=spec, available=available, on_gpu=on_gpu)
-        return parts | {"peak_gb": _gb(rank.total), "fits": fits}
+        return parts | {"peak_gb": _to_gb(rank.total), "fits": fits}
 
     return {
-        "available_gb": _gb(available),
-        "trainer_rank": _or_unknown(of_trainer),
+        "available_gb": _to_gb(available),
+        "trainer_rank": _try_to_find(of_trainer),
         "generator_rank": {
-            "weights_gb": _gb(on_rank),
-            "cache_gb": _gb(cache),
+            "weights_gb": _to_gb(on_rank),
+            "cache_gb": _to_gb(cache),
             "cache_tokens": tokens,
             "fits": fits,
         },
         "publish": {
-            "pushed_gb": _gb(work.parameters * itemsize),
-            "pulled_by_rank_gb": _gb(on_rank),
+            "pushed_gb": _to_gb(work.parameters * itemsize),
+            "pulled_by_rank_gb": _to_gb(on_rank),
         },
     }
 
 
-def _gb(num_bytes: int) -> float:
+def _to_gb(num_bytes: int) -> float:
     """Return GB, with three digits."""
     return float(f"{num_bytes / 1e9:.3g}")
 
 
-def find_idle_options(config: RunConfig, *, changed: Collection[str]) -> dict[str, list[str]]:
+def list_idle_options(config: RunConfig, *, changed: Collection[str]) -> dict[str, list[str]]:
     """Return the options without effect in the order of the config, those that are set (`changed`)
     first.
     """
-    idle = set(idle_options(config))
+    idle = set(find_idle_options(config))
     set_in_vain: list[str] = []
     others: list[str] = []
     for entry in walk(config):

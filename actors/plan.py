@@ -16,7 +16,7 @@ from actors.task_checks import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
 from rl.config.rules import check_rules
-from rl.config.tree import input_paths
+from rl.config.tree import find_input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
@@ -71,7 +71,9 @@ class Plan:
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""
         return {
-            field: path for field, path in input_paths(config).items() if field != "dump_folder"
+            field: path
+            for field, path in find_input_paths(config).items()
+            if field != "dump_folder"
         }
 
 
@@ -88,15 +90,15 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     environments = Environments(
         make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s
     )
-    skip = _would_set_aside if config.launch.dry_run else None
-    resumed = None if resumes is None else find_resumed(config, resumes, skip=skip)
-    source = asked_source(config, resumed, repairs=not config.launch.dry_run)
+    skip = _report_skip if config.launch.dry_run else None
+    resumed = None if resumes is None else find_resumed_source(config, resumes, skip=skip)
+    source = find_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
     check_source(resumed or source, start=start, config=config, num_gpus=count_gpus())
     exclude = config.trainer.checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
-    renderer = renderer_of(config, start)
+    renderer = make_run_renderer(config, start)
     on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
     first_prompt = check_task(
         task,
@@ -135,7 +137,7 @@ def describe_skip(path: Path, error: DamagedCheckpointError) -> str:
     return f"{path.name} would be set aside, and an earlier one taken: {error}"
 
 
-def _would_set_aside(path: Path, error: DamagedCheckpointError) -> None:
+def _report_skip(path: Path, error: DamagedCheckpointError) -> None:
     say(describe_skip(path, error))
 
 
@@ -162,7 +164,7 @@ def describe_source(plan: Plan) -> list[str]:
     return [*lines, *plan.differences]
 
 
-def find_resumed(
+def find_resumed_source(
     config: RunConfig, folder: RunFolder, *, skip: Skip | None = None
 ) -> LoadSource | None:
     """Return the latest checkpoint of a run that goes on, or None.
@@ -191,7 +193,7 @@ def find_resumed(
     return resumed
 
 
-def asked_source(
+def find_source(
     config: RunConfig, resumed: LoadSource | None, *, repairs: bool
 ) -> LoadSource | None:
     """Return the checkpoint that the config starts from, or None.
@@ -209,20 +211,20 @@ def asked_source(
         return resumed
 
 
-def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
+def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
     """Return the starting point before a warm-up; `prepares` is that of `resolve_assets`.
 
     Raises:
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
     cache = starting_points(config.dump_folder)
-    spec = None if config.model is None else spec_for(config, config.model)
+    spec = None if config.model is None else set_arithmetic(config, config.model)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
         start = given_folder(folder, spec=None if config.any_model_size else spec)
-        return replace(start, spec=spec_for(config, start.spec))
+        return replace(start, spec=set_arithmetic(config, start.spec))
     if spec is None:
         raise ValueError(
             "hf_assets_path=None: must name a model to start from, because this config has none of "
@@ -231,7 +233,7 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
     return random_model(cache, spec=spec, seed=config.seed)
 
 
-def spec_for(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+def set_arithmetic(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     """Return the spec with the run's choice of arithmetic."""
     return replace(
         spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head
@@ -242,7 +244,7 @@ def starting_points(dump_folder: str) -> Path:
     return Path(dump_folder).expanduser().absolute() / STARTING_POINTS
 
 
-def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
+def make_run_renderer(config: RunConfig, start: StartingPoint) -> Renderer:
     """Return the renderer of a run with the tokenizer of its starting point."""
     tokenizer, stop_ids = start.tokenizer()
     return make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
@@ -254,7 +256,7 @@ def starting_point(
     """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing
     is written yet.
     """
-    untrained = untrained_start(config)
+    untrained = find_untrained_start(config)
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
     return warmed_up_model(
@@ -265,9 +267,9 @@ def starting_point(
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
             environments,
-            renderer=renderer_of(config, untrained),
+            renderer=make_run_renderer(config, untrained),
         ),
-        arithmetic=warmup_arithmetic(
+        arithmetic=collect_warmup_arithmetic(
             config.trainer,
             batch_invariant=bool(config.batch_invariant),
             float32_head=config.float32_head,
@@ -275,7 +277,7 @@ def starting_point(
     )
 
 
-def warmup_arithmetic(
+def collect_warmup_arithmetic(
     trainer: PolicyTrainer.Config, *, batch_invariant: bool = False, float32_head: bool = False
 ) -> dict[str, Any]:
     """Return the trainer settings that change the warm-up, as part of the key of its result.

@@ -85,7 +85,7 @@ def check_task(
     Raises:
         ValueError: names the problem or the reward function, and what it did.
     """
-    held_out = _held_out_problems(task, needed=loop.eval_every > 0)
+    held_out = _list_held_out_problems(task, needed=loop.eval_every > 0)
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     openings, have_one_turn = run_now(_open_all(probed, environments))
     if loop.episode.max_turns != 1 and not all(have_one_turn):
@@ -97,12 +97,12 @@ def check_task(
         with suppress(PromptTooLongError) if may_drop else nullcontext():
             render_prompt(problem, messages, renderer=renderer, max_tokens=room)
     prompt = render_prompt(probed[0], openings[0], renderer=renderer, max_tokens=room)
-    example = _demonstration(
+    example = _play_demonstration(
         prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0
     )
     _check_rubric(
         task.rubric(seed=seed),
-        example or _one_turn(prompt, openings[0]),
+        example or _make_one_turn(prompt, openings[0]),
         is_complete=example is not None or have_one_turn[0],
         loop=loop,
         time_limit_s=time_limit_s,
@@ -166,7 +166,7 @@ async def _open_all(
     return openings, have_one_turn
 
 
-def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
+def _list_held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
     """Return the problems of all evaluation sets; raise ValueError if problems are `needed` and
     there are none.
     """
@@ -214,7 +214,9 @@ def _check_rubric(
     try:
         check_sendable(rubric, to_actors=in_actors)
         scores = run_now(
-            _scores(rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s)
+            _score_groups(
+                rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s
+            )
         )
     except (RunError, TimeoutError) as error:
         raise ValueError(f"the task's rubric cannot be used: {error}") from error
@@ -227,7 +229,7 @@ def _check_rubric(
         return
 
 
-async def _scores(
+async def _score_groups(
     rubric: Rubric,
     groups: Sequence[Sequence[Rollout]],
     *,
@@ -245,7 +247,7 @@ async def _scores(
         await process.close()
 
 
-def _demonstration(
+def _play_demonstration(
     prompt: Prompt, environments: Environments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
     """Return the problem's demonstration, played against its environment; None where there is none
@@ -294,7 +296,7 @@ def check_demonstrations(
             )
 
 
-def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
+def _make_one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
     """Return an episode with the reference answer as its only reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),

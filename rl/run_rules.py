@@ -26,7 +26,7 @@ from rl.distributed.stages import FOLDED
 from rl.models.batch_invariant.model import ROW_MULTIPLE
 
 
-def divides(number: int, total: int) -> bool:
+def is_divisor(number: int, total: int) -> bool:
     """Return whether a number divides a total."""
     return total % number == 0
 
@@ -36,21 +36,23 @@ def is_at_most_one_more(number: int, other: int) -> bool:
     return number <= other + 1
 
 
-def keeps_bits(converter: Any) -> bool:
+def is_bit_exact(converter: Any) -> bool:
     """Return whether the trainer's products are those of the plain weights."""
     return bool(converter.owner.keeps_bits)
 
 
-def fills_rows(num_tokens: int | None) -> bool:
+def is_whole_rows(num_tokens: int | None) -> bool:
     """Return whether chunks of this many tokens consist of whole groups of rows."""
     return num_tokens is None or num_tokens % ROW_MULTIPLE == 0
 
 
 IS_SET = satisfies("set", lambda value: value is not None)
 COMPILES_BLOCKS = satisfies("with 'model'", lambda components: "model" in components)
-WHOLE_ROWS = satisfies(f"None or a multiple of {ROW_MULTIPLE}", fills_rows)
-KEEPS_BITS = satisfies("a converter that keeps the bits", keeps_bits)
+WHOLE_ROWS = satisfies(f"None or a multiple of {ROW_MULTIPLE}", is_whole_rows)
+KEEPS_BITS = satisfies("a converter that keeps the bits", is_bit_exact)
 
+# Lengths: a sample that fits into the generator must fit everywhere after it, or the run stops in
+# the middle.
 LENGTHS = (
     Rule(
         must={"loop.sampling.max_tokens": below("generator.max_model_len")},
@@ -70,11 +72,12 @@ LENGTHS = (
     ),
 )
 
+# Steps and groups of the loop.
 STEPS = (
     Rule(
         must={
             "loop.num_minibatches": Check(
-                text="a divisor of", compare=divides, limit="loop.groups_per_batch"
+                text="a divisor of", compare=is_divisor, limit="loop.groups_per_batch"
             )
         },
         because="each optimizer step takes as many groups",
@@ -106,6 +109,7 @@ STEPS = (
     ),
 )
 
+# The reference policy costs one more forward a step, so that it is never made by default.
 REFERENCE = (
     Rule(
         when={"loop.kl_reward.coef": above(0)},
@@ -119,6 +123,8 @@ REFERENCE = (
     ),
 )
 
+# Each of these options changes the order of a sum, and with it the last bit of a logprob. The mode
+# promises equal bits, so that it is refused instead of being nearly kept.
 BATCH_INVARIANT = (
     Rule(
         when={"batch_invariant": True},
@@ -172,6 +178,8 @@ STEP_IN_BACKWARD = (
     ),
 )
 
+# The zero-bubble schedules split a block's backward, which neither checkpointing nor compiled
+# blocks can follow.
 PIPELINE = (
     Rule(
         when={"trainer.parallelism.pipeline_parallel_degree": above(1)},
@@ -208,6 +216,8 @@ EXPERTS = (
     ),
 )
 
+# Where the weights come from: an option that would be ignored is refused, since a run that starts
+# from other weights than it was told to looks like any other run.
 STARTING_WEIGHTS = (
     Rule(
         when={"warmup": IS_SET},
@@ -232,6 +242,7 @@ STARTING_WEIGHTS = (
     ),
 )
 
+# Taking turns needs one machine, and steps in which either side waits for the other.
 SHARED_GPUS = (
     Rule(
         when={"launch.share_gpus": True},
@@ -281,6 +292,7 @@ HOSTS = (
     ),
 )
 
+# A part that may wait longer than the call around it would never report what it waited for.
 TIMES = (
     Rule(
         must={"weights.timeout_s": at_most("timeouts.sync_s")},

@@ -46,7 +46,7 @@ class Check:
         """Path of the option that takes part in the check."""
         return self.limit if isinstance(self.limit, str) else None
 
-    def holds(self, value: Any, config: Any) -> bool:
+    def is_met(self, value: Any, config: Any) -> bool:
         """Return whether a value is right in a config."""
         return bool(self.compare(value, self._find_limit(config)))
 
@@ -67,22 +67,22 @@ class Check:
 
 def above(limit: float | str) -> Check:
     """Return a check that a value is above a number or another option; None passes."""
-    return Check(text="above", compare=_unless_none(operator.gt), limit=limit)
+    return Check(text="above", compare=_skip_none(operator.gt), limit=limit)
 
 
 def at_least(limit: float | str) -> Check:
     """Return a check that a value is at least a number or another option; None passes."""
-    return Check(text="at least", compare=_unless_none(operator.ge), limit=limit)
+    return Check(text="at least", compare=_skip_none(operator.ge), limit=limit)
 
 
 def at_most(limit: float | str) -> Check:
     """Return a check that a value is at most a number or another option; None passes."""
-    return Check(text="at most", compare=_unless_none(operator.le), limit=limit)
+    return Check(text="at most", compare=_skip_none(operator.le), limit=limit)
 
 
 def below(limit: float | str) -> Check:
     """Return a check that a value is below a number or another option; None passes."""
-    return Check(text="below", compare=_unless_none(operator.lt), limit=limit)
+    return Check(text="below", compare=_skip_none(operator.lt), limit=limit)
 
 
 def same_as(option: str) -> Check:
@@ -107,7 +107,8 @@ def satisfies(text: str, is_right: Callable[[Any], bool]) -> Check:
     return Check(text=text, compare=lambda value, _: is_right(value))
 
 
-def _unless_none(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+def _skip_none(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    # None stands for no limit, or for a value that is chosen later, as in `check_bounds`.
     return lambda value, limit: value is None or compare(value, limit)
 
 
@@ -146,17 +147,18 @@ class Rule:
         """Parts of the root config that take part in the rule."""
         return {option.partition(".")[0] for option in self.options}
 
-    def applies(self, config: Any) -> bool:
+    def is_applicable(self, config: Any) -> bool:
         """Return whether all conditions hold."""
         for option, expected in self.when.items():
-            values = [value for _, value in find_values(config, option)]
-            if not any(_is_right(value, expected, config) for value in values):
+            # Of a list, one element that meets the condition is enough.
+            values = find_values(config, option)
+            if not any(_is_right(value, expected, config) for _, value in values):
                 return False
         return True
 
     def find_faults(self, config: Any) -> Iterator[str]:
         """Yield a message for each option that breaks the rule."""
-        if not self.applies(config):
+        if not self.is_applicable(config):
             return
         for option, expected in self.must.items():
             for path, value in find_values(config, option):
@@ -168,11 +170,12 @@ class Rule:
 
     def judge(self, config: Any) -> State:
         """Return how a config stands to the rule."""
-        if not self.applies(config):
+        if not self.is_applicable(config):
             return "not applying"
         return "broken" if any(self.find_faults(config)) else "held"
 
     def _describe_conditions(self, config: Any) -> str:
+        # Values in place of the conditions: the user sees which of their options are meant.
         conditions = []
         for option in self.when:
             for path, value in find_values(config, option):
@@ -217,16 +220,21 @@ def find_values(config: Any, option: str) -> list[tuple[str, Any]]:
         inner: list[tuple[str, Any]] = []
         for path, node in places:
             if name == "*":
-                inner += [(f"{path}{number}.", item) for number, item in enumerate(node)]
+                inner += [(_extend(path, number), item) for number, item in enumerate(node)]
+            # A component that is None lacks it, and so may a loss of the user's own.
             elif hasattr(node, name):
-                inner.append((f"{path}{name}.", getattr(node, name)))
+                inner.append((_extend(path, name), getattr(node, name)))
         places = inner
-    return [(path.removesuffix("."), value) for path, value in places]
+    return places
+
+
+def _extend(path: str, name: str | int) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def _is_right(value: Any, expected: Any, config: Any) -> bool:
     if isinstance(expected, Check):
-        return expected.holds(value, config)
+        return expected.is_met(value, config)
     return bool(value == expected)
 
 

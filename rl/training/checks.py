@@ -79,7 +79,7 @@ def trainer_checks(
     They need neither the trainer's processes nor its devices.
     """
     yield partial(check_trainer_rules, config, batch_invariant=spec.batch_invariant)
-    yield from model_checks(config, spec, world_size=world_size, device_type=device_type)
+    yield from list_model_checks(config, spec, world_size=world_size, device_type=device_type)
 
 
 def check_trainer_rules(config: TrainerConfig, *, batch_invariant: bool) -> None:
@@ -88,7 +88,7 @@ def check_trainer_rules(config: TrainerConfig, *, batch_invariant: bool) -> None
     check_rules(alone, select_rules(RULES, "trainer", "batch_invariant"))
 
 
-def model_checks(
+def list_model_checks(
     config: TrainerConfig, spec: ModelSpec, *, world_size: int, device_type: str
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks against the model and the device; a run checks its rules by itself."""

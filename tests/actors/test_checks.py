@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.checks import Machine, config_faults, machine_faults
+from actors.checks import Machine, find_config_faults, find_machine_faults
 from actors.placement import fit_to_devices
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
@@ -19,7 +19,7 @@ def faults(base=tiny, num_gpus=0, resumes=False, **edits):
     config = fit_to_devices(config, num_gpus=num_gpus)
     assert config.model is not None
     spec = replace(config.model, batch_invariant=bool(config.batch_invariant))
-    return list(config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes))
+    return list(find_config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes))
 
 
 LORA = {"batch_invariant": False, "trainer__converters": (LoRA.Config(),)}
@@ -98,7 +98,7 @@ def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, g
     config.generator.num_replicas = 3
     machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=num_cores, memory_bytes=gib * 2**30)
     assert config.model is not None
-    found = list(machine_faults(config, spec=config.model, machine=machine))
+    found = list(find_machine_faults(config, spec=config.model, machine=machine))
     assert [says in fault for fault in found] == [True] * (says is not None)
 
 
@@ -128,14 +128,14 @@ def test_old_gpus_are_refused_only_for_what_they_lack(base, edits, capability, s
     )
     config = fit_to_devices(rebuild(base(), edits), num_gpus=8)
     assert config.model is not None
-    found = list(machine_faults(config, spec=config.model, machine=machine))
+    found = list(find_machine_faults(config, spec=config.model, machine=machine))
     assert [fault.startswith(says) for fault in found] == [True] * (says is not None)
 
 
 def memory_faults(config, *, memory_bytes):
     config.trainer.parallelism.data_parallel_shard_degree = 4
     machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=memory_bytes)
-    return list(machine_faults(config, spec=config.model, machine=machine))
+    return list(find_machine_faults(config, spec=config.model, machine=machine))
 
 
 def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):

@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from actors.checks import Machine
-from actors.explain import explain, memory, staleness, step_arithmetic
+from actors.explain import bound_staleness, compute_step_arithmetic, describe_memory, explain
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
-from rl.config.configurable import idle_options
+from rl.config.configurable import find_idle_options
 from rl.config.json import write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import rebuild
@@ -148,7 +148,7 @@ def test_options_without_effect_are_told_apart():
         "trainer.parallelism.loss_parallel", "sinks.close_s",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
-    assert "sinks.close_s" not in idle_options(changed(sinks__tensorboard__enable=True))
+    assert "sinks.close_s" not in find_idle_options(changed(sinks__tensorboard__enable=True))
 
 
 def test_every_rule_is_shown_with_its_state():
@@ -161,7 +161,7 @@ def test_every_rule_is_shown_with_its_state():
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
-    step = step_arithmetic(changed(loop__max_sample_tokens=100, loop__num_minibatches=2))
+    step = compute_step_arithmetic(changed(loop__max_sample_tokens=100, loop__num_minibatches=2))
     assert (step["samples_of_optimizer_step"], step["trained_tokens_most"]) == (128, 256 * 99)
 
 
@@ -175,7 +175,7 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
         machine = Machine(
             num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12
         )
-        return memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
+        return describe_memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
 
     # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
     small, large = generator(16.42), generator(16.6)
@@ -187,7 +187,7 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
 @pytest.mark.parametrize(("max_off_policy_steps", "num_minibatches"), [(0, 2), (2, 2)])
 def test_staleness_bound_is_kept_and_reached(max_off_policy_steps, num_minibatches):
     settings = {"max_off_policy_steps": max_off_policy_steps, "num_minibatches": num_minibatches}
-    bound = staleness(LoopConfig(**settings))
+    bound = bound_staleness(LoopConfig(**settings))
     policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: 0.5, train_s=2.0)
     records, _ = run(policy, num_steps=8, groups_per_batch=2, **settings)
     assert max(policy.age_of_tokens) == bound["policy_versions_most"]

@@ -257,7 +257,7 @@ def test_option_that_a_component_lacks_breaks_no_rule():
     assert BESIDE.judge(Root(part=None)) == "not applying"
     assert find_values(Root(part=None), "part.kind") == []
     assert Rule(must={"part.kind": "b"}, because="x").judge(Root(part=None)) == "held"
-    assert above(0).holds(None, Root())
+    assert above(0).is_met(None, Root())
 
 
 def test_rules_of_a_part_are_those_that_no_other_part_decides():

@@ -14,7 +14,7 @@ from rl.config.tree import (
     check_fields,
     convert,
     field_docs,
-    input_paths,
+    find_input_paths,
     rebuild,
     replace_values,
     walk,
@@ -55,7 +55,7 @@ def test_input_paths_are_the_fields_that_name_existing_paths(tmp_path):
         file=tmp_path / "file",
         missing=str(tmp_path / "no"),
     )
-    assert input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
+    assert find_input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
 
 
 def test_rebuild_copies_every_node_and_keeps_the_original():
