@@ -1,8 +1,9 @@
 """Checks of a run's config before anything starts; every error names the field, its value and what
 is valid.
 
-`find_config_faults` and `find_machine_faults` return all that is wrong: a run raises the first, `--explain`
-shows every one.
+`find_config_faults` and `find_machine_faults` return all that is wrong: a run raises the first,
+`--explain` shows every one. Rules between options are data (`rl.run_rules`); here is what needs the
+model, the devices or a file.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ CUDA_CAPABILITY = (7, 5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
+    """Devices and memory of a machine; `--explain` makes one up for a config that needs GPUs."""
+
     num_gpus: int
     gpu_bytes: int | None
     """Memory of the smallest GPU; None without GPUs."""
@@ -61,11 +64,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        gpus = [torch.cuda.get_device_properties(i) for i in range(count_gpus())]
+        gpus = list(map(torch.cuda.get_device_properties, range(count_gpus())))
+        # The weakest GPU decides: every rank runs the same program with the same sizes.
         return cls(
             num_gpus=len(gpus),
             gpu_bytes=min((gpu.total_memory for gpu in gpus), default=None),
             gpu_capability=min(((gpu.major, gpu.minor) for gpu in gpus), default=None),
+            # Not os.cpu_count(): a container or taskset may leave this process fewer.
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
@@ -75,7 +80,7 @@ class Faults(list[str]):
     """Reasons to refuse a config."""
 
     @contextmanager
-    def caught(self, prefix: str = "") -> Iterator[None]:
+    def collect(self, prefix: str = "") -> Iterator[None]:
         """Add the message of an error that the block raises."""
         try:
             yield
@@ -86,10 +91,8 @@ class Faults(list[str]):
 def check_config(
     config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False
 ) -> None:
-    """Raise ValueError for the first fault of a config that would run with this model on this
-    machine.
-    """
-    faults = find_config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
+    """Raise ValueError for the first fault of a config that keeps the rules between options."""
+    faults = find_model_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
     for fault in faults or find_machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
 
@@ -97,31 +100,42 @@ def check_config(
 def find_config_faults(
     config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
 ) -> Faults:
-    """Return the broken rules between options, then what does not fit the model or the devices.
+    """Return the broken rules between options, then the faults of `find_model_faults`."""
+    faults = Faults(find_faults(config, RULES))
+    faults += find_model_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes)
+    return faults
+
+
+def find_model_faults(
+    config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
+) -> Faults:
+    """Return what does not fit the model or the devices.
 
     `num_gpus` are on this machine. With `resumes` the run replaces the results of its earlier end.
     """
-    faults = Faults(find_faults(config, RULES))
+    faults = Faults()
     trainer, loop = config.trainer, config.loop
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
     device_type = "cuda" if on_gpu else "cpu"
 
+    # In this order, as a run raises the first: an error of the layout would otherwise appear as one
+    # of the placement or of a converter, which come after it.
     for check in list_model_checks(
         trainer, spec, world_size=trainer.num_procs, device_type=device_type
     ):
-        with faults.caught(), named_as_options("trainer", trainer):
+        with faults.collect(), named_as_options("trainer", trainer):
             check()
-    with faults.caught(), named_as_options("generator", config.generator):
+    with faults.collect(), named_as_options("generator", config.generator):
         config.generator.check_model(spec.model, on_gpu=on_gpu)
-    with faults.caught():
+    with faults.collect():
         check_total_steps(
             trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
         )
-    with faults.caught():
+    with faults.collect():
         _check_adapter_folder(config, resumes=resumes)
-    with faults.caught():
+    with faults.collect():
         _check_placement(config, num_gpus=num_gpus)
-    with faults.caught():
+    with faults.collect():
         converted_model(config, model_spec=spec, num_gpus=num_gpus)
     return faults
 
@@ -160,16 +174,20 @@ def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine)
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """
     faults = Faults()
-    with faults.caught():
+    with faults.collect():
         check_installed(config.sinks)
     if machine.gpu_capability is not None and not config.launch.on_cluster:
         faults += _find_capability_faults(config, machine.gpu_capability)
     if config.launch.on_cluster or machine.num_gpus:
         return faults
-    with faults.caught():
+
+    # On CPUs all processes share one memory, so that they are checked together, and here.
+    with faults.collect():
         _check_memory(config, spec=spec, memory_bytes=machine.memory_bytes)
+
     generator = config.generator
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
+    # More replicas than cores only slow each other down.
     if generator.num_replicas > machine.num_cores:
         faults.append(
             f"generator.num_replicas={generator.num_replicas}: must be at most "
@@ -240,10 +258,19 @@ def converted_model(
         with torch.device("meta"):
             model: nn.Module = model_spec.model.build()
             converters.convert(model)
+        # A stage in which nothing is trained has no backward, and the schedule would wait for it.
         if degrees.pp > 1:
             plan = plan_stages(fleet.trainer.parallelism, module_names(model_spec.model))
-            plan.check_trained(name for name, p in model.named_parameters() if p.requires_grad)
+            plan.check_trained(_find_trained(model))
     return model, converters
+
+
+def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    trained: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def has_lora(fleet: ClusterConfig) -> bool:
@@ -262,6 +289,7 @@ def check_source(
     """
     if source is None:
         return
+
     path, model_only = source.path, source.model_only
     num_steps, position = config.loop.num_steps, source.position
     adapter = start.spec.adapter(start.spec.model)
@@ -271,6 +299,7 @@ def check_source(
         folder.spec(expected=start.spec)
         folder.check(model, adapter, names=set(converters.plain_names))
         return
+
     saved = read_state(path)
     exclude = config.trainer.checkpoint.exclude_from_loading
     present = start.tokenizer_fingerprint()
@@ -280,9 +309,11 @@ def check_source(
             f"loop.num_steps={num_steps}: {path} has done {position.step} steps already; give more "
             "to continue"
         )
+
+    # Names and shapes come from the meta device, so that no tensor of the checkpoint is read.
     tensors = model_tensors(model)
     if not model_only:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = _find_trained(model)
         optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
         tensors |= optimizer_tensors(trained, optimizer)
         if config.trainer.reference.enable:

@@ -110,7 +110,8 @@ class ParityConfig:
     batch-invariant mode on CPUs, where both have the same kernels."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "num_tokens", at_least=2)  # a token and its successor
+        # A token and its successor: the first token of a text has no logprob.
+        check_bounds(self, "num_tokens", at_least=2)
         check_bounds(self, "max_logprob_diff", at_least=0)
 
 
@@ -140,6 +141,7 @@ class SlurmConfig:
     """Folder for the hosts' own output; all nodes must be able to write to it."""
 
     def __post_init__(self) -> None:
+        # Ports below 1024 are root's.
         check_bounds(self, "port", at_least=1024, at_most=65535)
         _check_pattern(
             "time_limit", self.time_limit, _SLURM_TIME, "such as 90, 12:00:00 or 2-00:00"
@@ -150,6 +152,7 @@ class SlurmConfig:
         for name in ("partition", "account", "qos"):
             _check_pattern(name, getattr(self, name), _WORD, "a name without spaces, or None")
         check_bounds(self, "cpus_per_host", at_least=1)
+        # They are split into words when the job is submitted, which must not fail at that point.
         for arg in self.sbatch_args:
             try:
                 shlex.split(arg)
@@ -196,6 +199,7 @@ class KubernetesConfig:
     """
 
     def __post_init__(self) -> None:
+        # Ports below 1024 are root's.
         check_bounds(self, "port", at_least=1024, at_most=65535)
         _check_pattern(
             "namespace", self.namespace, _DNS_LABEL, "a name of lowercase letters, digits and -"
@@ -285,9 +289,11 @@ class LaunchConfig:
         check_bounds(self, "trainer_hosts", "generator_hosts", "replicas_per_host", at_least=1)
         check_bounds(self, "reward_hosts", "gpus_per_host", at_least=0)
         check_bounds(self, "start_timeout_s", above=0)
+        # Names of hosts append to it, and Kubernetes permits 63 characters.
         _check_pattern(
             "job_name", self.job_name, _JOB_NAME, "at most 30 lowercase letters and digits"
         )
+        # None takes the first free devices; an empty tuple would be a role without any.
         for name in ("trainer_gpus", "generator_gpus"):
             devices = getattr(self, name)
             if devices is not None and (
@@ -304,6 +310,7 @@ class LaunchConfig:
 
 
 def _check_pattern(name: str, value: str | None, pattern: re.Pattern[str], valid: str) -> None:
+    # fullmatch, as a pattern with $ accepts a line end after the value.
     if value is not None and not pattern.fullmatch(value):
         raise ValueError(f"{name}={value!r}: must be {valid}")
 
@@ -376,11 +383,13 @@ class RunConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         check_bounds(self, "seed", at_least=0, below=2**63)
+        # A config is judged by the class that it builds; anything else is shown by its own class.
         made = getattr(self.task, "owner", type(self.task))
         if not has_members(made, Task):
             raise ValueError(
                 f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)"
             )
+        # It lies beside the runs in dump_folder, where a run with overwrite would replace it.
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose "

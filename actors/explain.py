@@ -78,6 +78,9 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     config = run.config
     found = _search(config, resumes=run.resumes)
     refused_here = found.faults
+
+    # The machine first: values that the config leaves to the devices, and so all checks, follow
+    # from it.
     machine, devices = choose_machine(config, spec=found.spec, here=here)
     config = fit_to_devices(config, num_gpus=machine.num_gpus)
     spec = set_arithmetic(config, found.spec)
@@ -85,17 +88,19 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     refused = find_config_faults(
         config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None
     )
+    # Estimates of a refused layout would be errors of their own, about nothing new.
     if not refused:
         refused_here += find_machine_faults(config, spec=spec, machine=machine)
-        with refused_here.caught():
+        with refused_here.collect():
             if found.start is not None:
                 check_source(
                     found.source, start=found.start, config=config, num_gpus=machine.num_gpus
                 )
-        with refused_here.caught():
+        with refused_here.collect():
             if found.task is not None:
                 exclude = config.trainer.checkpoint.exclude_from_loading
                 check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
+
     values, changes = to_dict(config), _find_changes(run)
     return {
         "config": f"{run.module}.{run.function}",
@@ -108,6 +113,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
         "layout": _try_to_find(lambda: _describe_layout(config, num_gpus=machine.num_gpus)),
         "memory": describe_memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
         "options": {
+            # Two checks can find the same fault, such as a pipeline that cannot be divided.
             "refused": list(dict.fromkeys(refused)),
             "refused_here": list(refused_here),
             **list_idle_options(config, changed=changes),
@@ -121,8 +127,10 @@ def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
     if run.defaults is None:  # a script made the config
         return {}
-    found = differences(to_dict(run.config), to_dict(run.defaults))
-    return {path: {"value": value, "registry": before} for path, (before, value) in found.items()}
+    changes: dict[str, dict[str, Any]] = {}
+    for path, pair in differences(to_dict(run.config), to_dict(run.defaults)).items():
+        changes[path] = {"value": pair[1], "registry": pair[0]}
+    return changes
 
 
 def find_options_set_in_vain(run: ResolvedRun) -> list[str]:
@@ -157,37 +165,43 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
             ) from None
     else:
         found = _Found(spec=set_arithmetic(config, config.model))
-    with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
+    with found.faults.collect(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:
             found.start = find_untrained_start(config, prepares=False)
             found.spec = found.start.spec
         except UnpreparedError as unprepared:
             found.not_checked.append(str(unprepared))
-    with found.faults.caught():
+    with found.faults.collect():
         if found.start is not None:
-            make_run_renderer(config, found.start)
+            make_run_renderer(config.renderer, found.start)
+
+    # To open such a task may start programs, which an explanation must not do.
     if any(cls.__module__ == PROGRAMS for cls in config.task.owner.__mro__):
         found.not_checked.append("problems of the task, which runs third-party programs")
     else:
-        with found.faults.caught("task: "):
+        with found.faults.collect("task: "):
             task = config.task.build()
             next(iter(task.train_problems(seed=config.seed)), None)
             if config.loop.eval_every:
                 task.eval_sets()
             found.task = task
-    with found.faults.caught():
+
+    checkpoint = config.trainer.checkpoint
+    with found.faults.collect():
         if resumes is not None:
-            folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
+            folder = RunFolder.to_read(resumes, checkpoints=checkpoint.shared_folder)
             found.source = find_resumed_source(
-                config,
+                checkpoint,
                 folder,
+                num_steps=config.loop.num_steps,
                 skip=lambda path, error: found.not_checked.append(describe_skip(path, error)),
             )
-        elif config.name is not None:  # without a name the run gets a free one
+        elif config.name is not None:
+            # A run without a name gets a free one.
             path = Path(config.dump_folder).expanduser().absolute() / config.name
             check_free(path, overwrite=config.overwrite)
-        found.source = found.source or find_source(config, None, repairs=False)
+        found.source = found.source or find_source(checkpoint, None, repairs=False)
     found.not_checked.append(NOT_TRIED)
     return found
 
@@ -199,22 +213,26 @@ def choose_machine(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tupl
     than a machine without GPUs has.
     """
     launch, trainer, generator = config.launch, config.trainer, config.generator
+    # Memory of GPUs that are elsewhere, or not there, cannot be measured.
     on_gpu = trains_on_gpu(launch, num_gpus=here.num_gpus)
     with_gpus = replace(here, gpu_bytes=here.gpu_bytes or ASSUMED_GPU_BYTES)
     size = f"{(with_gpus.gpu_bytes or 0) / 1e9:.0f} GB"
     if launch.on_cluster and on_gpu:
         return with_gpus, f"GPUs of {size} on the hosts of {launch.hosts}"
+
     named = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
     of_role = (trainer.num_procs, generator.num_replicas * generator.tensor_parallel_degree)
     takes_turns = launch.share_gpus or (
         launch.share_gpus is None and not config.loop.max_off_policy_steps
     )
     needed = max(max(of_role) if takes_turns else sum(of_role), 1 + max(named, default=-1))
+
+    # A config that fits this machine's memory is explained as it would run here: on its CPUs.
     lacks_gpus = not launch.on_cluster and needed > here.num_gpus
     if lacks_gpus and (
         here.num_gpus
         or named
-        or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
+        or not _check_fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
         devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
@@ -259,17 +277,23 @@ def bound_staleness(loop: LoopConfig) -> dict[str, int]:
 
 def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
     places = place_actors(config, num_gpus=num_gpus)
-    mesh = {axis: size for axis, size in asdict(_get_degrees(config)).items() if size > 1}
-    return {place.role: asdict(place) for place in places.all} | {"trainer_mesh": mesh}
+    layout: dict[str, Any] = {place.role: asdict(place) for place in places.all}
+    # Every layout has all axes; those of one rank say nothing.
+    mesh = layout["trainer_mesh"] = {}
+    for axis, size in asdict(_get_degrees(config)).items():
+        if size > 1:
+            mesh[axis] = size
+    return layout
 
 
 def _get_degrees(config: RunConfig) -> Degrees:
     return config.trainer.parallelism.degrees(config.trainer.num_procs)
 
 
-def _fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
+def _check_fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
     """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
-    with suppress(ValueError):  # of a layout that is refused anyway
+    # A ValueError is that of a layout that is refused anyway.
+    with suppress(ValueError):
         rank = estimate_memory(
             config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
         )
@@ -286,10 +310,12 @@ def describe_memory(
     degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
     work = model_work(spec.model)
     on_rank = work.parameters * itemsize // degree
-    if on_gpu:  # vLLM also takes its activations off this share, so the cache is an upper bound.
+    if on_gpu:
+        # vLLM also takes its activations off this share, so the cache is an upper bound.
         cache = max(0, int(generator.gpu_memory_utilization * available) - on_rank)
         tokens = cache * degree // (work.cached * itemsize)
-        fits = tokens >= generator.max_model_len  # otherwise the engine does not start
+        # The engine does not start without room for one request of the full length.
+        fits = tokens >= generator.max_model_len
     else:
         cache, tokens = generator.cpu_cache_bytes, generator.cpu_cache_tokens(spec.model)
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
@@ -299,7 +325,7 @@ def describe_memory(
             config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
         )
         parts = {f"{part.name}_gb": _to_gb(getattr(rank, part.name)) for part in fields(rank)}
-        fits = _fits(config, spec=spec, available=available, on_gpu=on_gpu)
+        fits = _check_fits(config, spec=spec, available=available, on_gpu=on_gpu)
         return parts | {"peak_gb": _to_gb(rank.total), "fits": fits}
 
     return {

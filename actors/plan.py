@@ -24,7 +24,7 @@ from rl.observability.run_files import STARTING_POINTS
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
-from rl.rollouts.renderer import Renderer, make_renderer
+from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstrated_now
 from rl.run_rules import RULES
 from rl.starting_point import (
@@ -37,13 +37,14 @@ from rl.starting_point import (
 from rl.tasks.fingerprint import fingerprint_problems
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import (
+    CheckpointConfig,
     LoadSource,
     find_load_source,
     initial_source,
     own_checkpoint,
 )
 from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
-from rl.types import ProblemsFingerprint
+from rl.types import ProblemsFingerprint, Prompt
 from rl.utils.printing import say
 
 logger = logging.getLogger(__name__)
@@ -70,11 +71,10 @@ class Plan:
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""
-        return {
-            field: path
-            for field, path in find_input_paths(config).items()
-            if field != "dump_folder"
-        }
+        paths = find_input_paths(config)
+        # The parent of the run's folder is written to, not read.
+        paths.pop("dump_folder", None)
+        return paths
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
@@ -90,16 +90,24 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     environments = Environments(
         make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s
     )
-    skip = _report_skip if config.launch.dry_run else None
-    resumed = None if resumes is None else find_resumed_source(config, resumes, skip=skip)
-    source = find_source(config, resumed, repairs=not config.launch.dry_run)
-    start = starting_point(config, task=task, environments=environments, source=source)
+
+    # Where the weights come from. A dry run changes nothing, not even a damaged checkpoint's place.
+    is_dry, checkpoint = config.launch.dry_run, config.trainer.checkpoint
+    resumed = None
+    if resumes is not None:
+        skip = _report_skip if is_dry else None
+        resumed = find_resumed_source(
+            checkpoint, resumes, num_steps=config.loop.num_steps, skip=skip
+        )
+    source = find_source(checkpoint, resumed, repairs=not is_dry)
+    start = find_starting_point(config, task=task, environments=environments, source=source)
     check_source(resumed or source, start=start, config=config, num_gpus=count_gpus())
-    exclude = config.trainer.checkpoint.exclude_from_loading
+    exclude = checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
+
+    # The config before the task: to try the rubric starts a process, which takes seconds.
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
-    renderer = make_run_renderer(config, start)
-    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    renderer = make_run_renderer(config.renderer, start)
     first_prompt = check_task(
         task,
         loop=config.loop,
@@ -121,14 +129,21 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         differences=tuple(differences),
         environments=environments,
         renderer=renderer,
-        parity=make_parity_text(
-            config.parity,
-            prompt=first_prompt,
-            renderer=renderer,
-            dtypes=compute_dtypes(config),
-            max_tokens=config.generator.max_model_len - 1,
-            same_kernels=bool(config.batch_invariant) and not on_gpu,
-        ),
+        parity=_make_parity(config, prompt=first_prompt, renderer=renderer),
+    )
+
+
+def _make_parity(config: RunConfig, *, prompt: Prompt, renderer: Renderer) -> ParityText | None:
+    """Return the text on which trainer and generators are compared."""
+    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    return make_parity_text(
+        config.parity,
+        prompt=prompt,
+        renderer=renderer,
+        dtypes=compute_dtypes(config),
+        max_tokens=config.generator.max_model_len - 1,
+        # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
+        same_kernels=bool(config.batch_invariant) and not on_gpu,
     )
 
 
@@ -145,9 +160,12 @@ def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
     """Return the dtypes in which generator and trainer multiply, with those that converters round
     to.
     """
-    of_converters = (converter.owner.compute_dtype for converter in config.trainer.converters)
-    dtypes = (config.generator.dtype, config.trainer.training.param_dtype, *of_converters)
-    return tuple(dtype for dtype in dtypes if dtype is not None)
+    dtypes: list[str] = [config.generator.dtype, config.trainer.training.param_dtype]
+    for converter in config.trainer.converters:
+        # A converter without a dtype of its own computes in that of the layers which it changes.
+        if converter.owner.compute_dtype is not None:
+            dtypes.append(converter.owner.compute_dtype)
+    return tuple(dtypes)
 
 
 def describe_source(plan: Plan) -> list[str]:
@@ -165,7 +183,7 @@ def describe_source(plan: Plan) -> list[str]:
 
 
 def find_resumed_source(
-    config: RunConfig, folder: RunFolder, *, skip: Skip | None = None
+    config: CheckpointConfig, folder: RunFolder, *, num_steps: int, skip: Skip | None = None
 ) -> LoadSource | None:
     """Return the latest checkpoint of a run that goes on, or None.
 
@@ -175,16 +193,19 @@ def find_resumed_source(
         ValueError: the run is finished and has no steps left, or no checkpoint, so that its results
             would be lost.
     """
-    num_steps, resumed = config.loop.num_steps, None
-    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    steps = (int(record["step"]) for record in records)
-    done = max([0, *steps, *saved_steps(folder.checkpoints)])
+    # The metrics too, since a run without checkpoints has no other trace of its steps.
+    done = max([0, *saved_steps(folder.checkpoints)])
+    if folder.metrics.exists():
+        for record in read_metrics(folder.metrics):
+            done = max(done, int(record["step"]))
     if folder.is_finished and done >= num_steps:
         raise ValueError(
             f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} "
             "to go on with it"
         )
-    if config.trainer.checkpoint.saves:
+
+    resumed = None
+    if config.saves:
         resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
     if folder.is_finished and (resumed is None or resumed.position is None):
         raise ValueError(
@@ -194,17 +215,16 @@ def find_resumed_source(
 
 
 def find_source(
-    config: RunConfig, resumed: LoadSource | None, *, repairs: bool
+    config: CheckpointConfig, resumed: LoadSource | None, *, repairs: bool
 ) -> LoadSource | None:
     """Return the checkpoint that the config starts from, or None.
 
     `resumed` is the run's own latest checkpoint; `repairs` is that of `find_load_source`.
     """
-    checkpoint = config.trainer.checkpoint
     if resumed is None:
-        return find_load_source(checkpoint, repairs=repairs)
+        return find_load_source(config, repairs=repairs)
     try:
-        return initial_source(checkpoint)
+        return initial_source(config)
     except ValueError as error:
         # It may be gone: the run has a checkpoint of its own now.
         logger.info("not looked for any more: %s", error)
@@ -217,7 +237,7 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
     Raises:
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
-    cache = starting_points(config.dump_folder)
+    cache = find_starting_points(config.dump_folder)
     spec = None if config.model is None else set_arithmetic(config, config.model)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
@@ -225,6 +245,8 @@ def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> Startin
         )
         start = given_folder(folder, spec=None if config.any_model_size else spec)
         return replace(start, spec=set_arithmetic(config, start.spec))
+
+    # Random weights, which a warm-up may train; they need sizes, since no folder has them.
     if spec is None:
         raise ValueError(
             "hf_assets_path=None: must name a model to start from, because this config has none of "
@@ -240,34 +262,35 @@ def set_arithmetic(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def starting_points(dump_folder: str) -> Path:
+def find_starting_points(dump_folder: str) -> Path:
     return Path(dump_folder).expanduser().absolute() / STARTING_POINTS
 
 
-def make_run_renderer(config: RunConfig, start: StartingPoint) -> Renderer:
+def make_run_renderer(config: RendererConfig, start: StartingPoint) -> Renderer:
     """Return the renderer of a run with the tokenizer of its starting point."""
     tokenizer, stop_ids = start.tokenizer()
-    return make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+    return make_renderer(config, tokenizer=tokenizer, stop_token_ids=stop_ids)
 
 
-def starting_point(
+def find_starting_point(
     config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
     """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing
     is written yet.
     """
     untrained = find_untrained_start(config)
+    # A checkpoint replaces the weights, so that a warm-up before it would be for nothing.
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
     return warmed_up_model(
-        starting_points(config.dump_folder),
+        find_starting_points(config.dump_folder),
         spec=untrained.spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
             environments,
-            renderer=make_run_renderer(config, untrained),
+            renderer=make_run_renderer(config.renderer, untrained),
         ),
         arithmetic=collect_warmup_arithmetic(
             config.trainer,
@@ -285,7 +308,12 @@ def collect_warmup_arithmetic(
     The effect of a subclass's fields is unknown, so all of them are included.
     """
     training, values = trainer.training, to_dict(trainer)
-    known = {f.name for f in fields(PolicyTrainer.Config)}
+    fields_of_others = dict(values)
+    for f in fields(PolicyTrainer.Config):
+        fields_of_others.pop(f.name, None)
+
+    # Part of the key under which a warm-up's result is stored: with other names here, results of
+    # earlier runs would not be found.
     return {
         "trainer": code_name(trainer.owner),
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
@@ -293,6 +321,7 @@ def collect_warmup_arithmetic(
         "converters": values["converters"],
         "experts": values["experts"],
         "batch_invariant": batch_invariant,
-        **({"float32_head": True} if float32_head else {}),  # Keys of earlier results stay.
-        "added": {name: value for name, value in values.items() if name not in known},
+        # Results from before the option have no such key, and stay valid.
+        **({"float32_head": True} if float32_head else {}),
+        "added": fields_of_others,
     }

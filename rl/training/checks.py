@@ -55,6 +55,7 @@ def check_trainer(
         check()
     degrees = config.parallelism.degrees(world_size)
 
+    # Which kernel a CPU library takes depends on the machine, so that bits are compared here.
     if spec.batch_invariant and device.type == "cpu":
         check_machine(
             spec.model,
@@ -64,6 +65,7 @@ def check_trainer(
             float32_head=spec.float32_head,
         )
 
+    # Before anything is allocated, as an allocation that fails later ends the run in the middle.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         need = estimate_memory(config, spec=spec, degrees=degrees, on_gpu=True)
@@ -78,6 +80,7 @@ def trainer_checks(
 
     They need neither the trainer's processes nor its devices.
     """
+    # First, as other checks build parts of the model with options that a rule may refuse.
     yield partial(check_trainer_rules, config, batch_invariant=spec.batch_invariant)
     yield from list_model_checks(config, spec, world_size=world_size, device_type=device_type)
 
@@ -105,6 +108,7 @@ def list_model_checks(
     yield partial(check_experts, spec.model, balance=config.experts)
     yield partial(_check_limits, config, spec, device_type=device_type)
     if spec.batch_invariant:
+        # Kernels for the mode exist for some models only.
         yield partial(check_batch_invariant_model, spec.model)
 
 
