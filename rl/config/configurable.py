@@ -123,7 +123,7 @@ def _check_config(cls: type[Configurable], config: Any) -> None:
     # Without slots a misspelled field of an edited config would be a new attribute.
     is_decorated = "__dataclass_fields__" in own and "__slots__" in own
     for f in dataclasses.fields(config):
-        is_decorated = is_decorated and (f.kw_only or not f.init)
+        is_decorated = is_decorated and (f.kw_only is True or not f.init)
     if not is_decorated:
         raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
 

@@ -228,10 +228,10 @@ def check_bounds(
     accepted.
     """
     bounds = (
-        ("at least", operator.ge, at_least),
-        ("above", operator.gt, above),
-        ("at most", operator.le, at_most),
-        ("below", operator.lt, below),
+        (at_least, operator.ge, "at least"),
+        (above, operator.gt, "above"),
+        (at_most, operator.le, "at most"),
+        (below, operator.lt, "below"),
     )
     for name in names:
         value = getattr(config, name)
@@ -240,7 +240,7 @@ def check_bounds(
         # Each comparison with NaN is false, so that NaN is out of all bounds.
         is_valid = True
         must: list[str] = []
-        for word, compare, bound in bounds:
+        for bound, compare, word in bounds:
             if bound is not None:
                 is_valid = is_valid and compare(value, bound)
                 must.append(f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}")
