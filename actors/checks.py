@@ -1,8 +1,9 @@
 """Checks of a run's config before anything starts; every error names the field, its value and what
 is valid.
 
-`config_faults` and `machine_faults` return all that is wrong: a run raises the first, `--explain`
-shows every one.
+`find_config_faults` and `find_machine_faults` return all that is wrong: a run raises the first,
+`--explain` shows every one. Rules between options are data (`rl.run_rules`); here is what needs the
+model, the devices or a file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from actors.config import ClusterConfig, RunConfig
 from actors.placement import count_gpus, fits_shared, place_actors, trains_on_gpu
+from rl.config.rules import find_faults
 from rl.config.tree import named_as_options
 from rl.distributed.stages import plan_stages
 from rl.models.batch_invariant.model import check_capability
@@ -26,6 +28,7 @@ from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
+from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_state
@@ -37,7 +40,7 @@ from rl.training.checkpoint_tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from rl.training.checks import trainer_checks
+from rl.training.checks import list_model_checks
 from rl.training.memory import check_memory, estimate_memory
 from rl.training.optimizer import Optimizer, check_total_steps
 
@@ -49,6 +52,8 @@ CUDA_CAPABILITY = (7, 5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
+    """Devices and memory of a machine; `--explain` makes one up for a config that needs GPUs."""
+
     num_gpus: int
     gpu_bytes: int | None
     """Memory of the smallest GPU; None without GPUs."""
@@ -59,11 +64,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        gpus = [torch.cuda.get_device_properties(i) for i in range(count_gpus())]
+        gpus = list(map(torch.cuda.get_device_properties, range(count_gpus())))
+        # The weakest GPU decides: every rank runs the same program with the same sizes.
         return cls(
             num_gpus=len(gpus),
             gpu_bytes=min((gpu.total_memory for gpu in gpus), default=None),
             gpu_capability=min(((gpu.major, gpu.minor) for gpu in gpus), default=None),
+            # Not os.cpu_count(): a container or taskset may leave this process fewer.
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
@@ -73,7 +80,7 @@ class Faults(list[str]):
     """Reasons to refuse a config."""
 
     @contextmanager
-    def caught(self, prefix: str = "") -> Iterator[None]:
+    def collect(self, prefix: str = "") -> Iterator[None]:
         """Add the message of an error that the block raises."""
         try:
             yield
@@ -84,48 +91,57 @@ class Faults(list[str]):
 def check_config(
     config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False
 ) -> None:
-    """Raise ValueError for the first fault of a config that would run with this model on this
-    machine.
-    """
-    faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
-    for fault in faults or machine_faults(config, spec=spec, machine=machine):
+    """Raise ValueError for the first fault of a config that keeps the rules between options."""
+    faults = find_model_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
+    for fault in faults or find_machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
 
 
-def config_faults(
+def find_config_faults(
     config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
 ) -> Faults:
-    """Return what is wrong with degrees, lengths, devices and settings that depend on each other.
+    """Return the broken rules between options, then the faults of `find_model_faults`."""
+    faults = Faults(find_faults(config, RULES))
+    faults += find_model_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes)
+    return faults
+
+
+def find_model_faults(
+    config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
+) -> Faults:
+    """Return what does not fit the model or the devices.
 
     `num_gpus` are on this machine. With `resumes` the run replaces the results of its earlier end.
     """
-    trainer, loop, faults = config.trainer, config.loop, Faults()
+    faults = Faults()
+    trainer, loop = config.trainer, config.loop
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
     device_type = "cuda" if on_gpu else "cpu"
-    for check in trainer_checks(
+
+    # In this order, as a run raises the first: an error of the layout would otherwise appear as one
+    # of the placement or of a converter, which come after it.
+    for check in list_model_checks(
         trainer, spec, world_size=trainer.num_procs, device_type=device_type
     ):
-        with faults.caught(), named_as_options("trainer", trainer):
+        with faults.collect(), named_as_options("trainer", trainer):
             check()
-    faults += _contradictions(config)
-    faults += _adapter_faults(config, resumes=resumes)
-    with faults.caught(), named_as_options("generator", config.generator):
+    with faults.collect(), named_as_options("generator", config.generator):
         config.generator.check_model(spec.model, on_gpu=on_gpu)
-    with faults.caught():
+    with faults.collect():
         check_total_steps(
             trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
         )
-    with faults.caught():
-        _place(config, num_gpus=num_gpus)
-    with faults.caught():
+    with faults.collect():
+        _check_adapter_folder(config, resumes=resumes)
+    with faults.collect():
+        _check_placement(config, num_gpus=num_gpus)
+    with faults.collect():
         converted_model(config, model_spec=spec, num_gpus=num_gpus)
     return faults
 
 
-def _place(config: RunConfig, *, num_gpus: int) -> None:
-    """Place the actors, to see errors; they say so if trainer and generators could take turns
-    instead.
-    """
+def _check_placement(config: RunConfig, *, num_gpus: int) -> None:
+    """Raise ValueError for actors without devices; it says so if they could take turns instead."""
     try:
         place_actors(config, num_gpus=num_gpus)
     except ValueError as error:
@@ -137,114 +153,41 @@ def _place(config: RunConfig, *, num_gpus: int) -> None:
         ) from None
 
 
-def _contradictions(config: RunConfig) -> Iterator[str]:
-    trainer, generator, loop, timeouts = (
-        config.trainer,
-        config.generator,
-        config.loop,
-        config.timeouts,
-    )
-    max_model_len, training = generator.max_model_len, trainer.training
-    if loop.sampling.max_tokens >= max_model_len:
-        yield (
-            f"loop.sampling.max_tokens={loop.sampling.max_tokens} leaves no room for a prompt in "
-            f"generator.max_model_len={max_model_len}"
-        )
-    for name in ("max_tokens_per_microbatch", "max_sequence_length"):
-        if (limit := getattr(training, name)) is not None and limit < max_model_len:
-            yield (
-                f"trainer.training.{name}={limit} is less than "
-                f"generator.max_model_len={max_model_len}: the longest sample would not fit"
-            )
-    if loop.kl_reward.coef > 0 and not trainer.reference.enable:
-        yield (
-            f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
-            "trainer.reference.enable True"
-        )
-    if trainer.optimizer.early_step_in_backward and config.warmup is not None:
-        yield (
-            "trainer.optimizer.early_step_in_backward=True with a warm-up, whose loss is divided "
-            "by its number of tokens: must be False, or warmup None"
-        )
-    try:
-        loop.overlong.check(max_tokens=loop.sampling.max_tokens)
-    except ValueError as error:
-        yield f"loop.overlong.{error} (loop.sampling.max_tokens)"
-    tp, generator_tp = trainer.parallelism.tensor_parallel_degree, generator.tensor_parallel_degree
-    if config.batch_invariant and (training.param_dtype, tp) != (generator.dtype, generator_tp):
-        yield (
-            f"trainer.training.param_dtype={training.param_dtype}, "
-            f"generator.dtype={generator.dtype}, trainer.parallelism.tensor_parallel_degree={tp}, "
-            f"generator.tensor_parallel_degree={generator_tp}: must be the same in trainer and "
-            "generator with batch_invariant=True, to compute the same bits"
-        )
-    if config.launch.share_gpus and loop.max_off_policy_steps:
-        yield (
-            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}: "
-            "must be 0, since trainer and generator take turns"
-        )
-    checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
-    for inner, inner_s, outer, outer_s in (
-        ("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s),
-        (
-            "trainer.checkpoint.timeout_s",
-            checkpoint_s,
-            "timeouts.checkpoint_s",
-            timeouts.checkpoint_s,
-        ),
-    ):
-        if inner_s > outer_s:
-            yield (
-                f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run "
-                "stops: raise that too"
-            )
-
-
-def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
-    """Yield what would fail only when an adapter is loaded, or is written at the end."""
+def _check_adapter_folder(config: RunConfig, *, resumes: bool) -> None:
+    """Raise ValueError for a folder in which the adapter could not be written at the end."""
     checkpoint = config.trainer.checkpoint
-    if (
-        has_lora(config)
-        and checkpoint.saves
-        and checkpoint.shared_folder is not None
-        and not resumes
-    ):
-        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
-        if adapter.exists():
-            yield (
-                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of "
-                "a run that ended; move it away"
-            )
-    for number, converter in enumerate(config.trainer.converters):
-        if (
-            config.warmup
-            and isinstance(converter, LoRA.Config)
-            and converter.initial_adapter is not None
-        ):
-            yield (
-                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a "
-                "warm-up, which starts from weights without it: set warmup to None, and "
-                "hf_assets_path to the weights that the adapter belongs to"
-            )
+    # A run that goes on replaces the adapter of its earlier end.
+    if resumes or not has_lora(config) or not checkpoint.saves or checkpoint.shared_folder is None:
+        return
+    adapter = checkpoint.shared_folder / ADAPTER_FOLDER
+    if adapter.exists():
+        raise ValueError(
+            f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a "
+            "run that ended; move it away"
+        )
 
 
-def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
+def find_machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
     """Return missing packages, GPUs that are too old, and too little memory or too few cores of a
     machine without GPUs.
 
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """
     faults = Faults()
-    with faults.caught():
+    with faults.collect():
         check_installed(config.sinks)
     if machine.gpu_capability is not None and not config.launch.on_cluster:
-        faults += _capability_faults(config, machine.gpu_capability)
+        faults += _find_capability_faults(config, machine.gpu_capability)
     if config.launch.on_cluster or machine.num_gpus:
         return faults
-    with faults.caught():
+
+    # On CPUs all processes share one memory, so that they are checked together, and here.
+    with faults.collect():
         _check_memory(config, spec=spec, memory_bytes=machine.memory_bytes)
+
     generator = config.generator
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
+    # More replicas than cores only slow each other down.
     if generator.num_replicas > machine.num_cores:
         faults.append(
             f"generator.num_replicas={generator.num_replicas}: must be at most "
@@ -259,7 +202,7 @@ def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> F
     return faults
 
 
-def _capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
+def _find_capability_faults(config: RunConfig, capability: tuple[int, int]) -> Iterator[str]:
     if capability < CUDA_CAPABILITY:
         yield (
             f"a GPU of this machine has compute capability {'.'.join(map(str, capability))}: CUDA "
@@ -315,10 +258,19 @@ def converted_model(
         with torch.device("meta"):
             model: nn.Module = model_spec.model.build()
             converters.convert(model)
+        # A stage in which nothing is trained has no backward, and the schedule would wait for it.
         if degrees.pp > 1:
             plan = plan_stages(fleet.trainer.parallelism, module_names(model_spec.model))
-            plan.check_trained(name for name, p in model.named_parameters() if p.requires_grad)
+            plan.check_trained(_find_trained(model))
     return model, converters
+
+
+def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    trained: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def has_lora(fleet: ClusterConfig) -> bool:
@@ -337,6 +289,7 @@ def check_source(
     """
     if source is None:
         return
+
     path, model_only = source.path, source.model_only
     num_steps, position = config.loop.num_steps, source.position
     adapter = start.spec.adapter(start.spec.model)
@@ -346,6 +299,7 @@ def check_source(
         folder.spec(expected=start.spec)
         folder.check(model, adapter, names=set(converters.plain_names))
         return
+
     saved = read_state(path)
     exclude = config.trainer.checkpoint.exclude_from_loading
     present = start.tokenizer_fingerprint()
@@ -355,9 +309,11 @@ def check_source(
             f"loop.num_steps={num_steps}: {path} has done {position.step} steps already; give more "
             "to continue"
         )
+
+    # Names and shapes come from the meta device, so that no tensor of the checkpoint is read.
     tensors = model_tensors(model)
     if not model_only:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = _find_trained(model)
         optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
         tensors |= optimizer_tensors(trained, optimizer)
         if config.trainer.reference.enable:

@@ -89,11 +89,8 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_restarts", "pause_s", at_least=0)
+        check_bounds(self, "max_pause_s", at_least=0)
         check_bounds(self, "window_s", above=0)
-        if not self.max_pause_s >= self.pause_s:
-            raise ValueError(
-                f"max_pause_s={self.max_pause_s}: must be at least pause_s={self.pause_s:g}"
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,7 +110,8 @@ class ParityConfig:
     batch-invariant mode on CPUs, where both have the same kernels."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "num_tokens", at_least=2)  # a token and its successor
+        # A token and its successor: the first token of a text has no logprob.
+        check_bounds(self, "num_tokens", at_least=2)
         check_bounds(self, "max_logprob_diff", at_least=0)
 
 
@@ -143,6 +141,7 @@ class SlurmConfig:
     """Folder for the hosts' own output; all nodes must be able to write to it."""
 
     def __post_init__(self) -> None:
+        # Ports below 1024 are root's.
         check_bounds(self, "port", at_least=1024, at_most=65535)
         _check_pattern(
             "time_limit", self.time_limit, _SLURM_TIME, "such as 90, 12:00:00 or 2-00:00"
@@ -153,6 +152,7 @@ class SlurmConfig:
         for name in ("partition", "account", "qos"):
             _check_pattern(name, getattr(self, name), _WORD, "a name without spaces, or None")
         check_bounds(self, "cpus_per_host", at_least=1)
+        # They are split into words when the job is submitted, which must not fail at that point.
         for arg in self.sbatch_args:
             try:
                 shlex.split(arg)
@@ -199,6 +199,7 @@ class KubernetesConfig:
     """
 
     def __post_init__(self) -> None:
+        # Ports below 1024 are root's.
         check_bounds(self, "port", at_least=1024, at_most=65535)
         _check_pattern(
             "namespace", self.namespace, _DNS_LABEL, "a name of lowercase letters, digits and -"
@@ -288,9 +289,11 @@ class LaunchConfig:
         check_bounds(self, "trainer_hosts", "generator_hosts", "replicas_per_host", at_least=1)
         check_bounds(self, "reward_hosts", "gpus_per_host", at_least=0)
         check_bounds(self, "start_timeout_s", above=0)
+        # Names of hosts append to it, and Kubernetes permits 63 characters.
         _check_pattern(
             "job_name", self.job_name, _JOB_NAME, "at most 30 lowercase letters and digits"
         )
+        # None takes the first free devices; an empty tuple would be a role without any.
         for name in ("trainer_gpus", "generator_gpus"):
             devices = getattr(self, name)
             if devices is not None and (
@@ -299,39 +302,6 @@ class LaunchConfig:
                 raise ValueError(
                     f"{name}={devices}: must name devices from 0 on, each once, or be None"
                 )
-        for name in ("trainer_hosts", "generator_hosts", "replicas_per_host", "reward_hosts"):
-            default = type(self).__dataclass_fields__[name].default
-            if self.hosts == "this" and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} with hosts='this', which is one host: must be "
-                    f"{default}"
-                )
-        if not self.on_cluster and self.gpus_per_host is not None:
-            raise ValueError(
-                f"gpus_per_host={self.gpus_per_host} with hosts={self.hosts!r}: GPUs of this "
-                "machine are counted; choose them by trainer_gpus and generator_gpus, or leave it "
-                "None"
-            )
-        if self.replicas_per_host > 1 and self.generator_hosts > 1:
-            raise ValueError(
-                f"replicas_per_host={self.replicas_per_host} with "
-                f"generator_hosts={self.generator_hosts}: replicas that share a host need to fit "
-                "on it, so one of the two must be 1"
-            )
-        if self.isolate_network and self.on_cluster:
-            raise ValueError(
-                f"isolate_network=True with hosts={self.hosts!r}: must be None or False, since the "
-                "hosts of a cluster reach each other over its network"
-            )
-        if self.hosts == "kubernetes" and not self.kubernetes.image:
-            raise ValueError(
-                "kubernetes.image=None: hosts='kubernetes' needs an image with this project"
-            )
-        if self.share_gpus and (self.hosts != "this" or self.generator_gpus is not None):
-            raise ValueError(
-                f"share_gpus=True with hosts={self.hosts!r}, generator_gpus={self.generator_gpus}: "
-                "must be 'this' and None, since the generators have the trainer's devices"
-            )
 
     @property
     def on_cluster(self) -> bool:
@@ -340,6 +310,7 @@ class LaunchConfig:
 
 
 def _check_pattern(name: str, value: str | None, pattern: re.Pattern[str], valid: str) -> None:
+    # fullmatch, as a pattern with $ accepts a line end after the value.
     if value is not None and not pattern.fullmatch(value):
         raise ValueError(f"{name}={value!r}: must be {valid}")
 
@@ -412,11 +383,13 @@ class RunConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         check_bounds(self, "seed", at_least=0, below=2**63)
+        # A config is judged by the class that it builds; anything else is shown by its own class.
         made = getattr(self.task, "owner", type(self.task))
         if not has_members(made, Task):
             raise ValueError(
                 f"task={made.__qualname__}: must be the config of a task (rl.tasks.task)"
             )
+        # It lies beside the runs in dump_folder, where a run with overwrite would replace it.
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose "

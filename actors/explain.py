@@ -2,9 +2,8 @@
 --explain`.
 
 The explanation is one dict of sections, printed as JSON or as YAML; sizes are in GB of 10^9 bytes.
-Refusals come from the run's own checks: all of them, not only the first. A field without effect is
-declared beside the field (`rl.config.configurable`), or here where fields of different components
-decide together.
+Refusals come from the run's own checks: all of them, not only the first. An option without effect
+is declared beside its field (`rl.config.configurable`).
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from typing import Any
 import torch
 import yaml
 
-from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
+from actors.checks import Faults, Machine, check_source, find_config_faults, find_machine_faults
 from actors.config import RunConfig
-from actors.placement import count_gpus, fit_to_devices, place_actors, trains_on_gpu
+from actors.placement import fit_to_devices, place_actors, trains_on_gpu
 from actors.plan import (
-    asked_source,
     describe_skip,
-    find_resumed,
-    renderer_of,
-    spec_for,
-    untrained_start,
+    find_resumed_source,
+    find_source,
+    find_untrained_start,
+    make_run_renderer,
+    set_arithmetic,
 )
 from actors.task_checks import check_problems
-from actors.trainer import PolicyTrainer
-from rl.config.configurable import idle_options
+from rl.config.configurable import find_idle_options
 from rl.config.json import differences, leaves, to_dict
 from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.config.tree import walk
@@ -42,6 +40,7 @@ from rl.models.assets import UnpreparedError
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
+from rl.run_rules import RULES
 from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
@@ -79,60 +78,64 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     config = run.config
     found = _search(config, resumes=run.resumes)
     refused_here = found.faults
-    machine, devices = explained_on(config, spec=found.spec, here=here)
+
+    # The machine first: values that the config leaves to the devices, and so all checks, follow
+    # from it.
+    machine, devices = choose_machine(config, spec=found.spec, here=here)
     config = fit_to_devices(config, num_gpus=machine.num_gpus)
-    spec = spec_for(config, found.spec)
+    spec = set_arithmetic(config, found.spec)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
-    refused = config_faults(
+    refused = find_config_faults(
         config, spec=spec, num_gpus=machine.num_gpus, resumes=run.resumes is not None
     )
+    # Estimates of a refused layout would be errors of their own, about nothing new.
     if not refused:
-        refused_here += machine_faults(config, spec=spec, machine=machine)
-        with refused_here.caught():
+        refused_here += find_machine_faults(config, spec=spec, machine=machine)
+        with refused_here.collect():
             if found.start is not None:
                 check_source(
                     found.source, start=found.start, config=config, num_gpus=machine.num_gpus
                 )
-        with refused_here.caught():
+        with refused_here.collect():
             if found.task is not None:
                 exclude = config.trainer.checkpoint.exclude_from_loading
                 check_problems(found.source, found.task, seed=config.seed, exclude=exclude)
-    values, changes = to_dict(config), _changes(run)
+
+    values, changes = to_dict(config), _find_changes(run)
     return {
         "config": f"{run.module}.{run.function}",
         "model": f"{spec.name} {spec.flavor}",
         "devices": devices,
         "values": dict(leaves(values)),
         "changes": changes,
-        "step": step_arithmetic(config),
-        "staleness": staleness(config.loop),
-        "layout": _or_unknown(lambda: _layout(config, num_gpus=machine.num_gpus)),
-        "memory": memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
+        "step": compute_step_arithmetic(config),
+        "staleness": bound_staleness(config.loop),
+        "layout": _try_to_find(lambda: _describe_layout(config, num_gpus=machine.num_gpus)),
+        "memory": describe_memory(config, spec=spec, machine=machine, on_gpu=on_gpu),
         "options": {
+            # Two checks can find the same fault, such as a pipeline that cannot be divided.
             "refused": list(dict.fromkeys(refused)),
             "refused_here": list(refused_here),
-            **ineffective(config, spec=spec, on_gpu=on_gpu, changed=changes),
+            **list_idle_options(config, changed=changes),
         },
+        "rules": {str(rule): rule.judge(config) for rule in RULES},
         "not_checked": found.not_checked,
     }
 
 
-def _changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
+def _find_changes(run: ResolvedRun) -> dict[str, dict[str, Any]]:
     """Return the values that differ from those of the registry's config, with both."""
     if run.defaults is None:  # a script made the config
         return {}
-    found = differences(to_dict(run.config), to_dict(run.defaults))
-    return {path: {"value": value, "registry": before} for path, (before, value) in found.items()}
+    changes: dict[str, dict[str, Any]] = {}
+    for path, pair in differences(to_dict(run.config), to_dict(run.defaults)).items():
+        changes[path] = {"value": pair[1], "registry": pair[0]}
+    return changes
 
 
-def set_without_effect(run: ResolvedRun, *, spec: ModelSpec) -> list[str]:
-    """Return the options that were changed from the registry's config and have no effect on this
-    machine.
-    """
-    on_gpu = trains_on_gpu(run.config.launch, num_gpus=count_gpus())
-    return ineffective(run.config, spec=spec, on_gpu=on_gpu, changed=_changes(run))[
-        "set_without_effect"
-    ]
+def find_options_set_in_vain(run: ResolvedRun) -> list[str]:
+    """Return the options without effect that differ from those of the registry's config."""
+    return list_idle_options(run.config, changed=_find_changes(run))["set_without_effect"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,79 +157,89 @@ def _search(config: RunConfig, *, resumes: Path | None) -> _Found:
     """Look for everything that the config names; `resumes` is the folder of a resumed run."""
     if config.model is None:
         try:
-            found = _Found(spec=untrained_start(config, prepares=False).spec)
+            found = _Found(spec=find_untrained_start(config, prepares=False).spec)
         except UnpreparedError as unprepared:
             raise ValueError(
                 f"--explain: the model's sizes are those of {unprepared}: `--launch.dry_run true` "
                 "does it too"
             ) from None
     else:
-        found = _Found(spec=spec_for(config, config.model))
-    with found.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
+        found = _Found(spec=set_arithmetic(config, config.model))
+    with found.faults.collect(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         try:
-            found.start = untrained_start(config, prepares=False)
+            found.start = find_untrained_start(config, prepares=False)
             found.spec = found.start.spec
         except UnpreparedError as unprepared:
             found.not_checked.append(str(unprepared))
-    with found.faults.caught():
+    with found.faults.collect():
         if found.start is not None:
-            renderer_of(config, found.start)
+            make_run_renderer(config.renderer, found.start)
+
+    # To open such a task may start programs, which an explanation must not do.
     if any(cls.__module__ == PROGRAMS for cls in config.task.owner.__mro__):
         found.not_checked.append("problems of the task, which runs third-party programs")
     else:
-        with found.faults.caught("task: "):
+        with found.faults.collect("task: "):
             task = config.task.build()
             next(iter(task.train_problems(seed=config.seed)), None)
             if config.loop.eval_every:
                 task.eval_sets()
             found.task = task
-    with found.faults.caught():
+
+    checkpoint = config.trainer.checkpoint
+    with found.faults.collect():
         if resumes is not None:
-            folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
-            found.source = find_resumed(
-                config,
+            folder = RunFolder.to_read(resumes, checkpoints=checkpoint.shared_folder)
+            found.source = find_resumed_source(
+                checkpoint,
                 folder,
+                num_steps=config.loop.num_steps,
                 skip=lambda path, error: found.not_checked.append(describe_skip(path, error)),
             )
-        elif config.name is not None:  # without a name the run gets a free one
+        elif config.name is not None:
+            # A run without a name gets a free one.
             path = Path(config.dump_folder).expanduser().absolute() / config.name
             check_free(path, overwrite=config.overwrite)
-        found.source = found.source or asked_source(config, None, repairs=False)
+        found.source = found.source or find_source(checkpoint, None, repairs=False)
     found.not_checked.append(NOT_TRIED)
     return found
 
 
-def explained_on(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
+def choose_machine(config: RunConfig, *, spec: ModelSpec, here: Machine) -> tuple[Machine, str]:
     """Return the machine to explain for, with its devices in words.
 
     GPUs are assumed where the config names GPUs, has hosts that bring them, or needs more memory
     than a machine without GPUs has.
     """
     launch, trainer, generator = config.launch, config.trainer, config.generator
+    # Memory of GPUs that are elsewhere, or not there, cannot be measured.
     on_gpu = trains_on_gpu(launch, num_gpus=here.num_gpus)
     with_gpus = replace(here, gpu_bytes=here.gpu_bytes or ASSUMED_GPU_BYTES)
     size = f"{(with_gpus.gpu_bytes or 0) / 1e9:.0f} GB"
     if launch.on_cluster and on_gpu:
         return with_gpus, f"GPUs of {size} on the hosts of {launch.hosts}"
+
     named = (*(launch.trainer_gpus or ()), *(launch.generator_gpus or ()))
     of_role = (trainer.num_procs, generator.num_replicas * generator.tensor_parallel_degree)
     takes_turns = launch.share_gpus or (
         launch.share_gpus is None and not config.loop.max_off_policy_steps
     )
     needed = max(max(of_role) if takes_turns else sum(of_role), 1 + max(named, default=-1))
+
+    # A config that fits this machine's memory is explained as it would run here: on its CPUs.
     lacks_gpus = not launch.on_cluster and needed > here.num_gpus
     if lacks_gpus and (
         here.num_gpus
         or named
-        or not _fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
+        or not _check_fits(config, spec=spec, available=here.memory_bytes, on_gpu=False)
     ):
         devices = f"{needed} GPU{'s' * (needed > 1)} of {size}: this machine has {here.num_gpus}"
         return replace(with_gpus, num_gpus=needed), devices
     return here, f"{'GPUs' if on_gpu else 'CPU cores'} of this machine"
 
 
-def _or_unknown(find: Callable[[], Any]) -> Any:
+def _try_to_find(find: Callable[[], Any]) -> Any:
     """Return what `find` returns, or the reason of its ValueError: the layout is refused."""
     try:
         return find()
@@ -234,7 +247,7 @@ def _or_unknown(find: Callable[[], Any]) -> Any:
         return f"not known: {error}"
 
 
-def step_arithmetic(config: RunConfig) -> dict[str, Any]:
+def compute_step_arithmetic(config: RunConfig) -> dict[str, Any]:
     """Return the numbers of one step, and of the run; lengths are bounds for any prompts."""
     loop, limit = config.loop, config.generator.max_model_len
     samples = loop.groups_per_batch * loop.group_size
@@ -251,7 +264,7 @@ def step_arithmetic(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def staleness(loop: LoopConfig) -> dict[str, int]:
+def bound_staleness(loop: LoopConfig) -> dict[str, int]:
     """Return the bounds that docs/generation.md proves, in steps and in optimizer steps."""
     steps = loop.max_off_policy_steps
     return {
@@ -262,139 +275,95 @@ def staleness(loop: LoopConfig) -> dict[str, int]:
     }
 
 
-def _layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
+def _describe_layout(config: RunConfig, *, num_gpus: int) -> dict[str, Any]:
     places = place_actors(config, num_gpus=num_gpus)
-    mesh = {axis: size for axis, size in asdict(_degrees(config)).items() if size > 1}
-    return {place.role: asdict(place) for place in places.all} | {"trainer_mesh": mesh}
+    layout: dict[str, Any] = {place.role: asdict(place) for place in places.all}
+    # Every layout has all axes; those of one rank say nothing.
+    mesh = layout["trainer_mesh"] = {}
+    for axis, size in asdict(_get_degrees(config)).items():
+        if size > 1:
+            mesh[axis] = size
+    return layout
 
 
-def _degrees(config: RunConfig) -> Degrees:
+def _get_degrees(config: RunConfig) -> Degrees:
     return config.trainer.parallelism.degrees(config.trainer.num_procs)
 
 
-def _fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
+def _check_fits(config: RunConfig, *, spec: ModelSpec, available: int, on_gpu: bool) -> bool:
     """Return whether the trainer's ranks fit into `available` bytes, which they share on CPUs."""
-    with suppress(ValueError):  # of a layout that is refused anyway
-        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
+    # A ValueError is that of a layout that is refused anyway.
+    with suppress(ValueError):
+        rank = estimate_memory(
+            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
+        )
         return (1 if on_gpu else config.trainer.num_procs) * rank.total <= available
     return True
 
 
-def memory(config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool) -> dict[str, Any]:
+def describe_memory(
+    config: RunConfig, *, spec: ModelSpec, machine: Machine, on_gpu: bool
+) -> dict[str, Any]:
     """Estimate the memory of trainer and generator ranks, and the weights that a publish sends."""
     available = machine.gpu_bytes if on_gpu and machine.gpu_bytes else machine.memory_bytes
     generator = config.generator
     degree, itemsize = generator.tensor_parallel_degree, getattr(torch, generator.dtype).itemsize
     work = model_work(spec.model)
     on_rank = work.parameters * itemsize // degree
-    if on_gpu:  # vLLM also takes its activations off this share, so the cache is an upper bound.
+    if on_gpu:
+        # vLLM also takes its activations off this share, so the cache is an upper bound.
         cache = max(0, int(generator.gpu_memory_utilization * available) - on_rank)
         tokens = cache * degree // (work.cached * itemsize)
-        fits = tokens >= generator.max_model_len  # otherwise the engine does not start
+        # The engine does not start without room for one request of the full length.
+        fits = tokens >= generator.max_model_len
     else:
         cache, tokens = generator.cpu_cache_bytes, generator.cpu_cache_tokens(spec.model)
         fits = generator.num_replicas * degree * (on_rank + cache) <= available
 
     def of_trainer() -> dict[str, Any]:
-        rank = estimate_memory(config.trainer, spec=spec, degrees=_degrees(config), on_gpu=on_gpu)
-        parts = {f"{part.name}_gb": _gb(getattr(rank, part.name)) for part in fields(rank)}
-        fits = _fits(config, spec=spec, available=available, on_gpu=on_gpu)
-        return parts | {"peak_gb": _gb(rank.total), "fits": fits}
+        rank = estimate_memory(
+            config.trainer, spec=spec, degrees=_get_degrees(config), on_gpu=on_gpu
+        )
+        parts = {f"{part.name}_gb": _to_gb(getattr(rank, part.name)) for part in fields(rank)}
+        fits = _check_fits(config, spec=spec, available=available, on_gpu=on_gpu)
+        return parts | {"peak_gb": _to_gb(rank.total), "fits": fits}
 
     return {
-        "available_gb": _gb(available),
-        "trainer_rank": _or_unknown(of_trainer),
+        "available_gb": _to_gb(available),
+        "trainer_rank": _try_to_find(of_trainer),
         "generator_rank": {
-            "weights_gb": _gb(on_rank),
-            "cache_gb": _gb(cache),
+            "weights_gb": _to_gb(on_rank),
+            "cache_gb": _to_gb(cache),
             "cache_tokens": tokens,
             "fits": fits,
         },
         "publish": {
-            "pushed_gb": _gb(work.parameters * itemsize),
-            "pulled_by_rank_gb": _gb(on_rank),
+            "pushed_gb": _to_gb(work.parameters * itemsize),
+            "pulled_by_rank_gb": _to_gb(on_rank),
         },
     }
 
 
-def _gb(num_bytes: int) -> float:
+def _to_gb(num_bytes: int) -> float:
     """Return GB, with three digits."""
     return float(f"{num_bytes / 1e9:.3g}")
 
 
-def ineffective(
-    config: RunConfig, *, spec: ModelSpec, on_gpu: bool, changed: Collection[str]
-) -> dict[str, list[str]]:
+def list_idle_options(config: RunConfig, *, changed: Collection[str]) -> dict[str, list[str]]:
     """Return the options without effect in the order of the config, those that are set (`changed`)
     first.
     """
-    entries = {entry.path: entry for entry in walk(config)}
-    idle = {*idle_options(config), *idle_beside_others(config, spec=spec, on_gpu=on_gpu)}
-    listed = [path for path in entries if path in idle and not _is_below(path, idle - {path})]
-    names = {path: f"{path}.*" if entries[path].kind == "node" else path for path in listed}
-    in_vain = [path for path in listed if any(_is_below(change, {path}) for change in changed)]
-    return {
-        "set_without_effect": [names[path] for path in in_vain],
-        "without_effect": [names[path] for path in listed if path not in in_vain],
-    }
+    idle = set(find_idle_options(config))
+    set_in_vain: list[str] = []
+    others: list[str] = []
+    for entry in walk(config):
+        if entry.path not in idle:
+            continue
+        name = f"{entry.path}.*" if entry.kind == "node" else entry.path
+        is_set = any(_is_below(change, entry.path) for change in changed)
+        (set_in_vain if is_set else others).append(name)
+    return {"set_without_effect": set_in_vain, "without_effect": others}
 
 
-def _is_below(path: str, components: Collection[str]) -> bool:
-    return any(f"{path}.".startswith(f"{component}.") for component in components)
-
-
-def idle_beside_others(config: RunConfig, *, spec: ModelSpec, on_gpu: bool) -> set[str]:
-    """Return the fields without effect because of other components or the machine."""
-    trainer, loop, launch = config.trainer, config.loop, config.launch
-    degrees = Degrees(dp_replicate=1, dp_shard=1, tp=1)
-    with suppress(ValueError):  # The layout is refused anyway.
-        degrees = _degrees(config)
-    is_whole = (
-        degrees.dp_replicate * degrees.fsdp * degrees.pp == 1 and not trainer.training.cpu_offload
-    )
-    on_policy = loop.max_off_policy_steps == 0
-    parallelism = trainer.parallelism
-    has_names = parallelism.module_fqns_per_model_part is not None
-    ratios_are_1 = config.batch_invariant and not on_gpu and on_policy and loop.num_minibatches == 1
-    all_float32 = trainer.training.param_dtype == config.generator.dtype == "float32"
-    rules = {
-        "float32_head": all_float32,
-        "generator.on_update": on_policy,  # nothing is generated while weights change
-        "generator.cpu_kv_cache_gib": on_gpu,
-        "generator.gpu_memory_utilization": not on_gpu,
-        "generator.enforce_eager": not on_gpu,
-        "generator.can_sleep": not launch.share_gpus,
-        "generator.seed": True,  # each call has a seed, from the loop or the router
-        "trainer.comm": trainer.num_procs == 1,
-        "trainer.parallelism.reshard_after_forward": is_whole,
-        "trainer.parallelism.pipeline_parallel_layers_per_stage": has_names,
-        "trainer.parallelism.pipeline_parallel_first_stage_less_layers": has_names,
-        "trainer.parallelism.pipeline_parallel_last_stage_less_layers": has_names,
-        "trainer.parallelism.pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule_csv
-        is not None,
-        "trainer.training.cpu_offload": not on_gpu,
-        "trainer.training.reduce_dtype": is_whole,
-        "trainer.training.seed": not _draws_numbers(trainer),
-        "trainer.training.share_prompts": degrees.cp > 1 or spec.model.has_experts,
-        # Nothing reads its logprobs.
-        "trainer.reference": (
-            trainer.reference.enable
-            and loop.kl_reward.coef == 0
-            and not getattr(trainer.loss, "uses_reference", False)
-        ),
-        "trainer.loss.clip_low": ratios_are_1,
-        "trainer.loss.clip_high": ratios_are_1,
-    }
-    return {path for path, is_idle in rules.items() if is_idle}
-
-
-def _draws_numbers(trainer: PolicyTrainer.Config) -> bool:
-    """Return whether the trainer may draw random numbers in a run: to round to bfloat16, or in code
-    of others.
-    """
-    if trainer.training.dtype == "bfloat16":
-        return True
-    parts = (trainer.owner, type(trainer.loss), *map(type, trainer.converters))
-    return any(
-        part.__module__.partition(".")[0] not in ("actors", "losses", "rl") for part in parts
-    )
+def _is_below(path: str, component: str) -> bool:
+    return f"{path}.".startswith(f"{component}.")

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from actors.config import ClusterConfig, LaunchConfig, RunConfig
-from rl.config.tree import rebuild
+from rl.config.rules import find_faults, select_rules
+from rl.config.tree import replace_values
+from rl.run_rules import RULES
 
 TRAINER, REWARD = "trainer", "reward"
 
@@ -309,15 +311,15 @@ def fit_to_devices(config: RunConfig, *, num_gpus: int) -> RunConfig:
         changes["launch.share_gpus"] = shares
     if shares:
         changes["generator.can_sleep"] = True
-    return rebuild(config, changes)
+    return replace_values(config, changes)
 
 
 def fits_shared(config: ClusterConfig, *, num_gpus: int) -> bool:
     """Return whether trainer and generators fit on this machine's GPUs if they take turns."""
-    try:
-        return _has_room(rebuild(config, {"launch.share_gpus": True}), num_gpus=num_gpus)
-    except ValueError:  # Other hosts cannot share, or devices were chosen.
+    shared = replace_values(config, {"launch.share_gpus": True})
+    if any(find_faults(shared, select_rules(RULES, "launch"))):  # other hosts, or chosen devices
         return False
+    return _has_room(shared, num_gpus=num_gpus)
 
 
 def _has_room(config: ClusterConfig, *, num_gpus: int) -> bool:

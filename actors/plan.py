@@ -15,15 +15,17 @@ from actors.placement import count_gpus, trains_on_gpu
 from actors.task_checks import check_problems, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.json import code_name, to_dict
-from rl.config.tree import input_paths
+from rl.config.rules import check_rules
+from rl.config.tree import find_input_paths
 from rl.models.assets import resolve_assets
 from rl.models.spec import ModelSpec
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import STARTING_POINTS, RunFolder
 from rl.observability.sinks import check_sinks
 from rl.rollouts.environment import Environments
-from rl.rollouts.renderer import Renderer, make_renderer
+from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstrated_now
+from rl.run_rules import RULES
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
@@ -34,13 +36,14 @@ from rl.starting_point import (
 from rl.tasks.fingerprint import fingerprint_problems
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import (
+    CheckpointConfig,
     LoadSource,
     find_load_source,
     initial_source,
     own_checkpoint,
 )
 from rl.training.checkpoint_files import DamagedCheckpointError, Skip, saved_steps
-from rl.types import ProblemsFingerprint
+from rl.types import ProblemsFingerprint, Prompt
 from rl.utils.printing import say
 
 logger = logging.getLogger(__name__)
@@ -67,9 +70,10 @@ class Plan:
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Return the files and folders that the run reads, by the field that they come from."""
-        return {
-            field: path for field, path in input_paths(config).items() if field != "dump_folder"
-        }
+        paths = find_input_paths(config)
+        # The parent of the run's folder is written to, not read.
+        paths.pop("dump_folder", None)
+        return paths
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
@@ -78,21 +82,31 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
     `resumes` is the folder of a run that goes on.
     """
+    # First the rules: what follows reads files for options that they may refuse.
+    check_rules(config, RULES)
     check_sinks(config.sinks)
     task: Task = config.task.build()
     environments = Environments(
         make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s
     )
-    skip = _would_set_aside if config.launch.dry_run else None
-    resumed = None if resumes is None else find_resumed(config, resumes, skip=skip)
-    source = asked_source(config, resumed, repairs=not config.launch.dry_run)
-    start = starting_point(config, task=task, environments=environments, source=source)
+
+    # Where the weights come from. A dry run changes nothing, not even a damaged checkpoint's place.
+    is_dry, checkpoint = config.launch.dry_run, config.trainer.checkpoint
+    resumed = None
+    if resumes is not None:
+        skip = _report_skip if is_dry else None
+        resumed = find_resumed_source(
+            checkpoint, resumes, num_steps=config.loop.num_steps, skip=skip
+        )
+    source = find_source(checkpoint, resumed, repairs=not is_dry)
+    start = find_starting_point(config, task=task, environments=environments, source=source)
     check_source(resumed or source, start=start, config=config, num_gpus=count_gpus())
-    exclude = config.trainer.checkpoint.exclude_from_loading
+    exclude = checkpoint.exclude_from_loading
     differences = check_problems(resumed or source, task, seed=config.seed, exclude=exclude)
+
+    # The config before the task: to try the rubric starts a process, which takes seconds.
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
-    renderer = renderer_of(config, start)
-    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    renderer = make_run_renderer(config.renderer, start)
     first_prompt = check_task(
         task,
         loop=config.loop,
@@ -114,14 +128,21 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         differences=tuple(differences),
         environments=environments,
         renderer=renderer,
-        parity=make_parity_text(
-            config.parity,
-            prompt=first_prompt,
-            renderer=renderer,
-            dtypes=compute_dtypes(config),
-            max_tokens=config.generator.max_model_len - 1,
-            same_kernels=bool(config.batch_invariant) and not on_gpu,
-        ),
+        parity=_make_parity(config, prompt=first_prompt, renderer=renderer),
+    )
+
+
+def _make_parity(config: RunConfig, *, prompt: Prompt, renderer: Renderer) -> ParityText | None:
+    """Return the text on which trainer and generators are compared."""
+    on_gpu = trains_on_gpu(config.launch, num_gpus=count_gpus())
+    return make_parity_text(
+        config.parity,
+        prompt=prompt,
+        renderer=renderer,
+        dtypes=compute_dtypes(config),
+        max_tokens=config.generator.max_model_len - 1,
+        # On GPUs the batch-invariant mode has other kernels in vLLM than in the trainer.
+        same_kernels=bool(config.batch_invariant) and not on_gpu,
     )
 
 
@@ -130,7 +151,7 @@ def describe_skip(path: Path, error: DamagedCheckpointError) -> str:
     return f"{path.name} would be set aside, and an earlier one taken: {error}"
 
 
-def _would_set_aside(path: Path, error: DamagedCheckpointError) -> None:
+def _report_skip(path: Path, error: DamagedCheckpointError) -> None:
     say(describe_skip(path, error))
 
 
@@ -138,9 +159,12 @@ def compute_dtypes(config: RunConfig) -> tuple[str, ...]:
     """Return the dtypes in which generator and trainer multiply, with those that converters round
     to.
     """
-    of_converters = (converter.owner.compute_dtype for converter in config.trainer.converters)
-    dtypes = (config.generator.dtype, config.trainer.training.param_dtype, *of_converters)
-    return tuple(dtype for dtype in dtypes if dtype is not None)
+    dtypes: list[str] = [config.generator.dtype, config.trainer.training.param_dtype]
+    for converter in config.trainer.converters:
+        # A converter without a dtype of its own computes in that of the layers which it changes.
+        if converter.owner.compute_dtype is not None:
+            dtypes.append(converter.owner.compute_dtype)
+    return tuple(dtypes)
 
 
 def describe_source(plan: Plan) -> list[str]:
@@ -157,8 +181,8 @@ def describe_source(plan: Plan) -> list[str]:
     return [*lines, *plan.differences]
 
 
-def find_resumed(
-    config: RunConfig, folder: RunFolder, *, skip: Skip | None = None
+def find_resumed_source(
+    config: CheckpointConfig, folder: RunFolder, *, num_steps: int, skip: Skip | None = None
 ) -> LoadSource | None:
     """Return the latest checkpoint of a run that goes on, or None.
 
@@ -168,16 +192,19 @@ def find_resumed(
         ValueError: the run is finished and has no steps left, or no checkpoint, so that its results
             would be lost.
     """
-    num_steps, resumed = config.loop.num_steps, None
-    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    steps = (int(record["step"]) for record in records)
-    done = max([0, *steps, *saved_steps(folder.checkpoints)])
+    # The metrics too, since a run without checkpoints has no other trace of its steps.
+    done = max([0, *saved_steps(folder.checkpoints)])
+    if folder.metrics.exists():
+        for record in read_metrics(folder.metrics):
+            done = max(done, int(record["step"]))
     if folder.is_finished and done >= num_steps:
         raise ValueError(
             f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} "
             "to go on with it"
         )
-    if config.trainer.checkpoint.saves:
+
+    resumed = None
+    if config.saves:
         resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
     if folder.is_finished and (resumed is None or resumed.position is None):
         raise ValueError(
@@ -186,38 +213,39 @@ def find_resumed(
     return resumed
 
 
-def asked_source(
-    config: RunConfig, resumed: LoadSource | None, *, repairs: bool
+def find_source(
+    config: CheckpointConfig, resumed: LoadSource | None, *, repairs: bool
 ) -> LoadSource | None:
     """Return the checkpoint that the config starts from, or None.
 
     `resumed` is the run's own latest checkpoint; `repairs` is that of `find_load_source`.
     """
-    checkpoint = config.trainer.checkpoint
     if resumed is None:
-        return find_load_source(checkpoint, repairs=repairs)
+        return find_load_source(config, repairs=repairs)
     try:
-        return initial_source(checkpoint)
+        return initial_source(config)
     except ValueError as error:
         # It may be gone: the run has a checkpoint of its own now.
         logger.info("not looked for any more: %s", error)
         return resumed
 
 
-def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
+def find_untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoint:
     """Return the starting point before a warm-up; `prepares` is that of `resolve_assets`.
 
     Raises:
         ValueError: the folder does not fit, or there is neither a folder nor a model.
     """
-    cache = starting_points(config.dump_folder)
-    spec = None if config.model is None else spec_for(config, config.model)
+    cache = find_starting_points(config.dump_folder)
+    spec = None if config.model is None else set_arithmetic(config, config.model)
     if config.hf_assets_path is not None:
         folder = resolve_assets(
             config.hf_assets_path, cache=cache, revision=config.hf_revision, prepares=prepares
         )
         start = given_folder(folder, spec=None if config.any_model_size else spec)
-        return replace(start, spec=spec_for(config, start.spec))
+        return replace(start, spec=set_arithmetic(config, start.spec))
+
+    # Random weights, which a warm-up may train; they need sizes, since no folder has them.
     if spec is None:
         raise ValueError(
             "hf_assets_path=None: must name a model to start from, because this config has none of "
@@ -226,43 +254,44 @@ def untrained_start(config: RunConfig, *, prepares: bool = True) -> StartingPoin
     return random_model(cache, spec=spec, seed=config.seed)
 
 
-def spec_for(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+def set_arithmetic(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     """Return the spec with the run's choice of arithmetic."""
     return replace(
         spec, batch_invariant=bool(config.batch_invariant), float32_head=config.float32_head
     )
 
 
-def starting_points(dump_folder: str) -> Path:
+def find_starting_points(dump_folder: str) -> Path:
     return Path(dump_folder).expanduser().absolute() / STARTING_POINTS
 
 
-def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
+def make_run_renderer(config: RendererConfig, start: StartingPoint) -> Renderer:
     """Return the renderer of a run with the tokenizer of its starting point."""
     tokenizer, stop_ids = start.tokenizer()
-    return make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+    return make_renderer(config, tokenizer=tokenizer, stop_token_ids=stop_ids)
 
 
-def starting_point(
+def find_starting_point(
     config: RunConfig, *, task: Task, source: LoadSource | None, environments: Environments
 ) -> StartingPoint:
     """Return the starting point of a run; `environments` play the warm-up's demonstrations. Nothing
     is written yet.
     """
-    untrained = untrained_start(config)
+    untrained = find_untrained_start(config)
+    # A checkpoint replaces the weights, so that a warm-up before it would be for nothing.
     if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
     return warmed_up_model(
-        starting_points(config.dump_folder),
+        find_starting_points(config.dump_folder),
         spec=untrained.spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
             environments,
-            renderer=renderer_of(config, untrained),
+            renderer=make_run_renderer(config.renderer, untrained),
         ),
-        arithmetic=warmup_arithmetic(
+        arithmetic=collect_warmup_arithmetic(
             config.trainer,
             batch_invariant=bool(config.batch_invariant),
             float32_head=config.float32_head,
@@ -270,7 +299,7 @@ def starting_point(
     )
 
 
-def warmup_arithmetic(
+def collect_warmup_arithmetic(
     trainer: PolicyTrainer.Config, *, batch_invariant: bool = False, float32_head: bool = False
 ) -> dict[str, Any]:
     """Return the trainer settings that change the warm-up, as part of the key of its result.
@@ -278,7 +307,12 @@ def warmup_arithmetic(
     The effect of a subclass's fields is unknown, so all of them are included.
     """
     training, values = trainer.training, to_dict(trainer)
-    known = {f.name for f in fields(PolicyTrainer.Config)}
+    fields_of_others = dict(values)
+    for f in fields(PolicyTrainer.Config):
+        fields_of_others.pop(f.name, None)
+
+    # Part of the key under which a warm-up's result is stored: with other names here, results of
+    # earlier runs would not be found.
     return {
         "trainer": code_name(trainer.owner),
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
@@ -286,6 +320,7 @@ def warmup_arithmetic(
         "converters": values["converters"],
         "experts": values["experts"],
         "batch_invariant": batch_invariant,
-        **({"float32_head": True} if float32_head else {}),  # Keys of earlier results stay.
-        "added": {name: value for name, value in values.items() if name not in known},
+        # Results from before the option have no such key, and stay valid.
+        **({"float32_head": True} if float32_head else {}),
+        "added": fields_of_others,
     }

@@ -26,7 +26,7 @@ from actors.backend import Router, TrainerClient, make_router, open_rewarder
 from actors.calls import ActorCallError
 from actors.cluster import Cluster, start_cluster
 from actors.config import RunConfig
-from actors.explain import set_without_effect
+from actors.explain import find_options_set_in_vain
 from actors.launch import Launcher, supervised
 from actors.limits import measure_limits
 from actors.members import LogSettings, record_process
@@ -36,7 +36,7 @@ from actors.pool import GeneratorPool
 from actors.processes import temporary_files
 from rl.config.json import changed_fields, to_dict, write_defaults, write_json
 from rl.config.registry import ResolvedRun
-from rl.config.tree import check_fields, rebuild
+from rl.config.tree import check_fields, replace_values
 from rl.loop.stop_request import StopRequest
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.console import print_line, progress
@@ -111,6 +111,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             "this process runs actors already: leave the block of the other run first"
         )
     exempt_loopback()
+    check_fields(config)  # a script may have edited it
     config = fit_to_devices(config, num_gpus=count_gpus())
     source = ResolvedRun(module="script", function="open_run", config=config)
     with open_folder(config, source=source) as (folder, plan):
@@ -131,7 +132,6 @@ def open_folder(config: RunConfig, *, source: ResolvedRun) -> Iterator[tuple[Run
             written, except that a checkpoint folder outside of the run's folder was made and has a
             lock file.
     """
-    check_fields(config)
     # A resumed run's folder is locked before its checkpoints are read, a new one made after all
     # checks.
     open_planned = _create_folder if source.resumes is None else _resume_folder
@@ -236,7 +236,7 @@ def _open_log(folder: RunFolder, config: RunConfig) -> Iterator[None]:
 def _report_start(source: ResolvedRun, plan: Plan, changes: Sequence[str]) -> None:
     """Print and log what a reader of the run has to know about its config."""
     logger.info("config %s.%s", source.module, source.function)
-    for path in set_without_effect(source, spec=plan.start.spec):
+    for path in find_options_set_in_vain(source):
         logger.warning("set without effect: %s", path)
         print_line(f"set without effect: {path}")
     for change in changes:
@@ -376,7 +376,8 @@ def _set_total_steps(config: RunConfig) -> RunConfig:
         return config
     total = config.loop.num_steps * config.loop.num_minibatches
     steps = {"total_steps": total} if total else {"decay": "constant"}
-    return rebuild(config, {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()})
+    changes = {f"trainer.lr_scheduler.{name}": value for name, value in steps.items()}
+    return replace_values(config, changes)
 
 
 # The weights

@@ -47,6 +47,7 @@ def check_problems(
         return [
             f"{source.path} does not say with which problems it was saved, so they are not compared"
         ]
+    # Other evaluation problems change no gradient, so that only the training problems must agree.
     changes, of_sets = describe_changes(saved, task, seed=seed)
     if changes and not excluded(PROBLEMS, exclude):
         raise ValueError(
@@ -71,38 +72,35 @@ def check_task(
     rewards_in_actors: bool = False,
     start_timeout_s: float = START_S,
 ) -> Prompt:
-    """Try a few problems: prompts must fit, environments must work, and the rubric must give finite
-    numbers.
+    """Try a few problems, and return the prompt of the first: of an evaluation set, if any.
 
-    The rubric is tried in a process of its own, as in the run; with `rewards_in_actors` it must
-    reach their machines. With `loop.max_failed_rewards` above 0, a rubric that fails, or an
-    environment that breaks after it has opened, is only a warning.
-
-    Returns:
-        The prompt of the first evaluation problem, or of the first training problem where there is
-        none.
+    Prompts must fit, environments must work, and the rubric must give finite numbers. The rubric is
+    tried in a process of its own, as in the run; with `rewards_in_actors` it must reach their
+    machines. With `loop.max_failed_rewards` above 0, a rubric that fails, or an environment that
+    breaks after it has opened, is only a warning.
 
     Raises:
         ValueError: names the problem or the reward function, and what it did.
     """
-    held_out = _held_out_problems(task, needed=loop.eval_every > 0)
+    # Evaluation problems first: all of them must fit, while training problems may be left out.
+    held_out = _list_held_out_problems(task, needed=loop.eval_every > 0)
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     openings, have_one_turn = run_now(_open_all(probed, environments))
+
+    # A template that rewrites earlier replies does no harm where there is only one reply.
     if loop.episode.max_turns != 1 and not all(have_one_turn):
         renderer.check_multi_turn()
     room = min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
-    for place, (problem, messages) in enumerate(zip(probed, openings, strict=True)):
-        # A training problem with a long prompt is left out later, but its prompt must render.
-        may_drop = loop.long_prompts == "drop" and place >= len(held_out)
-        with suppress(PromptTooLongError) if may_drop else nullcontext():
-            render_prompt(problem, messages, renderer=renderer, max_tokens=room)
+    may_drop_from = len(held_out) if loop.long_prompts == "drop" else len(probed)
+    _check_prompts(probed, openings, renderer=renderer, room=room, may_drop_from=may_drop_from)
     prompt = render_prompt(probed[0], openings[0], renderer=renderer, max_tokens=room)
-    example = _demonstration(
+
+    example = _play_demonstration(
         prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0
     )
     _check_rubric(
         task.rubric(seed=seed),
-        example or _one_turn(prompt, openings[0]),
+        example or _make_one_turn(prompt, openings[0]),
         is_complete=example is not None or have_one_turn[0],
         loop=loop,
         time_limit_s=time_limit_s,
@@ -123,6 +121,22 @@ def check_task(
     return prompt
 
 
+def _check_prompts(
+    problems: Sequence[Problem],
+    openings: Sequence[Sequence[Message]],
+    *,
+    renderer: Renderer,
+    room: int,
+    may_drop_from: int,
+) -> None:
+    """Raise ValueError for a prompt that does not render, or is longer than `room` tokens."""
+    for place, (problem, messages) in enumerate(zip(problems, openings, strict=True)):
+        # A training problem with a long prompt is left out later, but its prompt must render.
+        may_drop = place >= may_drop_from
+        with suppress(PromptTooLongError) if may_drop else nullcontext():
+            render_prompt(problem, messages, renderer=renderer, max_tokens=room)
+
+
 def _check_sample_limit(
     openings: Sequence[Sequence[Message]],
     loop: LoopConfig,
@@ -136,6 +150,7 @@ def _check_sample_limit(
     limit = loop.max_sample_tokens
     if limit is None:
         return
+    # Below the shortest prompt every sample is left out; above the context none ever is.
     shortest = min(len(renderer.opening(messages)) for messages in openings)
     if not shortest < limit < max_model_len:
         raise ValueError(
@@ -155,6 +170,7 @@ async def _open_all(
     """
     openings: list[tuple[Message, ...]] = []
     have_one_turn: list[bool] = []
+    # One after the other, so that an error names the problem whose environment it is.
     for problem in problems:
         async with environments.opened([problem]) as ((calls,),):
             have_one_turn.append(getattr(calls.environment, "single_turn", False))
@@ -166,7 +182,7 @@ async def _open_all(
     return openings, have_one_turn
 
 
-def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
+def _list_held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
     """Return the problems of all evaluation sets; raise ValueError if problems are `needed` and
     there are none.
     """
@@ -179,7 +195,7 @@ def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
             "the task has no evaluation problems: give it some (a task of files: task.eval_files, "
             "or task.held_out above 0), or set loop.eval_every to 0"
         )
-    return [problem for problems in sets.values() for problem in problems]
+    return list(chain.from_iterable(sets.values()))
 
 
 def _check_rubric(
@@ -205,19 +221,27 @@ def _check_rubric(
             "rollouts of a group: raise it to at least 2, or set needs_group=False if they can "
             "grade one alone"
         )
+
+    # Reward functions often fail for an empty reply, or for a form that they do not expect.
     *before, last = example.turns
     size = loop.group_size if rubric.has_group_functions else 1
     groups = []
     for text in (last.text, "", "?"):
         attempt = replace(example, turns=(*before, replace(last, text=text)))
         groups.append([replace(attempt, sample=sample) for sample in range(size)])
+
+    # Pickled to another process as in the run, where a rubric with a lock or a file would fail.
     try:
         check_sendable(rubric, to_actors=in_actors)
         scores = run_now(
-            _scores(rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s)
+            _score_groups(
+                rubric, groups, time_limit_s=time_limit_s, start_timeout_s=start_timeout_s
+            )
         )
     except (RunError, TimeoutError) as error:
         raise ValueError(f"the task's rubric cannot be used: {error}") from error
+
+    # A judge may not be up yet, and an example that broke off may be worse than any rollout.
     for score in chain.from_iterable(scores):
         if score.failure is None:
             continue
@@ -227,7 +251,7 @@ def _check_rubric(
         return
 
 
-async def _scores(
+async def _score_groups(
     rubric: Rubric,
     groups: Sequence[Sequence[Rollout]],
     *,
@@ -245,7 +269,7 @@ async def _scores(
         await process.close()
 
 
-def _demonstration(
+def _play_demonstration(
     prompt: Prompt, environments: Environments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
     """Return the problem's demonstration, played against its environment; None where there is none
@@ -256,6 +280,7 @@ def _demonstration(
     """
     if not prompt.problem.demonstrations:
         return None
+    # A demonstration is a whole episode, of which a reward function can read every part.
     try:
         played = run_now(demonstrated_rollout(prompt.problem, environments, renderer=renderer))
     except ValueError as error:
@@ -294,7 +319,7 @@ def check_demonstrations(
             )
 
 
-def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
+def _make_one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
     """Return an episode with the reference answer as its only reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),

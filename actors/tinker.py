@@ -32,11 +32,13 @@ from actors.processes import temporary_files
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
+from rl.config.rules import check_rules, select_rules
 from rl.config.tree import named_as_options
 from rl.models.generate import Interrupted, PromptLogprobs
 from rl.models.lora import LoRA
 from rl.observability.console import print_line
 from rl.observability.spans import span
+from rl.run_rules import RULES
 from rl.tinker.backend import Base, TinkerBackend, Workers
 from rl.tinker.types import LimitReachedError
 from rl.training.checks import trainer_checks
@@ -130,6 +132,7 @@ class ActorBackend(TinkerBackend):
                 f"trainer={type(config.trainer).__qualname__}: must be TinkerTrainer.Config"
             )
         check_config(config.trainer)
+        check_rules(config, select_rules(RULES, "launch"))
         if config.launch.share_gpus:
             raise ValueError(
                 "launch.share_gpus=True: must be False, as models train while others are sampled "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.plan import untrained_start
+from actors.plan import find_untrained_start
 from configs import sum_digits
 from rl.config.tree import rebuild
 from rl.loop.warmup import SupervisedWarmup
@@ -113,15 +113,15 @@ def test_folder_decides_family_and_sizes_unless_the_config_does(tmp_path):
         given_folder(folder, spec=SPEC)
     config = sum_digits.tiny()
     config.hf_assets_path, config.batch_invariant = str(folder), True
-    assert untrained_start(config) == start
+    assert find_untrained_start(config) == start
     config.float32_head = True
-    assert untrained_start(config).spec == replace(start.spec, float32_head=True)
+    assert find_untrained_start(config).spec == replace(start.spec, float32_head=True)
     config.float32_head = False
     config.model, config.any_model_size = None, False
-    assert untrained_start(config) == start
+    assert find_untrained_start(config) == start
     config.hf_assets_path = None
     with pytest.raises(ValueError, match="hf_assets_path=None: must name a model"):
-        untrained_start(config)
+        find_untrained_start(config)
     engine = TrainingEngine.Config().build(
         model_spec=None, hf_assets_path=str(folder), device="cpu"
     )

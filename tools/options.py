@@ -144,7 +144,7 @@ def names_page() -> str:
     """Return the text of docs/known_names.md."""
     parts = [NAMES_HEAD, "## All names", "", "| theirs | | ours | remark |", "|---|---|---|---|"]
     for known in known_names().values():
-        ours = ", ".join(f"`{option}`" for option in known.options())
+        ours = ", ".join(f"`{option}`" for option in known.write_options())
         cells = (f"`{known.theirs}`", known.status, ours, known.remark)
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(parts) + "\n"

@@ -7,8 +7,9 @@ outputs/x/config.json` starts from a run's file instead, without the fields mark
 `--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would be
 and starts nothing.
 
-tyro parses single values. `tyro.cli(type(config), default=config)` cannot be used: it does not
-resolve annotations of fields that are inherited from another module's class.
+tyro parses single values. `tyro.cli(type(config), default=config)` understands the whole tree but a
+loss, which has the type of a protocol. It has no `--warmup None`, no bare `--overwrite` and no
+`--name -dash`, suggests options far from the typed option, and prints a box for each error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import tyro
 from rl.config.json import LOCATION, encode, read_json
 from rl.config.known_names import find
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
-from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
+from rl.config.tree import ConfigEntry, ConfigError, list_children, rebuild, type_name, walk
 from rl.utils.caches import settle_caches
 from rl.utils.errors import RunError
 from rl.utils.namespaces import enter_user_namespace
@@ -65,24 +66,31 @@ def main(
     0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
+    # The order counts. A namespace shows root's folders as nobody's, so that caches come before; a
+    # process with threads, which the config's module may start, cannot enter it.
     exempt_loopback()
-    settle_caches()  # while root is still shown as the owner of its folders
+    settle_caches()
     if not USES_NETWORK.search(" ".join(argv).replace("=", " ")):
-        enter_user_namespace()  # before the config's module starts threads
-    with without_collections():  # the config's module imports everything that the run needs
+        enter_user_namespace()
+
+    # The config's module imports everything that the run needs: many objects, none of them garbage.
+    with without_collections():
         run = parse_cli(
             argv,
             default_module=default_module,
             default_config=default_config,
             prog=prog,
         )
+
     try:
-        if run.explain is None:
-            run.config.build(run=run).run()
-            return 0
-        if not hasattr(run.config.owner, "explain"):
+        if run.explain is not None and not hasattr(run.config.owner, "explain"):
             raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
-        return int(run.config.build(run=run).explain(run.explain))
+        # Not `build`, which would judge the config again: nothing has touched it since.
+        component = run.config.owner(config=run.config, run=run)
+        if run.explain is None:
+            component.run()
+            return 0
+        return int(component.explain(run.explain))
     except ValueError as error:
         say_error(f"error: {error}")
         return 2
@@ -110,8 +118,12 @@ def parse_cli(
     """
     try:
         options, wants_help = _split(argv)
-        run = _source(options, default_module=default_module, default_config=default_config)
-        run = dataclasses.replace(run, config=rebuild(run.config, _changes(run.config, options)))
+        run, changes = _find_source(
+            options, default_module=default_module, default_config=default_config
+        )
+        # The config is judged once, with everything that the command line changes.
+        changes |= _read_changes(run.config, options)
+        run = dataclasses.replace(run, config=rebuild(run.config, changes))
     except ConfigError as error:
         say_error(f"error: {error}")
         raise SystemExit(2) from None
@@ -130,6 +142,7 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
         if token == "-h":
             values = options["help"] = []
         elif token.startswith("--") and token != "--":
+            # `--name=-dash` gives a value that itself looks like an option.
             name, equals, value = token[2:].partition("=")
             values = options[name.replace("-", "_")] = [value] if equals else []
         elif values is None:
@@ -139,17 +152,14 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
     return options, options.pop("help", None) is not None
 
 
-def _source(
+def _find_source(
     options: dict[str, list[str]], *, default_module: str, default_config: str | None
-) -> ResolvedRun:
-    """Return the run without its overrides, and remove the options of `SOURCE_OPTIONS`."""
-    given: dict[str, str] = {}
-    for name in SOURCE_OPTIONS:
-        if (values := options.pop(name, None)) is not None:
-            values = values or ["text"] * (name == "explain")
-            if len(values) != 1:
-                raise ConfigError(f"--{name} takes one value, not {values!r}")
-            given[name] = values[0]
+) -> tuple[ResolvedRun, dict[str, Any]]:
+    """Return the run without its overrides, and the values by path that its origin changes.
+
+    Removes the options of `SOURCE_OPTIONS`.
+    """
+    given = _take_source_options(options)
     explain: Any = given.pop("explain", None)
     if explain is not None and explain not in (forms := typing.get_args(ExplanationForm)):
         raise ConfigError(f"--explain {explain}: must be {' or '.join(forms)}, or nothing")
@@ -158,89 +168,126 @@ def _source(
             raise ConfigError(
                 f"--{name} has its own module and config: leave out {' and '.join(given)}"
             )
+
+    changes: dict[str, Any] = {}
     if "resume" in given:
-        run = _resumed(Path(given["resume"]), options)
+        run, changes = _resume(Path(given["resume"]), options)
     elif "from_json" in given:
         run = read_json(Path(given["from_json"]), before=say_error)
-        defaults = {
-            f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")
-        }
-        run = dataclasses.replace(run, config=rebuild(run.config, defaults))
+        # The name, and the permission to overwrite it, are those of the run that wrote the file.
+        for f in dataclasses.fields(run.config):
+            if f.metadata.get("one_run"):
+                changes[f.name] = f.default
     else:
         # An empty name finds nothing, so the error lists what the module has.
         run = resolve(
             given.get("module", default_module), given.get("config", default_config or "")
         )
-    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
+
+    # Such a field could never be set: the option is taken before the config is known.
+    clash = _name_fields(run.config) & {*SOURCE_OPTIONS, "help"}
+    if clash:
         raise TypeError(
             f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}"
         )
-    return dataclasses.replace(run, explain=explain)
+    return dataclasses.replace(run, explain=explain), changes
 
 
-def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
-    """Return the run of a folder."""
-    if given := [name for name in LOCATION if name in options]:
-        raise ConfigError(f"--resume continues a run in its own folder: leave out --{given[0]}")
+def _take_source_options(options: dict[str, list[str]]) -> dict[str, str]:
+    """Remove the options of `SOURCE_OPTIONS`, and return their values."""
+    given: dict[str, str] = {}
+    for name in SOURCE_OPTIONS:
+        if name not in options:
+            continue
+        values = options.pop(name)
+        if name == "explain" and not values:
+            values = ["text"]
+        if len(values) != 1:
+            raise ConfigError(f"--{name} takes one value, not {values!r}")
+        given[name] = values[0]
+    return given
+
+
+def _name_fields(config: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(config)}
+
+
+def _resume(folder: Path, options: Container[str]) -> tuple[ResolvedRun, dict[str, Any]]:
+    """Return the run of a folder, and the values that place it there."""
+    for name in LOCATION:
+        if name in options:
+            raise ConfigError(f"--resume continues a run in its own folder: leave out --{name}")
     path = folder.expanduser().absolute()
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
     run = read_json(file, before=say_error)
-    if not set(LOCATION) <= {entry.name for entry in children(run.config)}:
+    if not set(LOCATION) <= _name_fields(run.config):
         raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
-    dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
+    # The folder may have been moved since, so that its place says more than its config.json; the
+    # type of the field is str or Path.
+    dump_folder = type(run.config.dump_folder)(path.parent)
     location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path)
+    return dataclasses.replace(run, resumes=path), location
 
 
-def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
+def _read_changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return the new values by path; raise a ConfigError with the errors of all options."""
     entries = {entry.path: entry for entry in walk(config)}
     changes: dict[str, Any] = {}
+    # All errors at once, so that a command with three mistakes is not run three times.
     errors: list[str] = []
     for option, values in options.items():
         try:
             if option not in entries:
-                raise _unknown(option, entries)
-            changes[option] = _value(entries[option], values)
+                raise _describe_unknown(option, entries)
+            changes[option] = _convert_value(entries[option], values)
         except ConfigError as error:
             errors.append(str(error))
-    for path, value in changes.items():
-        if value is None and (
-            inner := next((p for p in changes if p.startswith(f"{path}.")), None)
-        ):
-            errors.append(f"--{path} None turns off what --{inner} sets")
+    # Which of the two is meant cannot be known, and their order does not count.
+    for path in changes:
+        parent = path.rpartition(".")[0]
+        while parent:
+            if changes.get(parent, ...) is None:
+                errors.append(f"--{parent} None turns off what --{path} sets")
+            parent = parent.rpartition(".")[0]
     if errors:
         raise ConfigError("\nerror: ".join(errors))
     return changes
 
 
-def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
+def _describe_unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
     """Return the error for an unknown option, with the nearest valid ones."""
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
             return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
     if (known := find(option)) is not None:
-        return ConfigError(f"--{option}: no such option; {known.hint()}")
-    names = {
-        path: path.rpartition(".")[2] for path, entry in entries.items() if entry.kind == "leaf"
-    }
-    names |= {name: name for name in SOURCE_OPTIONS}
-    # Paths share so much that every neighbour of the intended option is close: the name must be
-    # close too.
-    parent, _, name = option.rpartition(".")
-    close = difflib.get_close_matches(name, set(names.values()), n=3)
-    paths = [path for path, its_name in names.items() if its_name in close]
-    near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
-    near = near or [path for path in entries if parent and path.rpartition(".")[0] == parent]
-    hint = (
-        "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
-    )
+        return ConfigError(f"--{option}: no such option; {known.describe()}")
+    near = [f"--{path}" for path in _find_near(option, entries)]
+    hint = f"did you mean {' or '.join(near)}" if near else "--help lists all"
     return ConfigError(f"--{option}: no such option; {hint}")
 
 
-def _value(entry: ConfigEntry, values: list[str]) -> Any:
+def _find_near(option: str, entries: Mapping[str, ConfigEntry]) -> list[str]:
+    """Return the options that an unknown one may stand for."""
+    by_name: dict[str, list[str]] = {name: [name] for name in SOURCE_OPTIONS}
+    for path, entry in entries.items():
+        if entry.kind == "leaf":
+            by_name.setdefault(entry.name, []).append(path)
+
+    # Paths share so much that every neighbour of the intended option is close: the name must be
+    # close too.
+    parent, _, name = option.rpartition(".")
+    paths: list[str] = []
+    for close in difflib.get_close_matches(name, by_name, n=3):
+        paths += by_name[close]
+    near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
+    if near or not parent:
+        return near
+    return [path for path in entries if path.rpartition(".")[0] == parent]
+
+
+def _convert_value(entry: ConfigEntry, values: list[str]) -> Any:
     """Return the value of an option, converted to the field's type."""
     if entry.kind == "hidden":
         raise ConfigError(
@@ -249,28 +296,33 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
     if entry.kind in ("node", "absent"):
         if entry.optional and values == ["None"]:
             return None
-        if entry.kind == "absent":
-            raise ConfigError(f"--{entry.path}: is {entry.absence} in this config; {_ABSENT}")
-        fields = ", ".join(
-            f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}.")
-        )
-        off = f"; --{entry.path} None turns it off" if entry.optional else ""
-        raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
+        raise _describe_component(entry)
+    # tyro takes only True and False; --overwrite alone means True.
     if type_name(entry.annotation) in ("bool", "bool | None"):
-        values = [value.capitalize() for value in values] or ["True"]
+        values = list(map(str.capitalize, values)) or ["True"]
+
     holder = dataclasses.make_dataclass("Holder", [("value", entry.annotation)])
     # One value is joined by "=", so that it may start with a dash.
     args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
     try:
-        with contextlib.redirect_stderr(
-            io.StringIO()
-        ):  # tyro's message names the holder, not the field
+        # tyro's message names the holder, not the field.
+        with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(holder, args=args, config=(tyro.conf.FlagConversionOff,)).value
     except SystemExit:
         given = " ".join(values) or "nothing"
         raise ConfigError(
             f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}"
         ) from None
+
+
+def _describe_component(entry: ConfigEntry) -> ConfigError:
+    """Return the error for a value that is given to a component instead of to a field."""
+    if entry.kind == "absent":
+        return ConfigError(f"--{entry.path}: is {entry.absence} in this config; {_ABSENT}")
+    children = list_children(entry.value, prefix=f"{entry.path}.")
+    fields = ", ".join(f"--{child.path}" for child in children)
+    off = f"; --{entry.path} None turns it off" if entry.optional else ""
+    return ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
 
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:

@@ -33,10 +33,9 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar
 
-from rl.config.tree import ConfigError, check_fields, children
+from rl.config.tree import ConfigError, check_fields, list_children
 
 HIDDEN = {"hidden": True}
 """Metadata of a field that holds code (`field(metadata=HIDDEN)`): it is no option, and JSON has its
@@ -63,6 +62,8 @@ class Configurable:
 
     @dataclass(kw_only=True, slots=True)
     class Config:
+        """Settings of the component; `build` makes one."""
+
         owner: ClassVar[type[Configurable]]
 
         def build(self, **runtime: Any) -> Any:
@@ -70,6 +71,7 @@ class Configurable:
             is refused.
             """
             own = copy.deepcopy(self)  # First, as a `__post_init__` could change a list in place.
+            # Of a component that a script builds alone nobody else judges the edited fields.
             check_fields(own)
             return self.owner(config=own, **runtime)  # type: ignore[call-arg]
 
@@ -81,19 +83,20 @@ class Configurable:
 
             Raises ConfigError if the class does not have these fields.
             """
-            names = [f.name for f in dataclasses.fields(self) if f.init]
-            missing = {*names} - {f.name for f in dataclasses.fields(cls.Config)}
+            values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+            missing = values.keys() - cls.Config.__dataclass_fields__.keys()
             if missing:
                 raise ConfigError(
                     f"{cls.__qualname__} has no fields {', '.join(sorted(missing))}: must be a "
                     f"class whose Config has all of {type(self).__qualname__}"
                 )
-            return cls.Config(**{name: getattr(self, name) for name in names})
+            return cls.Config(**values)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         config = cls.__dict__.get("Config")
         if config is None:
+            # Its own class, since `owner` belongs to the class: the parent's builds the parent.
             body = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
             config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), body))
             cls.Config = config  # type: ignore[misc]
@@ -112,15 +115,15 @@ def _check_config(cls: type[Configurable], config: Any) -> None:
         ):
             raise TypeError(f"{name} must derive from {base.Config.__qualname__}")
     own = config.__dict__
+    # One Config in two classes would build the class that was defined last.
     if "owner" in own:
         raise TypeError(
             f"{name} already builds {config.owner.__qualname__}: derive a new Config from it"
         )
-    is_decorated = (
-        "__dataclass_fields__" in own
-        and "__slots__" in own
-        and all(f.kw_only for f in dataclasses.fields(config) if f.init)
-    )
+    # Without slots a misspelled field of an edited config would be a new attribute.
+    is_decorated = "__dataclass_fields__" in own and "__slots__" in own
+    for f in dataclasses.fields(config):
+        is_decorated = is_decorated and (f.kw_only is True or not f.init)
     if not is_decorated:
         raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
 
@@ -140,7 +143,10 @@ def unless(field: str, *values: Any) -> Mapping[str, Any]:
 
 def all_of(*metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return metadata of a field that has an effect only if all conditions hold."""
-    return {EFFECT: tuple(condition for one in metadata for condition in one[EFFECT])}
+    conditions: tuple[Any, ...] = ()
+    for part in metadata:
+        conditions += part[EFFECT]
+    return {EFFECT: conditions}
 
 
 def refused(reason: str) -> Mapping[str, Any]:
@@ -158,28 +164,33 @@ def check_refused(config: Any) -> None:
             raise ValueError(f"{f.name}={value!r}: must be {f.default!r}: {f.metadata[REFUSED]}")
 
 
-def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
+def find_idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
     """Yield the paths of options without effect; a component without effect is yielded without its
     fields.
     """
-    is_sequence = isinstance(config, list | tuple)
-    conditions = (
-        {}
-        if is_sequence
-        else {f.name: f.metadata.get(EFFECT, ()) for f in dataclasses.fields(config)}
-    )
-    for entry in children(config, prefix=prefix):
-        if any(
-            (_at(config, path) in values) != wanted
-            for path, values, wanted in conditions.get(entry.name, ())
-        ):
+    for entry in list_children(config, prefix=prefix):
+        if not _is_effective(config, entry.name):
             yield entry.path
         elif entry.kind == "node":
-            yield from idle_options(entry.value, prefix=f"{entry.path}.")
+            yield from find_idle_options(entry.value, prefix=f"{entry.path}.")
 
 
-def _at(config: Any, path: str) -> Any:
+def _is_effective(config: Any, name: str) -> bool:
+    """Return whether all conditions of a field hold; items of a sequence have none."""
+    if isinstance(config, list | tuple):
+        return True
+    metadata = type(config).__dataclass_fields__[name].metadata
+    for path, values, wanted in metadata.get(EFFECT, ()):
+        if (_get_at(config, path) in values) != wanted:
+            return False
+    return True
+
+
+def _get_at(config: Any, path: str) -> Any:
     """Return the value at a dotted path, or None if a component on the way is None."""
-    return reduce(
-        lambda node, name: None if node is None else getattr(node, name), path.split("."), config
-    )
+    value = config
+    for name in path.split("."):
+        if value is None:
+            return None
+        value = getattr(value, name)
+    return value

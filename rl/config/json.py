@@ -14,12 +14,12 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.config.registry import ResolvedRun, resolve
-from rl.config.tree import ConfigEntry, ConfigError, children, convert, rebuild
+from rl.config.tree import ConfigEntry, ConfigError, convert, list_children, rebuild
 from rl.utils.files import atomic_write, parse_json, read_json_object
 
 ConfigT = TypeVar("ConfigT")
@@ -33,7 +33,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     """Return every field of a config, nested, as JSON values; raises TypeError for code that is not
     HIDDEN.
     """
-    return {entry.name: _dump(entry) for entry in children(config)}
+    return {entry.name: _dump(entry) for entry in list_children(config)}
 
 
 def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
@@ -61,6 +61,7 @@ def write_defaults(run: ResolvedRun, path: Path) -> None:
 
 
 def _write(content: Mapping[str, Any], path: Path) -> None:
+    # NaN is no JSON (allow_nan): a file with it could be read by Python alone.
     with atomic_write(path) as file:
         file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
@@ -84,6 +85,7 @@ def read_json(path: Path, *, before: Callable[[str], None] | None = None) -> Res
         raise ConfigError(
             f"{path} is not a run's config.json: its keys must be module, config and values"
         )
+    # To read a config of somebody else is to run their code, so that it is announced.
     module, function = str(content["module"]), str(content["config"])
     if before is not None:
         before(f"{path} runs code: {function}() of the module {module}")
@@ -100,23 +102,24 @@ def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
     if missing.
     """
     ours, theirs = dict(leaves(values)), dict(leaves(before))
-    return {
-        path: (theirs.get(path), ours.get(path))
-        for path in {**theirs, **ours}
+    changes: dict[str, tuple[Any, Any]] = {}
+    for path in {**theirs, **ours}:
         # As text, since True and 1.0 equal 1.
-        if json.dumps(ours.get(path)) != json.dumps(theirs.get(path))
-    }
+        if json.dumps(ours.get(path)) != json.dumps(theirs.get(path)):
+            changes[path] = (theirs.get(path), ours.get(path))
+    return changes
 
 
 def changed_fields(file: Path, config: Any) -> list[str]:
     """Return a line for each field that differs from a config.json, except `LOCATION`:
     `loop.num_steps: 80 -> 160`.
     """
-    found = differences(to_dict(config), read_json_object(file)["values"])
+    changes = differences(to_dict(config), read_json_object(file)["values"])
+    for path in LOCATION:
+        changes.pop(path, None)
     return [
         f"{path}: {json.dumps(before)} -> {json.dumps(value)}"
-        for path, (before, value) in found.items()
-        if path not in LOCATION
+        for path, (before, value) in changes.items()
     ]
 
 
@@ -144,10 +147,11 @@ def code_name(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        return [code_name(item) for item in value]
+        return list(map(code_name, value))
     if isinstance(getattr(value, "name", None), str):
         flavor = getattr(value, "flavor", None)
         return f"{value.name}/{flavor}" if isinstance(flavor, str) else value.name
+    # A function or class has its own name; of an instance it is the class's.
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -161,7 +165,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return list(map(encode, value))
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     raise TypeError(f"a {type(value).__qualname__} is not plain data")
@@ -171,12 +175,7 @@ def _dump(entry: ConfigEntry) -> Any:
     if entry.kind == "hidden":
         return code_name(entry.value)
     if entry.kind == "node" and isinstance(entry.value, list | tuple):
-        # An element has its class, unless the sequence's type says which class it is.
-        known = typing.get_args(entry.annotation)
-        return [
-            ({} if type(item) in known else {_CLASS: code_name(type(item))}) | to_dict(item)
-            for item in entry.value
-        ]
+        return [_dump_item(item, known=typing.get_args(entry.annotation)) for item in entry.value]
     if entry.kind == "node":
         return to_dict(entry.value)
     try:
@@ -185,6 +184,13 @@ def _dump(entry: ConfigEntry) -> Any:
         raise TypeError(
             f"{entry.owner.__qualname__}.{entry.name}: {error}; mark code with HIDDEN"
         ) from error
+
+
+def _dump_item(item: Any, *, known: Sequence[Any]) -> dict[str, Any]:
+    """Return an element of a sequence with its class, unless the sequence's type says which."""
+    if type(item) in known:
+        return to_dict(item)
+    return {_CLASS: code_name(type(item)), **to_dict(item)}
 
 
 def _collect(
@@ -197,31 +203,42 @@ def _collect(
     if not isinstance(data, Mapping):
         problems.append(f"{path or 'values'} is {data!r}, not an object of fields")
         return
-    if data.get(_CLASS, own := code_name(type(config))) != own:
+    # Values of one class must not be set into another one, whose fields may have the same names.
+    own = code_name(type(config))
+    if data.get(_CLASS, own) != own:
         problems.append(f"{path} was {data[_CLASS]!r} and is {own!r} in the registry function")
         return
-    entries = {entry.name: entry for entry in children(config, prefix=prefix)}
+
+    entries = {entry.name: entry for entry in list_children(config, prefix=prefix)}
     problems += [f"unknown key {prefix}{name}" for name in data if name not in (*entries, _CLASS)]
-    problems += [f"missing key {entry.path}" for name, entry in entries.items() if name not in data]
-    for entry, value in [(entry, data[name]) for name, entry in entries.items() if name in data]:
-        if entry.kind in ("node", "absent") and value is None and entry.optional:
-            changes[entry.path] = None
-        elif entry.kind == "node":
-            _collect(
-                entry.value, value, prefix=f"{entry.path}.", changes=changes, problems=problems
-            )
-        elif entry.kind == "absent":
-            if value != encode(entry.value):
-                problems.append(
-                    f"{entry.path} has fields, but is {entry.absence} in the registry function"
-                )
-        elif entry.kind == "hidden":
-            if value != (own := code_name(entry.value)):
-                problems.append(
-                    f"{entry.path} was {value!r} and is {own!r} in the registry function"
-                )
+    for name, entry in entries.items():
+        if name in data:
+            _collect_field(entry, data[name], changes=changes, problems=problems)
         else:
-            try:
-                changes[entry.path] = convert(value, entry.annotation, from_json=True)
-            except ValueError as error:
-                problems.append(f"{entry.path}: {error}")
+            problems.append(f"missing key {entry.path}")
+
+
+def _collect_field(
+    entry: ConfigEntry, value: Any, *, changes: dict[str, Any], problems: list[str]
+) -> None:
+    """Add the value of one field, or the errors of all fields below it."""
+    if entry.kind in ("node", "absent") and value is None and entry.optional:
+        changes[entry.path] = None
+    elif entry.kind == "node":
+        _collect(entry.value, value, prefix=f"{entry.path}.", changes=changes, problems=problems)
+    elif entry.kind == "absent":
+        # Without the component there is no class that the fields could belong to.
+        if value != encode(entry.value):
+            problems.append(
+                f"{entry.path} has fields, but is {entry.absence} in the registry function"
+            )
+    elif entry.kind == "hidden":
+        # Code comes from the function; its name in the file only tells that it is the same.
+        own = code_name(entry.value)
+        if value != own:
+            problems.append(f"{entry.path} was {value!r} and is {own!r} in the registry function")
+    else:
+        try:
+            changes[entry.path] = convert(value, entry.annotation, from_json=True)
+        except ValueError as error:
+            problems.append(f"{entry.path}: {error}")

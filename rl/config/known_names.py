@@ -19,6 +19,8 @@ TRAINER = "trainer."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownName:
+    """An option of another trainer, and what stands for it here."""
+
     theirs: str
     status: str
     """same, renamed or refused; with the trainer's path before it a name is the same."""
@@ -26,23 +28,24 @@ class KnownName:
     """Our options, separated by spaces."""
     remark: str
 
-    def options(self) -> list[str]:
+    def write_options(self) -> list[str]:
         """Return our options as they are written."""
-        return [
-            f"config.{option[1:]} in a config function"
-            if option.startswith("#")
-            else f"--{option.lstrip('@')}"
-            for option in self.ours.split()
-        ]
+        return list(map(_write_option, self.ours.split()))
 
-    def hint(self) -> str:
+    def describe(self) -> str:
         """Return what to do instead."""
-        ours = " or ".join(self.options())
+        ours = " or ".join(self.write_options())
         if self.status == "refused":
             return f"{self.theirs} is no option here: {self.remark}" + (
                 f"; see {ours}" if ours else ""
             )
         return f"{self.theirs} is called {ours} here" + (f" ({self.remark})" if self.remark else "")
+
+
+def _write_option(option: str) -> str:
+    if option.startswith("#"):
+        return f"config.{option[1:]} in a config function"
+    return f"--{option.lstrip('@')}"
 
 
 @cache
@@ -60,12 +63,10 @@ def find(option: str) -> KnownName | None:
     names = known_names()
     for name in (option, option.removeprefix(TRAINER)):
         section = name.rpartition(".")[0]
-        if close := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
-            (found,) = close
+        for close in difflib.get_close_matches(name, names, n=1, cutoff=0.85):
             # With our path and a name that is the same, what was typed is misspelled and no name of
             # theirs.
-            if found.rpartition(".")[0] == section and (
-                name == option or names[found].status != "same"
-            ):
-                return names[found]
+            is_misspelled = name != option and names[close].status == "same"
+            if close.rpartition(".")[0] == section and not is_misspelled:
+                return names[close]
     return None

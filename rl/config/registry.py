@@ -58,7 +58,9 @@ def resolve(module: str, function: str) -> ResolvedRun:
 
 def load_module(name: str) -> ModuleType:
     """Return the module `name` of `configs`, or else the importable module of that dotted name."""
-    if all(part.isidentifier() for part in name.split(".")):
+    # A path such as ../x is no module; import_module would fail for it with an error of its own.
+    if all(map(str.isidentifier, name.split("."))):
+        # First here: an installed package of the same name must not take the place of a config.
         for candidate in (f"{PACKAGE}.{name}", name):
             try:
                 return importlib.import_module(candidate)
@@ -66,24 +68,34 @@ def load_module(name: str) -> ModuleType:
                 # The error of a module that exists but imports a missing one is raised unchanged.
                 if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
                     raise
+    raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {_name_modules()}")
+
+
+def _name_modules() -> str:
     package = importlib.util.find_spec(PACKAGE)
-    folders = None if package is None else package.submodule_search_locations
-    shipped = (
-        ", ".join(sorted(m.name for m in pkgutil.iter_modules(folders))) if folders else "none"
-    )
-    raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {shipped}")
+    # None outside of the project's folder, where a script may still name its own module.
+    if package is None or package.submodule_search_locations is None:
+        return "none"
+    modules = pkgutil.iter_modules(package.submodule_search_locations)
+    return ", ".join(sorted(module.name for module in modules))
 
 
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     """Return the public functions that a module defines and that need no argument."""
-    return {
-        name: function
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and function.__module__ == module.__name__
-        and not name.startswith("_")
-        and all(
-            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            for p in inspect.signature(function).parameters.values()
-        )
-    }
+    functions: dict[str, Callable[[], Any]] = {}
+    for name, function in vars(module).items():
+        # An imported function belongs to another module's registry.
+        if getattr(function, "__module__", None) == module.__name__ and _is_config(name, function):
+            functions[name] = function
+    return functions
+
+
+def _is_config(name: str, function: Any) -> bool:
+    """Return whether this is a public function that can be called without an argument."""
+    if name.startswith("_") or not inspect.isfunction(function):
+        return False
+    for parameter in inspect.signature(function).parameters.values():
+        is_rest = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_rest:
+            return False
+    return True

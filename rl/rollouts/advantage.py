@@ -212,13 +212,6 @@ class OverlongPunishment:
         check_bounds(self, "buffer_tokens", at_least=1)
         check_bounds(self, "penalty", at_least=0, at_most=MAX_REWARD)
 
-    def check(self, *, max_tokens: int) -> None:
-        """Raise ValueError if the buffer is longer than a completion of at most `max_tokens`."""
-        if self.enable and self.buffer_tokens is not None and self.buffer_tokens > max_tokens:
-            raise ValueError(
-                f"buffer_tokens={self.buffer_tokens}: must be at most max_tokens={max_tokens}"
-            )
-
     def __call__(self, num_tokens: int, *, max_tokens: int) -> float:
         """Return 0 up to `max_tokens` less the buffer, then a value that falls to -`penalty` at
         `max_tokens`.

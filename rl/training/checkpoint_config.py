@@ -107,19 +107,6 @@ class CheckpointConfig(Configurable.Config):
                 f"folder={self.folder!r}: must be {RUN_FOLDER!r}, inside the run's folder, or an "
                 "absolute path"
             )
-        if not self.enable and self.initial_load_path is not None:
-            raise ValueError(
-                f"initial_load_path={self.initial_load_path!r}: must be None with enable=False, "
-                "which loads nothing"
-            )
-        if not self.initial_load_model_only and (
-            self.initial_load_path is None or self.initial_load_in_hf
-        ):
-            raise ValueError(
-                "initial_load_model_only=False: needs initial_load_path, and "
-                "initial_load_in_hf=False, because a Hugging Face folder holds only the model"
-            )
-        # Names of tensors are checked against a checkpoint, once there is one.
         for name in self.exclude_from_loading:
             if not name or name.split(".")[0] == "lr_scheduler":
                 raise ValueError(

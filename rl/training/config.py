@@ -106,11 +106,6 @@ class ExpertBalanceConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "load_balance_rate", at_least=0, below=float("inf"))
-        if self.load_balance_rate and self.force_load_balance:
-            raise ValueError(
-                f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, "
-                "which ignores scores and biases"
-            )
 
 
 @dataclass(kw_only=True, slots=True)

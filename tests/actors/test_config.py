@@ -27,8 +27,6 @@ from rl.config.registry import resolve
         (RecoveryConfig, {"max_restarts": -1}, "max_restarts=-1: must be at least 0"),
         (RecoveryConfig, {"window_s": 0.0}, r"window_s=0\.0: must be above 0"),
         (RecoveryConfig, {"pause_s": float("nan")}, "pause_s=nan: must be at least 0"),
-        (RecoveryConfig, {"pause_s": 9.0, "max_pause_s": 3.0}, r"max_pause_s=3\.0: must be at "
-                                                               r"least pause_s=9"),
         (ParityConfig, {"num_tokens": 1}, "num_tokens=1"),
         (ParityConfig, {"max_logprob_diff": -1}, "max_logprob_diff=-1"),
         (VLLMGenerator.Config, {"tensor_parallel_degree": 0}, "tensor_parallel_degree=0: must be "
@@ -42,22 +40,8 @@ from rl.config.registry import resolve
          "generator.max_num_batched_tokens=127: must be at least max_num_seqs=128"),
         (VLLMGenerator.Config, {"gpu_memory_utilization": 1.2},
          "gpu_memory_utilization=1.2: must be above 0 and at most 1"),
-        (LaunchConfig, {"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one "
-                                             "host: must be 1"),
-        (LaunchConfig, {"reward_hosts": 1}, "reward_hosts=1 with hosts='this', which is one host: "
-                                            "must be 0"),
         (LaunchConfig, {"hosts": "process", "trainer_hosts": 0}, "trainer_hosts=0: must be at "
                                                                  "least 1"),
-        (LaunchConfig, {"hosts": "process", "gpus_per_host": 4}, "gpus_per_host=4 with "
-                                                                 "hosts='process': GPUs of"),
-        (LaunchConfig, {"hosts": "slurm", "replicas_per_host": 2, "generator_hosts": 2},
-         "replicas_per_host=2 with generator_hosts"),
-        (LaunchConfig, {"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs "
-                                                r"an image"),
-        (LaunchConfig, {"hosts": "slurm", "share_gpus": True},
-            "share_gpus=True with hosts='slurm'"),
-        (LaunchConfig, {"share_gpus": True, "generator_gpus": (0,)},
-         r"generator_gpus=\(0,\): must be 'this' and None"),
         (LaunchConfig, {"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 "
                                                  r"on, each once"),
         (LaunchConfig, {"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 "

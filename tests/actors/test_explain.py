@@ -6,18 +6,18 @@ import psutil
 import pytest
 
 from actors.checks import Machine
-from actors.explain import explain, idle_beside_others, memory, staleness, step_arithmetic
+from actors.explain import bound_staleness, compute_step_arithmetic, describe_memory, explain
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
-from rl.config.configurable import idle_options
+from rl.config.configurable import find_idle_options
 from rl.config.json import write_json
 from rl.config.registry import ResolvedRun
 from rl.config.tree import rebuild
 from rl.loop.config import LoopConfig
+from rl.run_rules import RULES
 from tests.support.checkpoints import save, truncate
 from tests.support.explained import LAPTOP, explained
 from tests.support.fakes import SimulatedPolicy
-from tests.support.fleet_actors import DeadlyLoss
 from tests.support.gguf_files import random_tensors, write_gguf
 from tests.support.loops import run, some_right
 
@@ -114,10 +114,11 @@ def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
     captured = capsys.readouterr()
     faults = [line.removeprefix("error: ") for line in captured.err.splitlines()]
     for message in (
+        "trainer.training.max_tokens_per_microbatch=2048: must be at least "
+        "generator.max_model_len=4096",
+        "trainer.reference.enable=False: must be True with loop.kl_reward.coef=0.5",
         "trainer.parallelism.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         "generator.max_model_len=4096 is more than the model's max_positions=1024",
-        "trainer.training.max_tokens_per_microbatch=2048 is less than generator.max_model_len=4096",
-        "loop.kl_reward.coef=0.5 needs the reference policy",
     ):
         assert sum(fault.startswith(message) for fault in faults) == 1, message
     assert start(*options) == 2
@@ -143,28 +144,24 @@ def test_options_without_effect_are_told_apart():
     found = explained("--parity.enable", "false", "--parity.num_tokens", "5")["options"]
     assert found["set_without_effect"] == ["parity.num_tokens"]
     idle = {
-        "parity.max_logprob_diff", "launch.slurm.*", "generator.on_update",
-        "generator.rank_timeout_s",
-        "trainer.comm.*", "trainer.parallelism.loss_parallel", "sinks.close_s", "generator.seed",
-        "trainer.training.seed", "float32_head",
+        "parity.max_logprob_diff", "launch.slurm.*", "generator.rank_timeout_s",
+        "trainer.parallelism.loss_parallel", "sinks.close_s",
     }  # fmt: skip
     assert idle < set(found["without_effect"])
-    config = changed(loop__max_off_policy_steps=1, sinks__tensorboard__enable=True)
-    assert "generator.on_update" not in idle_beside_others(config, spec=config.model, on_gpu=False)
-    assert "sinks.close_s" not in idle_options(config)
-    in_bfloat16 = changed(generator__dtype="bfloat16")
-    assert "float32_head" not in idle_beside_others(in_bfloat16, spec=config.model, on_gpu=False)
-    for drawing in (
-        changed(trainer__loss=DeadlyLoss(rank=0)),
-        changed(trainer__training__dtype="bfloat16"),
-    ):
-        assert "trainer.training.seed" not in idle_beside_others(
-            drawing, spec=config.model, on_gpu=False
-        )
+    assert "sinks.close_s" not in find_idle_options(changed(sinks__tensorboard__enable=True))
+
+
+def test_every_rule_is_shown_with_its_state():
+    rules = explained("--loop.kl_reward.coef", "0.5")["rules"]
+    reference = "trainer.reference.enable True with"
+    assert rules[f"{reference} loop.kl_reward.coef above 0"] == "broken"
+    assert rules[f"{reference} trainer.loss.kl_coef above 0"] == "not applying"
+    assert rules["loop.sampling.max_tokens below generator.max_model_len"] == "held"
+    assert len(rules) == len(RULES)
 
 
 def test_long_samples_and_minibatches_count_in_the_arithmetic_of_a_step():
-    step = step_arithmetic(changed(loop__max_sample_tokens=100, loop__num_minibatches=2))
+    step = compute_step_arithmetic(changed(loop__max_sample_tokens=100, loop__num_minibatches=2))
     assert (step["samples_of_optimizer_step"], step["trained_tokens_most"]) == (128, 256 * 99)
 
 
@@ -178,7 +175,7 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
         machine = Machine(
             num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12
         )
-        return memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
+        return describe_memory(config, spec=spec, machine=machine, on_gpu=True)["generator_rank"]
 
     # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
     small, large = generator(16.42), generator(16.6)
@@ -190,7 +187,7 @@ def test_generator_without_room_for_its_longest_request_does_not_fit():
 @pytest.mark.parametrize(("max_off_policy_steps", "num_minibatches"), [(0, 2), (2, 2)])
 def test_staleness_bound_is_kept_and_reached(max_off_policy_steps, num_minibatches):
     settings = {"max_off_policy_steps": max_off_policy_steps, "num_minibatches": num_minibatches}
-    bound = staleness(LoopConfig(**settings))
+    bound = bound_staleness(LoopConfig(**settings))
     policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: 0.5, train_s=2.0)
     records, _ = run(policy, num_steps=8, groups_per_batch=2, **settings)
     assert max(policy.staleness_of_tokens) == bound["policy_versions_most"]

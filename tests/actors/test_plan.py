@@ -8,7 +8,7 @@ import pytest
 
 from actors.checks import Machine
 from actors.explain import show
-from actors.plan import compute_dtypes, make_plan, warmup_arithmetic
+from actors.plan import collect_warmup_arithmetic, compute_dtypes, make_plan
 from configs.sum_digits import tiny, tiny_fsdp2_tp2, tiny_moe
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
@@ -160,12 +160,12 @@ def write_manifest(step):
 def test_warm_ups_are_told_apart_by_arithmetic_and_not_by_layout_or_learning_rate():
     config = tiny_fsdp2_tp2()
     config.trainer.optimizer = Optimizer.Config(lr=1.0)
-    assert warmup_arithmetic(config.trainer) == warmup_arithmetic(tiny().trainer)
+    assert collect_warmup_arithmetic(config.trainer) == collect_warmup_arithmetic(tiny().trainer)
     # The effect of a custom trainer's own settings is unknown.
     first, second = tiny_annealed_clip().trainer, tiny_annealed_clip().trainer
-    assert warmup_arithmetic(first) == warmup_arithmetic(second)
+    assert collect_warmup_arithmetic(first) == collect_warmup_arithmetic(second)
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
-    assert warmup_arithmetic(first) != warmup_arithmetic(second)
+    assert collect_warmup_arithmetic(first) != collect_warmup_arithmetic(second)
 
 
 def test_bound_of_parity_knows_converters_to_float8():

@@ -36,6 +36,10 @@ def generator(**fields):
     ("fields", "says"),
     [
         ({"launch": LaunchConfig(share_gpus=True)}, r"launch\.share_gpus=True: must be False"),
+        (
+            {"launch": LaunchConfig(trainer_hosts=2)},
+            r"launch\.trainer_hosts=2: must be 1 with launch\.hosts='this'",
+        ),
         ({"generator": generator(can_sleep=True)}, r"generator\.can_sleep=True: must be False"),
         (
             {"trainer": trainer(training=replace(TRAINING, cpu_offload=True))},

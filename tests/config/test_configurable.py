@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.sum_digits import tiny
-from rl.config.configurable import EFFECT, Configurable, all_of, idle_options, only_if, unless
+from rl.config.configurable import EFFECT, Configurable, all_of, find_idle_options, only_if, unless
 from rl.config.tree import ConfigError, rebuild, walk
 from tests.config.example_configs import Optimizer, SgdOptimizer
 
@@ -129,13 +129,13 @@ class Outer:
 
 
 def test_options_without_effect_are_listed_and_components_without_their_fields():
-    assert list(idle_options(Outer())) == ["inner", "share", "name"]
-    assert list(idle_options(Outer(every=3))) == ["inner.depth", "share", "name"]
+    assert list(find_idle_options(Outer())) == ["inner", "share", "name"]
+    assert list(find_idle_options(Outer(every=3))) == ["inner.depth", "share", "name"]
     config = Outer(every=3, inner=Inner(size=3, kind="deep"), later=Inner(kind="deep"))
-    assert list(idle_options(config)) == []
-    assert list(idle_options(rebuild(config, {"enable": False}))) == ["share"]
-    assert list(idle_options(rebuild(config, {"inner.size": 2}))) == ["share"]
-    assert list(idle_options(rebuild(config, {"several": (Inner(),)}))) == ["several.0.depth"]
+    assert list(find_idle_options(config)) == []
+    assert list(find_idle_options(rebuild(config, {"enable": False}))) == ["share"]
+    assert list(find_idle_options(rebuild(config, {"inner.size": 2}))) == ["share"]
+    assert list(find_idle_options(rebuild(config, {"several": (Inner(),)}))) == ["several.0.depth"]
 
 
 def test_every_condition_of_a_run_names_an_existing_field_and_values():

@@ -14,8 +14,9 @@ from rl.config.tree import (
     check_fields,
     convert,
     field_docs,
-    input_paths,
+    find_input_paths,
     rebuild,
+    replace_values,
     walk,
 )
 from tests.config import example_configs
@@ -54,7 +55,7 @@ def test_input_paths_are_the_fields_that_name_existing_paths(tmp_path):
         file=tmp_path / "file",
         missing=str(tmp_path / "no"),
     )
-    assert input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
+    assert find_input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
 
 
 def test_rebuild_copies_every_node_and_keeps_the_original():
@@ -63,6 +64,16 @@ def test_rebuild_copies_every_node_and_keeps_the_original():
     assert (copy.trainer.optimizer.lr, config.trainer.optimizer.lr) == (0.5, 3e-4)
     assert copy.trainer is not config.trainer
     assert rebuild(config) == config
+
+
+def test_replaced_values_leave_other_components_alone():
+    config = example_configs.large()
+    copy = replace_values(config, {"trainer.optimizer.lr": 0.5, "name": "other"})
+    assert (copy.trainer.optimizer.lr, copy.name) == (0.5, "other")
+    assert config == example_configs.large()
+    assert copy.warmup is config.warmup
+    with pytest.raises(ValueError, match="lr must be at least 0"):
+        replace_values(config, {"trainer.optimizer.lr": -1.0})
 
 
 @pytest.mark.parametrize("again", [check_fields, lambda config: config.build()])
@@ -108,7 +119,7 @@ def test_edited_fields_are_validated_again(again, path, value, says):
         again(config)
 
 
-def test_message_that_names_its_node_gets_the_rest_of_the_path_else_the_whole():
+def test_message_names_the_whole_path_of_its_node():
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer\.max_norm=-2\.0 is below 0$"):
         rebuild(example_configs.tiny(), {"trainer.optimizer.max_norm": -2.0})
     with pytest.raises(ConfigError, match=r"^trainer\.optimizer: weights would grow$"):

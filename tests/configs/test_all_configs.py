@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import configs
-from actors.checks import Machine, config_faults
+from actors.checks import Machine, find_config_faults
 from actors.explain import explain
 from actors.placement import fit_to_devices
 from actors.task_checks import check_demonstrations
@@ -86,7 +86,7 @@ def test_every_config_has_a_valid_layout(name):
     spec = replace(
         config.model or model_registry("tiny"), batch_invariant=bool(config.batch_invariant)
     )
-    assert list(config_faults(config, spec=spec, num_gpus=0)) == []
+    assert list(find_config_faults(config, spec=spec, num_gpus=0)) == []
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

@@ -53,16 +53,8 @@ def saved(tmp_path):
                                   "absolute path"),
         ({"initial_load_in_hf_quantized": True}, "must be False: quantized weights cannot be "
                                                  "trained"),
-        ({"initial_load_model_only": False}, "initial_load_model_only=False: needs "
-                                             "initial_load_path"),
-        (
-            {"initial_load_in_hf": True, "initial_load_path": "x",
-                "initial_load_model_only": False},
-            "a Hugging Face folder holds only the model",
-        ),
         ({"exclude_from_loading": ("lr_scheduler",)}, "has no state; the schedule follows "
                                                       "train_state"),
-        ({"enable": False, "initial_load_path": "x"}, "path='x': must be None with enable=False"),
     ],
 )  # fmt: skip
 def test_contradictory_fields_are_refused(fields, says):

@@ -108,17 +108,21 @@ def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"loss": GRPOLoss()}, "loss.normalization='token_mean': must be 'none'"),
-        ({"max_norm": 1.0}, "training.max_norm=1.0: must be inf"),
-        ({"cpu_offload": True}, "training.cpu_offload=True: must be False"),
-        ({"parallelism": parallelism("pp2")}, "parallelism.pipeline_parallel_degree=2: must be 1"),
+        ({"loss": GRPOLoss()}, "trainer.loss.normalization='token_mean': must be 'none'"),
+        ({"max_norm": 1.0}, "trainer.training.max_norm=1.0: must be inf"),
+        ({"cpu_offload": True}, "trainer.training.cpu_offload=True: must be False"),
+        (
+            {"parallelism": parallelism("pp2")},
+            "trainer.parallelism.pipeline_parallel_degree=2: must be 1",
+        ),
     ],
 )
 def test_step_in_the_backward_is_refused_where_all_gradients_are_needed(settings, says):
     valid = {"loss": GRPOLoss(normalization="none"), "max_norm": math.inf}
     config = engine_config(**(valid | settings))
     config.optimizer.early_step_in_backward = True
-    with pytest.raises(ValueError, match=f"{says} with optimizer.early_step_in_backward=True"):
+    beside = "trainer.optimizer.early_step_in_backward=True"
+    with pytest.raises(ValueError, match=f"{says} with {beside}"):
         [check() for check in trainer_checks(config, small_spec(), world_size=2, device_type="cpu")]
 
 
@@ -153,8 +157,8 @@ def test_layout_or_interval_that_does_not_fit_the_model_is_refused():
                                                       r"does not"),
         (
             {"parallelism": parallelism("pp2"), "reduce_dtype": "bfloat16"}, spec, 2,
-            "training.reduce_dtype='bfloat16': must be 'float32' with "
-            "parallelism.pipeline_parallel_degree=2",
+            "trainer.training.reduce_dtype='bfloat16': must be 'float32' with "
+            "trainer.parallelism.pipeline_parallel_degree=2",
         ),
         ({"parallelism": parallelism("cp3_alltoall")}, spec, 3, "degree=3 .* must divide the 4 "
                                                                 "query heads"),

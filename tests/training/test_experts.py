@@ -123,7 +123,3 @@ def test_settings_without_effect_are_refused():
         ValueError, match=r"experts\.force_load_balance=True: must be False for a model w"
     ):
         check_experts(dense, balance=ExpertBalanceConfig(force_load_balance=True))
-    with pytest.raises(
-        ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"
-    ):
-        ExpertBalanceConfig(load_balance_rate=0.1, force_load_balance=True)
