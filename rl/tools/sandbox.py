@@ -3,8 +3,8 @@
 Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty
 folder, without environment variables or standard input. The process confines itself before it reads
 the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, the number of
-files and, where the kernel does not, of threads. docs/rewards.md lists what the sandbox prevents
-and what it does not.
+files in the folder and, where the kernel does not, of threads. docs/rewards.md lists what the
+sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
-from rl.tools.created_files import CreatedFiles
 from rl.tools.sandbox_child import LAUNCH, NAME, OUT_OF_MEMORY
 from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
@@ -94,7 +93,6 @@ class PythonSandbox(Configurable):
     Raises:
         ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined`
             is off.
-        OSError: this user has no inotify instance left.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -113,12 +111,10 @@ class PythonSandbox(Configurable):
         max_output_bytes: int = 64 * 1024
         """Bytes of stdout and stderr together."""
         max_file_mib: int = 4
-        """Size of one file. Times `max_files`, it bounds the disk space of one call, or the memory
-        if the temporary folder is a tmpfs."""
+        """Size of one file. Times `max_files`, it bounds the disk space of the call's folder, or the
+        memory if the temporary folder is a tmpfs."""
         max_files: int = 64
-        """Files that one call may create or rename, removed ones and the file of the code itself
-        included.
-        """
+        """Files that the call's folder may hold at a time, the file of the code itself included."""
         num_at_once: int = 0
         """Processes at the same time; other calls wait. 0: as many as this process may use CPU
         cores.
@@ -157,7 +153,6 @@ class PythonSandbox(Configurable):
         self._num_slots = config.num_at_once or len(os.sched_getaffinity(0))
         # All environments of a run are called in one event loop.
         self._slots = asyncio.Semaphore(self._num_slots)
-        self._created = CreatedFiles()
         if not config.allow_unconfined:
             self._check()
 
@@ -219,7 +214,7 @@ class PythonSandbox(Configurable):
         config, output = self.config, bytearray()
         parent_end, child_end = os.pipe()
         os.set_blocking(parent_end, False)
-        with open(parent_end, "rb") as refusal, self._created.watched(folder) as watch:
+        with open(parent_end, "rb") as refusal:
             try:
                 process = await self._start(folder, code, refusal=child_end)
             finally:
@@ -232,7 +227,7 @@ class PythonSandbox(Configurable):
                 async with asyncio.timeout(time_limit_s or config.time_limit_s):
                     while not (ended.done() or stopped) and len(output) <= config.max_output_bytes:
                         await asyncio.wait([ended], timeout=LOOK_S)
-                        stopped = self._exceeded(watch, pid=process.pid)
+                        stopped = self._find_exceeded(folder, pid=process.pid)
             except TimeoutError:
                 stopped = "time limit"
             finally:
@@ -277,12 +272,13 @@ class PythonSandbox(Configurable):
         process.stdin.close()
         return process
 
-    def _exceeded(self, watch: int, *, pid: int) -> Reason | None:
-        """Return the limit that a running call has exceeded and that the kernel does not
-        enforce.
-        """
-        if 1 + self._created.count(watch) > self.config.max_files:
+    def _find_exceeded(self, folder: str, *, pid: int) -> Reason | None:
+        """Return the limit that a call has exceeded and that the kernel does not enforce."""
+        # Confined code can make no folders, so one listing finds every file. A removed file that is
+        # still open or mapped is not listed; RLIMIT_FSIZE and the time limits bound its size.
+        if len(os.listdir(folder)) > self.config.max_files:
             return "file limit"
+
         # The kernel enforces this one only where the child may have a user or a user namespace of
         # its own.
         with contextlib.suppress(FileNotFoundError):
