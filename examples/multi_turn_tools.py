@@ -3,8 +3,10 @@
     python -m rl.train --module examples.multi_turn_tools --config tiny
     python -m rl.train --module examples.multi_turn_tools --config qwen3_0_6b
 
-    user   37*48    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
-    tool   1776     model  = 1776       a reply without a call: the episode is over
+    user   37*48
+    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
+    tool   1776
+    model  = 1776          a reply without a call: the episode is over
 
 Products are for the calculator, binary numbers for Python. The tiny model's demonstrations mostly
 answer at once, with a number that is wrong; what rewards have to find is that to ask a tool is

@@ -55,13 +55,15 @@ MAX_TOKENS = 32
 """Most tokens of a completion."""
 
 
-def prompt_of(problem: Problem, renderer: Renderer) -> Prompt:
+def make_prompt(problem: Problem, renderer: Renderer) -> Prompt:
     """Return the prompt of a problem as tokens."""
     question = Message(role="user", content=problem.question)
     return Prompt(problem=problem, token_ids=renderer.opening([question]))
 
 
-def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Renderer) -> Rollout:
+def make_rollout(
+    prompt: Prompt, completion: Completion, sample: int, renderer: Renderer
+) -> Rollout:
     """An episode of one turn: what the model read, and what it produced, token for token."""
     turn = Turn(
         messages=(Message(role="user", content=prompt.problem.question),),
@@ -79,13 +81,13 @@ def reward(rollout: Rollout) -> float:
 
 async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Problem]) -> float:
     """Share of right greedy replies."""
-    prompts = [prompt_of(problem, renderer) for problem in problems]
+    prompts = [make_prompt(problem, renderer) for problem in problems]
     sampling = SamplingParams(
         max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids
     )
     groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
     right = [
-        is_correct(rollout_of(prompt, completion, 0, renderer))
+        is_correct(make_rollout(prompt, completion, 0, renderer))
         for prompt, (completion,) in zip(prompts, groups_P1, strict=True)
     ]
     return float(np.mean(right))
@@ -118,7 +120,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         for step in range(args.warmup_steps):
             samples = []
             for problem in islice(demonstrated, 64):
-                prompt_ids = prompt_of(problem, renderer).token_ids
+                prompt_ids = make_prompt(problem, renderer).token_ids
                 for reply in problem.demonstrations:
                     reply_ids = renderer.reply(reply, prompt_ids=prompt_ids)
                     samples.append(demonstration_sample(prompt_ids, reply_ids))
@@ -146,7 +148,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         for step in range(1, args.steps + 1):
             # Generate G completions of each of P prompts, from the weights that are served.
             prompts = [
-                prompt_of(problem, renderer)
+                make_prompt(problem, renderer)
                 for problem in islice(train_problems, args.groups_per_batch)
             ]
             sampling = SamplingParams(
@@ -164,7 +166,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
             samples, rewards_PG = [], []
             for prompt, completions_G in zip(prompts, groups_PG, strict=True):
                 rollouts_G = [
-                    rollout_of(prompt, c, i, renderer) for i, c in enumerate(completions_G)
+                    make_rollout(prompt, c, i, renderer) for i, c in enumerate(completions_G)
                 ]
                 rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
                 rewards_PG.append(rewards_G)

@@ -1,10 +1,8 @@
-"""A supervised loop on conversations: cross-entropy on what the assistant says, and on nothing
-else.
+"""A supervised loop on conversations: cross-entropy on the assistant's words, and on nothing else.
 
     python examples/sft_loop.py --data chats.jsonl --hf_assets_path Qwen/Qwen3-0.6B --steps 200
-    python examples/sft_loop.py                # a tiny random model, on conversations that it writes itself
-    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200 --output
-    outputs/sft_loop_300
+    python examples/sft_loop.py          # a tiny random model, on conversations written here
+    python examples/sft_loop.py --steps 300 --resume outputs/sft_loop/step-200
 
 A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...},
 ...]}, of any number of turns, the last of them the assistant's. Every tenth conversation is held
@@ -25,9 +23,8 @@ from typing import get_args
 
 import numpy as np
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # run as a file, this is found in its own tree
+# Run as a file, the example finds the packages of its own tree.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
@@ -37,8 +34,8 @@ from rl.models.qwen3 import model_registry
 from rl.models.spec import spec_from_hf
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.rollouts.samples import TokenSpan, demonstrated_completion, supervised_sample
-from rl.tasks.rows import filled_lines
+from rl.rollouts.samples import TokenSpan, make_demonstrated_completion, make_supervised_sample
+from rl.tasks.rows import read_filled_lines
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Message, OptimParams, Role, TrainingSample
@@ -47,7 +44,7 @@ from rl.types import Message, OptimParams, Role, TrainingSample
 def read_conversations(path: Path) -> list[tuple[Message, ...]]:
     """Raises ValueError, which names the line and what is wrong with it."""
     conversations = []
-    for number, line in filled_lines(path):
+    for number, line in read_filled_lines(path):
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
@@ -74,7 +71,7 @@ def read_conversations(path: Path) -> list[tuple[Message, ...]]:
     return conversations
 
 
-def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> TrainingSample:
+def make_conversation_sample(messages: Sequence[Message], renderer: Renderer) -> TrainingSample:
     """The conversation's tokens, as in a rollout; those of the assistant's replies are trained
     on.
     """
@@ -88,11 +85,11 @@ def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> Trai
         if reply is None:
             prompt = renderer.opening(told)
         else:  # What follows a reply may depend on how that ended.
-            prompt = renderer.continuation(told, after=demonstrated_completion(reply))
+            prompt = renderer.continuation(told, after=make_demonstrated_completion(reply))
         reply = renderer.reply(message.content, prompt_ids=prompt)
         spans += [TokenSpan(prompt, is_reply=False), TokenSpan(reply, is_reply=True)]
         told = []
-    return supervised_sample(spans)
+    return make_supervised_sample(spans)
 
 
 def write_running_sums(path: Path, *, num: int, seed: int) -> None:
@@ -159,7 +156,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends
     )
     renderer.check_multi_turn()
-    samples = [conversation_sample(messages, renderer) for messages in conversations]
+    samples = [make_conversation_sample(messages, renderer) for messages in conversations]
     kept = [sample for sample in samples if len(sample.token_ids) <= args.max_tokens]
     num_long = len(samples) - len(kept)
     print(f"{len(samples)} conversations; {num_long} longer than {args.max_tokens} tokens left out")

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 from rl.protocols import Environment
-from rl.rollouts.reward_values import MAX_REWARD, as_number
+from rl.rollouts.reward_values import MAX_REWARD, to_number
 from rl.types import Message, Observation, Problem, Reply, Role, as_messages
 from rl.utils.errors import RunError
 from rl.utils.excerpts import shown
@@ -102,10 +102,10 @@ class EnvironmentThread:
             ).start()
             # Not at exit, when a task may still have to close what its environments share.
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(function), self._loop))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guard(function), self._loop))
 
 
-async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
+async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
     """Await `function()`; raise RuntimeError for errors that would end the episode or the event
     loop.
     """
@@ -118,7 +118,9 @@ async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
         raise RuntimeError(f"{type(error).__name__} of an environment") from error
 
 
-async def _with_timer(coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout) -> ResultT:
+async def _run_with_timer(
+    coroutine: Coroutine[Any, Any, ResultT], timer: asyncio.Timeout
+) -> ResultT:
     """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait
     for.
     """
@@ -211,7 +213,7 @@ class EnvironmentCalls:
         timer = asyncio.timeout(self.timeout_s)
         try:
             if getattr(self.environment, "runs_inline", False):
-                return await _with_timer(_guarded(function), timer)
+                return await _run_with_timer(_guard(function), timer)
             async with timer:
                 return await self.thread.start(function)
         except RunError:
@@ -250,7 +252,7 @@ class Environments:
         try:
             for problem in problems:
                 groups.append([])
-                groups[-1] += (self._made(problem) for _ in range(num))
+                groups[-1] += (self._make(problem) for _ in range(num))
                 _check_distinct(groups[-1])
             for group in groups:
                 openings = [calls.open() for calls in group]
@@ -268,7 +270,7 @@ class Environments:
                 if isinstance(error, Exception):
                     logger.warning("an environment could not be closed: %r", error, exc_info=error)
 
-    def _made(self, problem: Problem) -> EnvironmentCalls:
+    def _make(self, problem: Problem) -> EnvironmentCalls:
         try:
             environment = self.make(problem.private())  # Episodes of a group must not share data.
         except Exception as error:
@@ -318,7 +320,7 @@ def _read_number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
         raise ValueError(f"metrics has the key {shown(name)}: a name must be a text")
     try:
-        number = as_number(value)
+        number = to_number(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):

@@ -130,7 +130,9 @@ class Episodes:
             )
             # Episodes that wait for nothing need no task of their own.
             at_once = all(environment.ends_at_once for environment in chain(*environments))
-            rollouts = iter([await e for e in episodes] if at_once else await all_or_none(episodes))
+            rollouts = iter(
+                [await e for e in episodes] if at_once else await gather_or_cancel(episodes)
+            )
             return [[next(rollouts) for _ in group] for group in environments]
 
     @property
@@ -171,15 +173,15 @@ class Episodes:
             try:
                 observation = await environment.step(Reply(text=text, completion=completion))
             except EnvironmentFailedError as error:
-                return _failed([*turns, turn()], error, prompt=prompt, sample=sample)
+                return _fail([*turns, turn()], error, prompt=prompt, sample=sample)
             turns.append(turn(observation=observation))
             end = self._end(turns, started=started)
             if end is None:
                 messages = observation.messages
                 try:
-                    prompt_ids = self._continuation(messages, after=completion)
+                    prompt_ids = self._render_continuation(messages, after=completion)
                 except EnvironmentFailedError as error:
-                    return _failed(turns, error, prompt=prompt, sample=sample)
+                    return _fail(turns, error, prompt=prompt, sample=sample)
             room = self.limit - sum(map(len, tokens)) - len(prompt_ids)
             if end is None and room < 1:
                 end = "tokens"
@@ -192,7 +194,7 @@ class Episodes:
                 [np.concatenate([*tokens, prompt_ids])], one, session
             )
 
-    def _continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
+    def _render_continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
         """Return the next turn's prompt tokens; raise EnvironmentFailedError if the messages cannot
         be rendered.
         """
@@ -212,7 +214,7 @@ class Episodes:
         return "time" if now_s() - started > self.limits.timeout_s else None
 
 
-def _failed(
+def _fail(
     turns: Sequence[Turn], error: EnvironmentFailedError, *, prompt: Prompt, sample: int
 ) -> Rollout:
     """Return a rollout whose environment failed in its last turn, and log why."""
@@ -232,7 +234,7 @@ def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) ->
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
 
 
-async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """Return the results in order; after an error or a cancellation cancel all, and wait until they
     have ended.
     """

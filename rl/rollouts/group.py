@@ -133,10 +133,10 @@ class RolloutWorker:
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.rewarder.score([rollouts])
-        scores = [self._with_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
+        scores = [self._add_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
         return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
-    def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
+    def _add_overlong(self, rollout: Rollout, score: Score) -> Score:
         """Add the overlong punishment of the last reply; one that ran out of tokens counts as one
         at the limit.
         """

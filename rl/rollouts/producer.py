@@ -67,7 +67,7 @@ class NumberedProblems:
         return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
 
 
-def reason_to_drop(
+def find_reason_to_drop(
     group: Group, *, drop_equal: bool, max_sample_tokens: int | None
 ) -> DropReason | None:
     """Return why a finished group is not trained on, or None; settings as in `RolloutProducer`."""
@@ -160,7 +160,7 @@ class RolloutProducer:
             self._changed.clear()
             await self._changed.wait()
         batch = Batch(
-            groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped)
+            groups=[self._finished.pop(n) for n in numbers], dropped=_sort_by_number(self._dropped)
         )
         self._dropped = []
         self._num_scored, self._failures = 0, []
@@ -172,7 +172,7 @@ class RolloutProducer:
         error.
         """
         groups = [self._finished[n] for n in sorted(self._finished)]
-        return Batch(groups=groups, dropped=_in_order(self._dropped))
+        return Batch(groups=groups, dropped=_sort_by_number(self._dropped))
 
     @property
     def outstanding(self) -> list[int]:
@@ -205,7 +205,7 @@ class RolloutProducer:
     async def _run(self, number: int, problem: Problem) -> None:
         try:
             group = await self.worker(number, problem)
-            self._settle(group)
+            self._record(group)
         except asyncio.CancelledError:
             if self._error is None:  # cancelled by its own code, not by `close`
                 self.fail(
@@ -218,7 +218,7 @@ class RolloutProducer:
         except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
             self.fail(error)
 
-    def _settle(self, group: Group) -> None:
+    def _record(self, group: Group) -> None:
         """Keep or drop a finished group; raise RunError if too many rewards failed or too many
         groups are dropped.
         """
@@ -232,7 +232,7 @@ class RolloutProducer:
             max_share=self.max_failed_rewards,
             where="since the last batch",
         )
-        reason = reason_to_drop(
+        reason = find_reason_to_drop(
             group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens
         )
         if reason is None:
@@ -263,6 +263,6 @@ class RolloutProducer:
             )
 
 
-def _in_order(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
+def _sort_by_number(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
     """Sort by number rather than by time of finishing, so that sums are the same in every run."""
     return sorted(dropped, key=lambda pair: pair[1].number)

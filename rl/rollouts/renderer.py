@@ -24,11 +24,11 @@ from rl.rollouts.control_tokens import (
     Fragment,
     RefusedMessageError,
     end_tokens,
-    special_tokens,
+    list_special_tokens,
+    list_tokens_in,
     split_rendering,
-    tokens_in,
 )
-from rl.rollouts.replies import continue_thought, opened_thought
+from rl.rollouts.replies import continue_thought, find_opened_thought
 from rl.rollouts.templates import NO_THOUGHTS, ChatML, RawText, Template, TokenizerTemplate
 from rl.types import Completion, Message, Problem, Prompt
 
@@ -107,15 +107,15 @@ class Renderer:
         ends = end_tokens(
             tokenizer, end_token_id=self.end_token_id, stop_token_ids=self.stop_token_ids
         )
-        turns = tokens_in(tokenizer, template.framing) | ends
-        tools = tokens_in(tokenizer, template.tool_framing)
+        turns = list_tokens_in(tokenizer, template.framing) | ends
+        tools = list_tokens_in(tokenizer, template.tool_framing)
         self._turns = ControlTokens(tokenizer, turns)
         """Tokens that begin and end turns, which are no part of a reply."""
-        self._control = ControlTokens(tokenizer, special_tokens(tokenizer) | tools | turns)
+        self._control = ControlTokens(tokenizer, list_special_tokens(tokenizer) | tools | turns)
         """Tokens that no message can bring in."""
         # A mark that a turn's token follows is only mentioned, such as by an instruction after the
         # question.
-        mentions = self._turns.first_in(template.opens_thought) is not None
+        mentions = self._turns.find_first(template.opens_thought) is not None
         self._prefilled = "" if mentions else template.opens_thought
         self._opened: tuple[np.ndarray | None, str] = (None, "")
         """Prompt that was asked for last, and the thought that it opened."""
@@ -136,7 +136,7 @@ class Renderer:
             written = "".join(self.tokenizer.convert_ids_to_tokens(first_ids.tolist()))
             first = replace(messages[0], content=messages[0].content.removeprefix(written))
             messages = [first, *messages[1:]]
-        token_ids = self._encode_messages(messages, self.template.opening)
+        token_ids = self._encode_messages(messages, self.template.render_opening)
         if np.array_equal(token_ids[: len(first_ids)], first_ids):
             return token_ids
         return np.concatenate([first_ids, token_ids])
@@ -147,7 +147,7 @@ class Renderer:
             raise ValueError("a continuation without messages: the episode is over")
         # Encoded with the end of turn in front: tokenizers may treat the beginning of a text
         # differently.
-        token_ids = self._encode_messages(messages, self.template.continuation)
+        token_ids = self._encode_messages(messages, self.template.render_continuation)
         is_closed = len(after.token_ids) > 0 and after.token_ids[-1] == self.end_token_id
         return token_ids[1:] if is_closed else token_ids
 
@@ -157,8 +157,8 @@ class Renderer:
         Tokens that a model writes in its replies (`<think>`, `<tool_call>`) are tokens, those of
         turns are text.
         """
-        text = continue_thought(text, self._opened_thought(prompt_ids))
-        token = self._turns.first_in(text)
+        text = continue_thought(text, self._find_opened_thought(prompt_ids))
+        token = self._turns.find_first(text)
         if token is None:
             token_ids = self.encode(text)
         else:
@@ -179,7 +179,7 @@ class Renderer:
         # Nearly every reply has only that one, and this runs for each reply in the event loop.
         if not of_turns.isdisjoint(ids):
             ids = [token_id for token_id in ids if token_id not in of_turns]
-        return self._opened_thought(prompt_ids) + self._decode(ids)
+        return self._find_opened_thought(prompt_ids) + self._decode(ids)
 
     def encode(self, text: str) -> np.ndarray:
         """Return [N] int32: the tokens of a text, without special tokens around it."""
@@ -191,14 +191,14 @@ class Renderer:
         """Return [N] int32: the tokens of rendered messages, of which none brings in a special
         token.
         """
-        token = self._control.first_in("".join(m.content for m in messages))
+        token = self._control.find_first("".join(m.content for m in messages))
         if token is None:
             return self.encode(render(messages))
         self._control.warn_once(token, where="a message")
         fragments = split_rendering(messages, render=render, control=self._control)
         return np.asarray(self._control.encode(fragments), dtype=np.int32)
 
-    def _opened_thought(self, prompt_ids: np.ndarray | None) -> str:
+    def _find_opened_thought(self, prompt_ids: np.ndarray | None) -> str:
         """Return the thought in which a prompt ends, from its mark on; or nothing."""
         if prompt_ids is None:
             return ""
@@ -206,7 +206,7 @@ class Renderer:
         if prompt_ids is not known_ids:  # the samples of a group share one prompt
             end = self._decode(prompt_ids[-MAX_MARK_TOKENS - len(self._prefilled) :].tolist())
             opened = self._prefilled if end.endswith(self._prefilled) else ""
-            opened = opened or opened_thought(end)
+            opened = opened or find_opened_thought(end)
             self._opened = (prompt_ids, opened)
         return opened
 

@@ -1,9 +1,8 @@
 """Parts of a reply: thoughts, tool calls and other text. Every reader of replies takes them from
 here.
 
-<think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {"x":
-11}}</tool_call>
-thought                      text     call
+    <think>47 is 4 and 7.</think>It is 11. <tool_call>{"name": "add", "arguments": {}}</tool_call>
+    thought                      text      call
 """
 
 from __future__ import annotations
@@ -86,12 +85,12 @@ def join_answer(parts: Sequence[ReplyPart]) -> str:
     return "".join(part.text for part in parts[start:]).strip()
 
 
-def has_open_thought(text: str) -> bool:
+def is_thought_open(text: str) -> bool:
     """Return True if the reply ends within a thought."""
     return any(not part.is_closed for part in split_reply(text))
 
 
-def opened_thought(prompt: str) -> str:
+def find_opened_thought(prompt: str) -> str:
     """Return the opening mark at the end of a prompt, with the white space after it; empty if there
     is none.
     """
@@ -99,7 +98,7 @@ def opened_thought(prompt: str) -> str:
     return "" if opened is None else opened.group()
 
 
-def thought_left_open(text: str) -> str:
+def find_open_thought(text: str) -> str:
     """Return the end of a text from the mark of its open thought on; empty if no thought is
     open.
     """
@@ -202,7 +201,9 @@ def _read_call(
     None, and the place to read on from, inside a thought, and for a mark that is followed by the
     end of a thought that nothing opened.
     """
-    body = _WHITESPACE.match(text, start + len(CALL_OPEN)).end()  # type: ignore[union-attr]  # matches everywhere
+    white = _WHITESPACE.match(text, start + len(CALL_OPEN))
+    assert white is not None  # the pattern matches everywhere
+    body = white.end()
     value, end, problem = _decode(text, body)
     following = _CALL_MARKS.search(text, end)
     stop = len(text) if following is None else following.start()

@@ -19,7 +19,7 @@ _NUMBERS = (float, int, Real, Decimal)
 _TEXTS = (str, bytes, bytearray)
 
 
-def as_number(value: Any) -> float:
+def to_number(value: Any) -> float:
     """Return a number, or the only element of an array or tensor, as a float, which may be infinite
     or NaN.
 
@@ -39,8 +39,8 @@ def as_number(value: Any) -> float:
     return float(value)
 
 
-def as_numbers(values: Any, *, most: int) -> list[float]:
-    """Return the numbers of an ordered collection, at most `most` of them; raises as `as_number`.
+def to_numbers(values: Any, *, most: int) -> list[float]:
+    """Return the numbers of an ordered collection, at most `most` of them; raises as `to_number`.
 
     Mappings would be read by their keys, sets in any order, texts and bytes by their characters:
     all are refused.
@@ -50,10 +50,10 @@ def as_numbers(values: Any, *, most: int) -> list[float]:
     )  # a data frame gives its columns
     if is_table or isinstance(values, Mapping | Set | str | bytes | bytearray | memoryview):
         raise TypeError(f"a {type(values).__name__} is not a sequence of numbers")
-    return [as_number(value) for value in islice(iter(values), most)]  # a generator may never end
+    return [to_number(value) for value in islice(iter(values), most)]  # a generator may never end
 
 
-def as_truth(value: Any) -> bool:
+def to_truth(value: Any) -> bool:
     """Return the truth of True, False, 0, 1 or an object such as a match or None.
 
     A text, a tuple, a mapping, a function and a coroutine are always true, and a partial reward

@@ -109,7 +109,7 @@ def _check_lengths(rollouts: Sequence[Rollout], advantages_NC: Sequence[np.ndarr
             )
 
 
-def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
+def make_supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
     """Return demonstrated replies as a sample for a supervised loss, with advantage one."""
     mask = np.concatenate([np.full(len(span.token_ids), span.is_reply) for span in spans])
     mask[0] = False  # the first token is never a target
@@ -125,12 +125,12 @@ def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
 
 def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
     """Return a demonstration of one turn as a sample."""
-    return supervised_sample(
+    return make_supervised_sample(
         [TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)]
     )
 
 
-def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
+def make_demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
     """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions
     -1.
     """
@@ -219,4 +219,4 @@ class _Recital:
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
         token_ids = self._renderer.reply(next(self._replies), prompt_ids=prompts[0])
-        return [[demonstrated_completion(token_ids)]]
+        return [[make_demonstrated_completion(token_ids)]]

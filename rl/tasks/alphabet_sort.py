@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
@@ -74,7 +74,7 @@ class AlphabetSort(GeneratedTask):
         answers = [" ".join(sorted(so_far)) for so_far in accumulate(turns)]
         return Problem(
             id="alphabet-sort/" + "/".join("-".join(turn) for turn in turns),
-            question=instructed(self.config.instruction, " ".join(turns[0])),
+            question=add_instruction(self.config.instruction, " ".join(turns[0])),
             answer=answers[-1],
             demonstration=tuple(answers),
             info={"turns": [" ".join(turn) for turn in turns], "answers": answers},

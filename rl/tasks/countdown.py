@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, UnparsedAnswer
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
@@ -87,7 +87,7 @@ class Countdown(GeneratedTask):
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
         return Problem(
             id=f"countdown/{asked.replace(' ', '-')}",
-            question=instructed(self.config.instruction, asked),
+            question=add_instruction(self.config.instruction, asked),
             answer=text,
             demonstration=f"[ANSWER] {text}",
             info={"numbers": numbers, "target": int(value)},
@@ -113,11 +113,12 @@ class Countdown(GeneratedTask):
         """Return 1 for an expression that equals the target and uses each number at most once."""
         info = rollout.prompt.problem.info
         return float(
-            bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"]
+            bool(uses_the_numbers(rollout))
+            and evaluate(parse_expression(rollout)) == info["target"]
         )
 
 
-def expression(rollout: Rollout) -> str:
+def parse_expression(rollout: Rollout) -> str:
     """Return the expression after an `[ANSWER]` that ends the reply, outside of thoughts.
 
     Raises:
@@ -134,7 +135,7 @@ def uses_the_numbers(rollout: Rollout) -> float:
     """Return 1 for a valid expression that uses each given number at most as often as it is
     given.
     """
-    text = expression(rollout)
+    text = parse_expression(rollout)
     used = Counter(map(int, re.findall(r"[0-9]+", text)))
     return float(
         evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"])
@@ -146,14 +147,14 @@ def evaluate(text: str) -> Fraction | None:
     None.
     """
     try:
-        return _value(ast.parse(text, mode="eval").body)
+        return _evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
-        return OPERATIONS[_NODES[type(node.op)]](_value(node.left), _value(node.right))
+        return OPERATIONS[_NODES[type(node.op)]](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("not arithmetic")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl.config.tree import check_bounds
-from rl.tasks.rows import WrittenRows, filled_lines, read_written_rows
+from rl.tasks.rows import WrittenRows, read_filled_lines, read_written_rows
 from rl.types import Problem
 from rl.utils.errors import causes
 from rl.utils.files import atomic_write
@@ -81,7 +81,7 @@ class TypedRows:
             if getattr(feature, "dtype", "") in ("float16", "float32"):
                 self._narrow[name] = np.dtype(feature.dtype).type
 
-    def column_names(self, needed: Iterable[str] = ()) -> list[str]:
+    def list_columns(self, needed: Iterable[str] = ()) -> list[str]:
         return list(self.table.column_names)
 
     def __len__(self) -> int:
@@ -142,14 +142,14 @@ def read_rows(
                 local, columns=list(dict.fromkeys(columns.values())), folder=folder
             )
     except Exception as error:  # each format's reader has errors of its own
-        raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
+        raise ValueError(f"{path} cannot be read: {_find_innermost(error)}") from error
     if is_typed and isinstance(table, Mapping):
         names = ", ".join(str(local / name) for name in table)
         raise ValueError(f"{path} holds several splits: name one of {names}")
     rows = TypedRows(table) if is_typed else written
     if not len(rows):
         raise ValueError(f"{path} has no rows")
-    present = rows.column_names(columns.values())
+    present = rows.list_columns(columns.values())
     for setting, column in columns.items():
         if column not in present:
             names = ", ".join(map(repr, present))
@@ -171,7 +171,7 @@ def _typed_table(local: Path, datasets: ModuleType, *, cache_folder: str | None)
             datasets.enable_progress_bars()
 
 
-def _innermost(error: BaseException) -> str:
+def _find_innermost(error: BaseException) -> str:
     if type(error) is ValueError:
         return str(error)
     *_, error = causes(error)
@@ -181,7 +181,7 @@ def _innermost(error: BaseException) -> str:
 # Splits, which depend only on the content of a row
 
 
-def content_key(text: str) -> int:
+def hash_content(text: str) -> int:
     """Return 64 bits that identify a question, ignoring white space."""
     digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -201,7 +201,7 @@ def choose(keys: Sequence[int], most: int | None) -> list[int]:
     places = range(len(keys))
     if most is None or most >= len(keys):
         return list(places)
-    return sorted(sorted(places, key=lambda place: (content_key(str(keys[place])), place))[:most])
+    return sorted(sorted(places, key=lambda place: (hash_content(str(keys[place])), place))[:most])
 
 
 # Order
@@ -239,7 +239,7 @@ class ProblemsByNumber:
         return self.problem(next(self._numbers))
 
 
-def shuffled_problems(
+def shuffle_problems(
     problem_at: Callable[[int], Problem],
     *,
     num_problems: int,
@@ -302,11 +302,11 @@ class DifficultyFilter:
                 f"column={self.column!r}, file={self.file!r}: exactly one must say the pass rates"
             )
 
-    def keeps(self, rate: Any) -> bool:
+    def is_within_bounds(self, rate: Any) -> bool:
         """Return True if there is no rate, or if it is within the bounds; raises ValueError for an
         invalid one.
         """
-        return rate is None or self.min <= _checked(rate) <= self.max
+        return rate is None or self.min <= _check_rate(rate) <= self.max
 
 
 def read_pass_rates(path: str) -> dict[str, float]:
@@ -317,10 +317,10 @@ def read_pass_rates(path: str) -> dict[str, float]:
     if not file.is_file():
         raise ValueError(f"difficulty.file={path!r} is not a local file")
     rates: dict[str, float] = {}
-    for number, line in _named_lines(file, path):
+    for number, line in _read_lines(file, path):
         try:
             entry = json.loads(line)
-            key, rate = str(entry["id"]), _checked(entry["pass_rate"])
+            key, rate = str(entry["id"]), _check_rate(entry["pass_rate"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}"
@@ -331,9 +331,9 @@ def read_pass_rates(path: str) -> dict[str, float]:
     return rates
 
 
-def _named_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
+def _read_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
     try:
-        yield from filled_lines(file)
+        yield from read_filled_lines(file)
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from error
 
@@ -341,14 +341,14 @@ def _named_lines(file: Path, path: str) -> Iterator[tuple[int, str]]:
 def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
     """Write rates by problem id for `read_pass_rates`; the file appears whole or not at all."""
     lines = (
-        json.dumps({"id": key, "pass_rate": _checked(rate)}, ensure_ascii=False)
+        json.dumps({"id": key, "pass_rate": _check_rate(rate)}, ensure_ascii=False)
         for key, rate in rates.items()
     )
     with atomic_write(path) as file:
         file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _checked(rate: Any) -> float:
+def _check_rate(rate: Any) -> float:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(f"the pass rate {rate!r} is not a number from 0 to 1")
     return float(rate)

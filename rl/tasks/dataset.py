@@ -19,20 +19,20 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.cells import as_demonstration, as_id, as_rate, as_system, as_text
+from rl.tasks.cells import to_demonstration, to_id, to_rate, to_system, to_text
 from rl.tasks.data import (
     DifficultyFilter,
     TypedRows,
     choose,
-    content_key,
+    hash_content,
     is_held_out,
     read_pass_rates,
     read_rows,
-    shuffled_problems,
+    shuffle_problems,
 )
-from rl.tasks.fingerprint import digest_of_problem
-from rl.tasks.rows import WrittenRows, plain_value
-from rl.tasks.task import complete_answer, sendable_state
+from rl.tasks.fingerprint import hash_problem
+from rl.tasks.rows import WrittenRows, to_plain
+from rl.tasks.task import complete_answer, get_sendable_state
 from rl.types import Problem, Rollout
 from rl.utils.numbers import same_answer
 
@@ -62,7 +62,7 @@ class Row:
         return f"{self.path}, {self.rows.place(self.number)}"
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def name_errors(self) -> Iterator[None]:
         """Put the row before the message of a ValueError."""
         try:
             yield
@@ -86,13 +86,13 @@ class Columns:
     info: tuple[str, ...] = ()
     """Further columns for `Problem.info`, for reward functions and environments."""
 
-    def by_setting(self) -> dict[str, str]:
+    def list_by_setting(self) -> dict[str, str]:
         """Return every named column by the setting that names it."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
         named |= {f"info.{i}": column for i, column in enumerate(self.info)}
         return {f"columns.{name}": column for name, column in named.items() if column is not None}
 
-    def of_texts(self) -> list[str]:
+    def list_text_columns(self) -> list[str]:
         """Return the columns whose values are texts."""
         named = (self.question, self.answer, self.id, self.demonstration, self.system)
         return [column for column in named if column is not None]
@@ -150,7 +150,7 @@ class DatasetTask(Configurable):
                     f"eval_files has a set {HELD_OUT!r}: that is the name of the held-out share"
                 )
 
-    __getstate__ = sendable_state
+    __getstate__ = get_sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -165,7 +165,9 @@ class DatasetTask(Configurable):
         for name, file in config.eval_files.items():
             evals[name] = self._read([file], by_id, setting=f"eval_files.{name}")
         self._train, evals = self._split(train, evals)
-        self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
+        self._evals = {
+            name: [self._make_problem(row) for row in rows] for name, rows in evals.items()
+        }
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
         """Return the final problem of a row, from the columns' problem and the named columns;
@@ -183,7 +185,7 @@ class DatasetTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems, each epoch in a new order; `.problem(n)` is number n."""
-        return self._ordered(self._train, f"train {seed}")
+        return self._order(self._train, f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return the training problems with a demonstration, in another order; ValueError if there
@@ -191,14 +193,16 @@ class DatasetTask(Configurable):
         """
         column = self.config.columns.demonstration
         shown = [
-            row for row in self._train if column is not None and self._problem(row).demonstration
+            row
+            for row in self._train
+            if column is not None and self._make_problem(row).demonstration
         ]
         if not shown:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name "
                 "the column of full replies; or run without warm-up (--warmup None)"
             )
-        return self._ordered(shown, f"warm-up {seed}")
+        return self._order(shown, f"warm-up {seed}")
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
         return self._evals
@@ -212,9 +216,9 @@ class DatasetTask(Configurable):
         """
         return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
-    def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
-        return shuffled_problems(
-            lambda i: self._problem(rows[i]),
+    def _order(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
+        return shuffle_problems(
+            lambda i: self._make_problem(rows[i]),
             num_problems=len(rows),
             seed=seed,
             shuffle=self.config.shuffle,
@@ -232,7 +236,7 @@ class DatasetTask(Configurable):
             Path(path).name
             for path in dict.fromkeys((*config.train_files, *config.eval_files.values()))
         ]
-        needed = config.columns.by_setting()
+        needed = config.columns.list_by_setting()
         if (
             config.difficulty is not None
             and config.difficulty.column is not None
@@ -245,19 +249,19 @@ class DatasetTask(Configurable):
             num_rows += len(rows)
             for number, values in enumerate(rows):
                 row = Row(path=path, file=file, rows=rows, number=number)
-                problem = self._problem(row, values)
+                problem = self._make_problem(row, values)
                 if (earlier := by_id.setdefault(problem.id, row)) is not row:
                     raise ValueError(
                         f"{row}: id {problem.id!r} also occurs in {earlier}; ids must be unique"
                     )
-                with row.naming():
+                with row.name_errors():
                     if self.usable(problem):
-                        question = as_text(
+                        question = to_text(
                             values.get(config.columns.question), config.columns.question
                         )
                         infos = [values.get(c) for c in config.columns.info]
-                        digest = digest_of_problem(problem, problem.info.get("system"), infos)
-                        found.append(replace(row, key=content_key(question), digest=digest))
+                        digest = hash_problem(problem, problem.info.get("system"), infos)
+                        found.append(replace(row, key=hash_content(question), digest=digest))
         if not found:
             raise ValueError(
                 f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used"
@@ -268,33 +272,33 @@ class DatasetTask(Configurable):
             )
         return found
 
-    def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
+    def _make_problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
         """Return the problem of a row, whose values are read if not given; ValueError names file
         and row.
         """
         config, columns = self.config, self.config.columns
-        with row.naming():
+        with row.name_errors():
             values = row.rows[row.number] if values is None else values
-            texts = {name: values.get(name) for name in columns.of_texts()}
-            info = {name: plain_value(values.get(name)) for name in columns.info}
+            texts = {name: values.get(name) for name in columns.list_text_columns()}
+            info = {name: to_plain(values.get(name)) for name in columns.info}
             named = {**info, **texts}
             if columns.system is not None and (
-                system := as_system(texts[columns.system], columns.system)
+                system := to_system(texts[columns.system], columns.system)
             ):
                 info["system"] = system
             elif config.system:
                 info["system"] = config.system
-            question = as_text(texts[columns.question], columns.question)
+            question = to_text(texts[columns.question], columns.question)
             shown = None if columns.demonstration is None else texts[columns.demonstration]
             problem = Problem(
                 id=f"{row.file}:{row.number + 1}"
                 if columns.id is None
-                else as_id(texts[columns.id], columns.id),
+                else to_id(texts[columns.id], columns.id),
                 question=config.template.replace("{question}", question),
                 answer=""
                 if columns.answer is None
-                else as_text(texts[columns.answer], columns.answer),
-                demonstration=as_demonstration(shown, columns.demonstration or ""),
+                else to_text(texts[columns.answer], columns.answer),
+                demonstration=to_demonstration(shown, columns.demonstration or ""),
                 info=info,
             )
             return self.convert(problem, named)
@@ -319,12 +323,12 @@ class DatasetTask(Configurable):
         train = [row for row in train if row.key not in evaluated]
         dropped = f"{num_read - len(train)} are in an evaluation set"
         if config.difficulty is not None:
-            num_before, train = len(train), self._of_difficulty(train, config.difficulty)
+            num_before, train = len(train), self._filter_by_difficulty(train, config.difficulty)
             dropped += f", {num_before - len(train)} fail the difficulty filter"
         if not train:
             raise ValueError(f"no training row is left of {num_read}: {dropped}")
-        train = _chosen(train, config.max_problems)
-        evals = {name: _chosen(rows, config.num_eval) for name, rows in evals.items()}
+        train = _choose(train, config.max_problems)
+        evals = {name: _choose(rows, config.num_eval) for name, rows in evals.items()}
         sizes = ", ".join(f"{name} {len(rows)}" for name, rows in evals.items())
         logger.info(
             "%d training problems of %d rows (%s); to evaluate: %s",
@@ -335,23 +339,23 @@ class DatasetTask(Configurable):
         )
         return train, evals
 
-    def _of_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
+    def _filter_by_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
         """Return the rows that pass the filter; raise ValueError if the file of rates has none of
         these problems.
         """
         by_id = None if settings.file is None else read_pass_rates(settings.file)
         kept, num_rated = [], 0
         for row in rows:
-            with row.naming():
+            with row.name_errors():
                 if by_id is None:
-                    rate = as_rate(row.rows[row.number].get(settings.column or ""))
+                    rate = to_rate(row.rows[row.number].get(settings.column or ""))
                 else:
-                    rate = by_id.get(self._problem(row).id)
+                    rate = by_id.get(self._make_problem(row).id)
                 num_rated += rate is not None
-                if settings.keeps(rate):
+                if settings.is_within_bounds(rate):
                     kept.append(row)
         if rows and by_id is not None and not num_rated:
-            example = self._problem(rows[0]).id
+            example = self._make_problem(rows[0]).id
             raise ValueError(
                 f"difficulty.file={settings.file!r} rates none of the training problems, such as "
                 f"{example!r}"
@@ -367,6 +371,6 @@ def is_correct(rollout: Rollout) -> bool:
     return answer is not None and same_answer(rollout.prompt.problem.answer, answer)
 
 
-def _chosen(rows: list[Row], most: int | None) -> list[Row]:
+def _choose(rows: list[Row], most: int | None) -> list[Row]:
     """Return at most `most` rows, the same for every seed."""
     return [rows[i] for i in choose([row.key for row in rows], most)]

@@ -24,10 +24,10 @@ MAX_DIGESTS = 256
 """Most digests of a fingerprint; above it, each digest is of several problems."""
 
 
-def digest_of_problem(problem: Problem, *others: Any) -> str:
+def hash_problem(problem: Problem, *others: Any) -> str:
     """Return 64 bits of a problem's texts, as hexadecimal digits, and of further JSON values."""
     texts = [problem.id, problem.question, problem.answer, *problem.demonstrations, *others]
-    return _digest([json.dumps(texts, sort_keys=True, default=_describe)])
+    return _hash_parts([json.dumps(texts, sort_keys=True, default=_describe)])
 
 
 def _describe(value: Any) -> str:
@@ -42,14 +42,14 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
     with.
     """
     problems = task.train_problems(seed=seed)
-    if (listed := _listed(problems)) is not None:
+    if (listed := _get_listed(problems)) is not None:
         num: int | None = listed.num
         digests = [listed.digest_at(i) for i in range(listed.num)]
         order = listed.order
     else:
         drawn = list(islice(problems, NUM_SAMPLED))
         num = None if len(drawn) == NUM_SAMPLED else len(drawn)
-        digests = [digest_of_problem(problem) for problem in drawn]
+        digests = [hash_problem(problem) for problem in drawn]
         order = f"drawn by seed {seed}"
     block = block or max(1, -(-len(digests) // MAX_DIGESTS))
     blocks = [digests[i : i + block] for i in range(0, len(digests), block)]
@@ -57,8 +57,8 @@ def fingerprint_problems(task: Task, *, seed: int, block: int | None = None) -> 
         num=num,
         order=order,
         block=block,
-        digests=tuple(map(_digest, blocks)),
-        eval_sets={name: _of_set(held_out) for name, held_out in task.eval_sets().items()},
+        digests=tuple(map(_hash_parts, blocks)),
+        eval_sets={name: _describe_set(held_out) for name, held_out in task.eval_sets().items()},
     )
 
 
@@ -69,7 +69,9 @@ def describe_changes(
     now = fingerprint_problems(task, seed=seed, block=saved.block)
     changes = []
     if now.num != saved.num:
-        changes.append(f"{_number(saved.num)} training problems, now {_number(now.num)}")
+        changes.append(
+            f"{_format_number(saved.num)} training problems, now {_format_number(now.num)}"
+        )
     if now.order != saved.order:
         changes.append(f"they were {saved.order}, and are {now.order} now")
     different = (
@@ -94,18 +96,18 @@ def describe_changes(
     return changes, of_sets
 
 
-def _of_set(problems: Sequence[Problem]) -> str:
-    return f"{len(problems)} problems {_digest(map(digest_of_problem, problems))}"
+def _describe_set(problems: Sequence[Problem]) -> str:
+    return f"{len(problems)} problems {_hash_parts(map(hash_problem, problems))}"
 
 
-def _digest(parts: Iterable[str]) -> str:
+def _hash_parts(parts: Iterable[str]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 
-def _number(num: int | None) -> str:
+def _format_number(num: int | None) -> str:
     return "endless" if num is None else str(num)
 
 
@@ -114,13 +116,13 @@ def _place(number: int, block: int, task: Task, *, seed: int) -> str:
     if block > 1:
         return f"in problems {number + 1} to {number + block}"
     problems = task.train_problems(seed=seed)
-    if (listed := _listed(problems)) is None:
+    if (listed := _get_listed(problems)) is None:
         problem = next(islice(problems, number, None), None)
     else:
         problem = listed.problem_at(number) if number < listed.num else None
     return f"problem {number + 1}" if problem is None else f"problem {number + 1} ({problem.id})"
 
 
-def _listed(problems: Iterable[Problem]) -> ListedProblems | None:
+def _get_listed(problems: Iterable[Problem]) -> ListedProblems | None:
     """Return the list that a task repeats, with the digest of each problem, if it has one."""
     return problems.listed if isinstance(problems, ProblemsByNumber) else None

@@ -17,7 +17,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.task import Solved, sendable_state
+from rl.tasks.task import Solved, get_sendable_state
 from rl.types import Problem, Rollout
 
 HELD_OUT_SHARE = 0.15
@@ -40,7 +40,7 @@ class GeneratedTask(Configurable):
         def __post_init__(self) -> None:
             check_bounds(self, "num_eval", at_least=1)
 
-    __getstate__ = sendable_state
+    __getstate__ = get_sendable_state
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -125,7 +125,7 @@ class GeneratedTask(Configurable):
         return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
-def instructed(instruction: str, question: str) -> str:
+def add_instruction(instruction: str, question: str) -> str:
     """Return the question after the instruction, if there is one."""
     return f"{instruction}\n{question}" if instruction else question
 

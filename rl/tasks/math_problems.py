@@ -102,7 +102,7 @@ class MathAnswer:
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no readable answer in its place."""
         answer = required_answer(rollout, self.place)
-        is_right = equal(rollout.prompt.problem.answer, answer, self.place)
+        is_right = compare_answers(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
             raise UnparsedAnswer(f"math-verify cannot read {shortened(answer, most=200)!r}")
         return float(is_right)
@@ -122,7 +122,7 @@ class AnswerInPlace:
 
 
 @functools.lru_cache(maxsize=4096)
-def equal(gold: str, answer: str, place: Place) -> bool | None:
+def compare_answers(gold: str, answer: str, place: Place) -> bool | None:
     """Compare two answers, by value if they are bare numbers, else with math-verify; None if it
     cannot read the second.
 
@@ -133,26 +133,26 @@ def equal(gold: str, answer: str, place: Place) -> bool | None:
     value = number_value(gold)
     if value is not None and value == number_value(answer):
         return True
-    answer = _as_latex(answer)
-    parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
+    answer = _to_latex(answer)
+    parsed = _parse(_wrap_in_box(answer), timeout_s=None) if place != "whole" else []
     if place == "whole" or (place == "hashes" and (not parsed or _is_number_in_words(answer))):
         parsed += _parse(answer, timeout_s=None)
     if not parsed:
         return None
     # math-verify warns that its time limits are off.
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    return bool(math_verify.verify(list(_gold(gold)), parsed, timeout_seconds=None))
+    return bool(math_verify.verify(list(_parse_gold(gold)), parsed, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
-def _gold(gold: str) -> tuple[Any, ...]:
-    return tuple(_parse(_in_box(_as_latex(gold)), timeout_s=None))
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    return tuple(_parse(_wrap_in_box(_to_latex(gold)), timeout_s=None))
 
 
 def _is_readable(gold: str) -> bool:
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = GOLD_TIMEOUT_S if in_main_thread else None
-    return bool(_parse(_in_box(_as_latex(gold)), timeout_s=timeout_s))
+    return bool(_parse(_wrap_in_box(_to_latex(gold)), timeout_s=timeout_s))
 
 
 def _is_number_in_words(answer: str) -> bool:
@@ -162,7 +162,7 @@ def _is_number_in_words(answer: str) -> bool:
     return _WORD.search(answer) is not None and len(find_numbers(answer)) == 1
 
 
-def _as_latex(text: str) -> str:
+def _to_latex(text: str) -> str:
     """Return the text with ASCII digits, and with powers and fractions of one character in
     LaTeX.
     """
@@ -183,5 +183,5 @@ def _parse(text: str, *, timeout_s: int | None) -> list[Any]:
     return list(math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=timeout_s))
 
 
-def _in_box(answer: str) -> str:
+def _wrap_in_box(answer: str) -> str:
     return f"\\boxed{{{answer}}}"

@@ -22,7 +22,7 @@ from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
+from rl.tasks.data import ProblemsByNumber, decode_settings, hash_content, import_for_tasks
 from rl.tasks.generated import Coin
 from rl.tasks.task import Place, Solved, required_answer
 from rl.types import Problem, Rollout
@@ -80,18 +80,18 @@ class ReasoningGym(Configurable):
     def __init__(self, *, config: Config) -> None:
         self.config = config
         self._source = Source.of(config.dataset, config.settings)
-        self._eval = self._held_out()
+        self._eval = self._draw_held_out()
         self._held_keys = {self._split_key(problem) for problem in self._eval}
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return self._drawn(f"train {seed}")
+        return self._draw(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return other training problems with their bare answers as demonstrations; ValueError if
         there are none.
         """
-        for problem in self._drawn(f"warm-up {seed}"):
+        for problem in self._draw(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
                     f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start "
@@ -122,22 +122,20 @@ class ReasoningGym(Configurable):
             correct=Solved(reward=grader, at=config.solved_at),
         )
 
-    def _drawn(self, seed: str) -> ProblemsByNumber:
+    def _draw(self, seed: str) -> ProblemsByNumber:
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
         # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for
         # some datasets.
         first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
-        return ProblemsByNumber(
-            lambda number: self._training_problem(number, first_seed=first_seed)
-        )
+        return ProblemsByNumber(lambda number: self._draw_training(number, first_seed=first_seed))
 
     def _split_key(self, problem: Problem) -> int:
         text = problem.question
-        return content_key(
+        return hash_content(
             " ".join(find_numbers(text)) if self.config.split_by == "numbers" else text
         )
 
-    def _training_problem(self, number: int, *, first_seed: int) -> Problem:
+    def _draw_training(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
             problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
             if self._split_key(problem) not in self._held_keys:
@@ -148,12 +146,12 @@ class ReasoningGym(Configurable):
             f"{MAX_REDRAWS} draws of it: lower num_eval={self.config.num_eval}"
         )
 
-    def _held_out(self) -> list[Problem]:
+    def _draw_held_out(self) -> list[Problem]:
         found: dict[int, Problem] = {}
         most_drawn = min(20 * self.config.num_eval + BLOCK, FIRST_TRAIN_SEED - BLOCK)
         for seed in range(most_drawn):
             problem = self._source.problem(seed)
-            found.setdefault(content_key(problem.question), problem)
+            found.setdefault(hash_content(problem.question), problem)
             if len(found) == self.config.num_eval:
                 return list(found.values())
         raise ValueError(

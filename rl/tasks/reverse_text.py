@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.tasks.task import complete_answer
 from rl.types import Problem, Rollout
 
@@ -54,7 +54,7 @@ class ReverseText(GeneratedTask):
         word = "".join(generator.choices(string.ascii_lowercase, k=length))
         return Problem(
             id=f"reverse-text/{word}",
-            question=instructed(self.config.instruction, word),
+            question=add_instruction(self.config.instruction, word),
             answer=word[::-1],
             demonstration=word[::-1],
         )

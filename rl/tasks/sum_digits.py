@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rl.config.tree import check_bounds
 from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion
-from rl.tasks.generated import GeneratedTask, instructed
+from rl.tasks.generated import GeneratedTask, add_instruction
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9]+)\s*\Z")
@@ -59,7 +59,7 @@ class SumDigits(GeneratedTask):
     def draw(self, generator: random.Random) -> Problem:
         problem = make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
         return dataclasses.replace(
-            problem, question=instructed(self.config.instruction, problem.question)
+            problem, question=add_instruction(self.config.instruction, problem.question)
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:

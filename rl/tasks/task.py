@@ -93,7 +93,7 @@ def find_answer(text: str, place: Place, *, is_cut_off: bool = False) -> str | N
         if not mark or (is_cut_off and not end and not ends_line):
             found = None
     elif place == "boxed":
-        found = _last_boxed(text)
+        found = _find_last_boxed(text)
     elif place == "tags":
         _, mark, after = text.rpartition("<answer>")
         inner, end, _ = after.partition("</answer>")
@@ -118,7 +118,7 @@ def required_answer(rollout: Rollout, place: Place) -> str:
     return answer
 
 
-def _last_boxed(text: str) -> str:
+def _find_last_boxed(text: str) -> str:
     # The last box counts, also one that is never closed.
     last = deque(_BOX.finditer(text), maxlen=1)
     if not last:
@@ -131,7 +131,7 @@ def _last_boxed(text: str) -> str:
     return ""  # the brace was never closed
 
 
-def sendable_state(task: object) -> dict[str, Any]:
+def get_sendable_state(task: object) -> dict[str, Any]:
     """Return the attributes of a task that pickle, for its `__getstate__`.
 
     Reward functions may be methods of a task, which take the task along to the reward process. What

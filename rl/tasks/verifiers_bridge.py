@@ -6,7 +6,8 @@ messages of the request after the last reply are what the environment tells the 
 model's tokens are never tokenized again.
 
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
-    verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
+    verifiers:             request waits .... gets the reply, runs tools, asks again
+                                              (or ends, and scores)
 
 Everything runs in the event loop of relay's environment thread, because rewards and tools are
 foreign code. The chat loop is `ConversationHarness`: verifiers' own harnesses start a program for
@@ -103,7 +104,7 @@ class PolicyClient(Client):
             episode.refuse(f"its harness speaks {type(dialect).__name__}, not chat completions")
         prompt = turn.prompt if turn is not None else dialect.parse_request(body).messages
         reply = await episode.ask(prompt)
-        response = as_response(reply, call_prefix=f"call_{episode.num_replies}")
+        response = to_response(reply, call_prefix=f"call_{episode.num_replies}")
         response.raw = serialize_completion(response, POLICY)
         return response
 
@@ -226,11 +227,11 @@ class Episode:
             context = ModelContext(model=POLICY, client=POLICY_CLIENT, sampling=Sampling())
             # Episodes of a task would share what its hooks do to its data.
             task = copy_data(self._task)
-            play = self._host.env.run_episode(task, context, on_trace=self._on_trace)
+            play = self._host.env.run_episode(task, context, on_trace=self._register_trace)
             self._run = asyncio.create_task(play)
-            if (first := await self._next()) is None:
+            if (first := await self._wait_for_messages()) is None:
                 raise EpisodeError(
-                    f"the environment ended before it asked the model: {self._failure()}"
+                    f"the environment ended before it asked the model: {self._describe_failure()}"
                 )
             if first:
                 texts = [f"{m.role}: {shortened(m.content, most=200)!r}" for m in first]
@@ -242,8 +243,8 @@ class Episode:
         self._messages.append(None)
         asking, self._asking = self._asking, None
         asking.set_result(reply)
-        messages = await self._next()
-        return self._outcome() if messages is None else Observation(messages=tuple(messages))
+        messages = await self._wait_for_messages()
+        return self._make_outcome() if messages is None else Observation(messages=tuple(messages))
 
     async def close(self) -> None:
         """Cancel the rollout."""
@@ -255,7 +256,7 @@ class Episode:
 
     async def ask(self, prompt: Sequence[Any]) -> Reply:
         """Take a request of the harness and wait for the reply."""
-        messages = self._new_messages(prompt)
+        messages = self._take_new_messages(prompt)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((messages, answer))
         return await answer
@@ -267,13 +268,13 @@ class Episode:
         self._refusal = why
         raise EpisodeError(why)
 
-    def _on_trace(self, trace: Any) -> None:
+    def _register_trace(self, trace: Any) -> None:
         """Register the trace of the trained agent when its run begins."""
         if trace.agent.name == self._host.seat:
             self._traces.append(trace)
             self._host.policy.episodes[trace.id] = self
 
-    async def _next(self) -> Sequence[Message] | None:
+    async def _wait_for_messages(self) -> Sequence[Message] | None:
         """Wait for the environment's next messages; return None when the rollout has ended."""
         assert self._run is not None
         getting = asyncio.create_task(self._requests.get())
@@ -286,13 +287,13 @@ class Episode:
         finally:
             getting.cancel()
 
-    def _new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
+    def _take_new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
         """Return the messages of a request after the known ones."""
         if len(self._traces) > 1:
             self.refuse(
                 f"seat {self._host.seat!r} plays several runs in one episode; relay trains one"
             )
-        messages = [None if m.role == "assistant" else self._message(m) for m in prompt]
+        messages = [None if m.role == "assistant" else self._convert_message(m) for m in prompt]
         num_known = len(self._messages)
         if messages[:num_known] != self._messages:
             self.refuse(
@@ -306,16 +307,16 @@ class Episode:
         self._messages += new
         return new
 
-    def _message(self, message: Any) -> Message:
+    def _convert_message(self, message: Any) -> Message:
         if not isinstance(message.content, str) and any(p.type != "text" for p in message.content):
             self.refuse("it shows the model an image; relay trains only on text")
         return Message(role=message.role, content=content_text(message.content))
 
-    def _outcome(self) -> Observation:
+    def _make_outcome(self) -> Observation:
         assert self._run is not None
         episode = self._run.result()
         if not episode.ok or self._refusal is not None:
-            raise EpisodeError(self._failure())
+            raise EpisodeError(self._describe_failure())
         (trace,) = self._traces
         if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
             raise EpisodeError(
@@ -335,7 +336,7 @@ class Episode:
             }
         )
 
-    def _failure(self) -> str:
+    def _describe_failure(self) -> str:
         assert self._run is not None
         if self._refusal is not None:
             return self._refusal
@@ -345,7 +346,7 @@ class Episode:
         return "; ".join(reasons) or "it gives no reason"
 
 
-def as_response(reply: Reply, *, call_prefix: str) -> Response:
+def to_response(reply: Reply, *, call_prefix: str) -> Response:
     """Return a reply as a model server would: with separate thoughts, text and calls."""
     parts = split_reply(reply.text)
     thoughts = [part.text.strip() for part in parts if part.kind == "thought"]

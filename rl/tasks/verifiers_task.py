@@ -22,13 +22,13 @@ from rl.protocols import Environment
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.data import (
     choose,
-    content_key,
     decode_settings,
+    hash_content,
     import_for_tasks,
     is_held_out,
-    shuffled_problems,
+    shuffle_problems,
 )
-from rl.tasks.fingerprint import digest_of_problem
+from rl.tasks.fingerprint import hash_problem
 from rl.tasks.task import Solved
 from rl.tools.tool import announce
 from rl.types import Message, Problem, Rollout
@@ -89,16 +89,18 @@ class VerifiersTask(Configurable):
             _load_env(vf, config, settings)
             for settings in (config.settings, {**config.settings, **config.eval_settings})
         )
-        seat = _trained_seat(env, config)
+        seat = _choose_seat(env, config)
         self._tasks: dict[str, Any] = {}
-        train = self._problems(env, seat=seat, name=config.taskset)
+        train = self._read_problems(env, seat=seat, name=config.taskset)
         if config.eval_settings:
-            held = self._problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
+            held = self._read_problems(eval_env, seat=seat, name=f"{config.taskset}/eval")
         else:
-            held = [p for p in train if is_held_out(content_key(p.question), share=config.held_out)]
-        keys = [content_key(p.question) for p in held]
+            held = [
+                p for p in train if is_held_out(hash_content(p.question), share=config.held_out)
+            ]
+        keys = [hash_content(p.question) for p in held]
         evaluated = set(keys)
-        self._train = [p for p in train if content_key(p.question) not in evaluated]
+        self._train = [p for p in train if hash_content(p.question) not in evaluated]
         self._eval = [held[i] for i in choose(keys, config.num_eval)]
         if not self._train or not self._eval:
             raise ValueError(
@@ -115,11 +117,11 @@ class VerifiersTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return shuffled_problems(
+        return shuffle_problems(
             self._train.__getitem__,
             num_problems=len(self._train),
             seed=f"train {seed}",
-            digest_at=lambda i: digest_of_problem(self._train[i], self._train[i].info["opening"]),
+            digest_at=lambda i: hash_problem(self._train[i], self._train[i].info["opening"]),
         )
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
@@ -136,7 +138,7 @@ class VerifiersTask(Configurable):
         task = self._tasks[problem.id]
         opening = [Message(role=role, content=content) for role, content in problem.info["opening"]]
         episode: Environment = self._episode(
-            self._host, task, opening=opening, prompt=_opening(task)
+            self._host, task, opening=opening, prompt=_make_opening(task)
         )
         return episode
 
@@ -151,7 +153,7 @@ class VerifiersTask(Configurable):
         """End the rollouts and tool servers of the environment."""
         self._host.close()
 
-    def _problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
+    def _read_problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
         """Return every row as a problem; raises ValueError for a row that cannot be trained on."""
         taskset, most = env.taskset, self.config.max_problems
         if most is None and not taskset.bounded:
@@ -161,7 +163,7 @@ class VerifiersTask(Configurable):
             problem_id = f"{name}/{task.data.idx}"
             try:
                 _check_fit(env, task, seat=seat)
-                opening = _opening(task)
+                opening = _make_opening(task)
                 system, tools = "", declarations(task, taskset)
                 if tools:
                     if opening[0].role == "system":
@@ -209,7 +211,7 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
         env_class = vf.environment_class(config.taskset, config.environment)
         config_class = vf.env_config_type(config.taskset, config.environment)
         brings_harness = vf.default_harness_id(config.taskset) != "bash"
-        for name in _seats(vf, config_class):
+        for name in _list_seats(vf, config_class):
             own = {"runtime": {"type": "subprocess"}}
             declared = config_class.model_fields[name].default
             if declared.harness is None and not brings_harness:
@@ -227,12 +229,12 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
         ) from error
 
 
-def _seats(vf: ModuleType, config_class: Any) -> list[str]:
+def _list_seats(vf: ModuleType, config_class: Any) -> list[str]:
     fields = config_class.model_fields.items()
     return [name for name, info in fields if isinstance(info.default, vf.AgentConfig)]
 
 
-def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
+def _choose_seat(env: Any, config: VerifiersTask.Config) -> str:
     """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no
     model.
     """
@@ -262,7 +264,7 @@ def _check_fit(env: Any, task: Any, *, seat: str) -> None:
     compile_.validate_pairing(env._harnesses[seat], type(task), runtime, tools=tools)
 
 
-def _opening(task: Any) -> list[Message]:
+def _make_opening(task: Any) -> list[Message]:
     """Return the opening messages of a task; raise ValueError if relay cannot open with them."""
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
@@ -316,7 +318,7 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
             )
         try:
             cls: Any = type(toolset)
-            tools = _recorded(cls, toolset.config.model_dump_json())
+            tools = _record_tools(cls, toolset.config.model_dump_json())
         except AttributeError as error:
             raise ValueError(
                 f"its tool server {name!r} registers more than functions: {error}"
@@ -332,7 +334,7 @@ def declarations(task: Any, taskset: Any) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded(cls: Any, config: str) -> tuple[Any, ...]:
+def _record_tools(cls: Any, config: str) -> tuple[Any, ...]:
     toolset = cls(cls._config_cls().model_validate_json(config))
     recorder = ToolCollector()
     toolset.register(recorder)

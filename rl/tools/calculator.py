@@ -68,7 +68,7 @@ def evaluate(expression: str) -> Number:
             f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}"
         )
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         raise ToolError("Error: division by zero") from None
     except (OverflowError, RecursionError, MemoryError):
@@ -81,14 +81,14 @@ def evaluate(expression: str) -> Number:
     return value
 
 
-def _value(node: ast.expr) -> Number:
+def _evaluate(node: ast.expr) -> Number:
     # bool is a subclass of int, but not a number here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _within_limits(node.value)
+        return _check_limits(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         is_power = isinstance(node.op, ast.Pow)
         if (
             is_power
@@ -96,11 +96,11 @@ def _value(node: ast.expr) -> Number:
             and (left.bit_length() - 1) * right > MAX_BITS
         ):
             raise OverflowError
-        return _within_limits(_BINARY[type(node.op)](left, right))
+        return _check_limits(_BINARY[type(node.op)](left, right))
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")
 
 
-def _within_limits(value: Any) -> Number:
+def _check_limits(value: Any) -> Number:
     if isinstance(value, complex):
         raise ToolError("Error: the result is not a real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.config.tree import check_bounds
-from rl.rollouts.episode import all_or_none
+from rl.rollouts.episode import gather_or_cancel
 from rl.tools.tool import (
     BadCall,
     Tool,
@@ -13,7 +13,7 @@ from rl.tools.tool import (
     ToolError,
     ToolTimeoutError,
     announce,
-    called_tool,
+    find_tool,
     check_tools,
     parse_calls,
 )
@@ -72,7 +72,7 @@ class ToolEnvironment:
         made, refused = calls[: self._num_left], calls[self._num_left :]
         self._num_left -= len(made)
         started = now_s()
-        answers = await all_or_none(map(self._answer, made))
+        answers = await gather_or_cancel(map(self._answer, made))
         errors = [answer for answer in answers if isinstance(answer, ToolError)]
         metrics = {
             "tools/calls": float(len(calls)),
@@ -97,7 +97,7 @@ class ToolEnvironment:
         try:
             if isinstance(call, BadCall):
                 raise ToolError(call.error)
-            return await called_tool(call, self.tools).call(call.arguments)
+            return await find_tool(call, self.tools).call(call.arguments)
         except ToolError as error:
             return error
 

@@ -43,7 +43,9 @@ CHECK_S = 60.0
 """Time limit of the trial run at the start."""
 TRIAL = """
 import os
-for attempt in (lambda: os._exit(0) if os.fork() == 0 else None, lambda: os.open("/proc/self/environ", 0)):
+fork = lambda: os._exit(0) if os.fork() == 0 else None
+read = lambda: os.open("/proc/self/environ", 0)
+for attempt in (fork, read):
     try:
         attempt()
     except PermissionError:
@@ -111,8 +113,8 @@ class PythonSandbox(Configurable):
         max_output_bytes: int = 64 * 1024
         """Bytes of stdout and stderr together."""
         max_file_mib: int = 4
-        """Size of one file. Times `max_files`, it bounds the disk space of the call's folder, or the
-        memory if the temporary folder is a tmpfs."""
+        """Size of one file. Times `max_files`, it bounds the disk space of the call's folder (or
+        the memory, if the temporary folder is a tmpfs)."""
         max_files: int = 64
         """Files that the call's folder may hold at a time, the file of the code itself included."""
         num_at_once: int = 0
@@ -191,10 +193,10 @@ class PythonSandbox(Configurable):
             except OSError as error:
                 logger.warning("Python sandbox: %s could not be removed: %s", folder, error)
         wall_s = time.monotonic() - started
-        reason = stopped or self._reason(status, wall_s)
+        reason = stopped or self._find_reason(status, wall_s)
         return SandboxResult(reason=reason, output=output, status=status, wall_s=wall_s)
 
-    def _reason(self, status: int, wall_s: float) -> Reason:
+    def _find_reason(self, status: int, wall_s: float) -> Reason:
         # The CPU limit sends SIGXCPU, and SIGKILL a second later if the code blocks the first.
         killed_late = status == -signal.SIGKILL and wall_s >= self.config.cpu_limit_s
         if status == -signal.SIGXCPU or killed_late:

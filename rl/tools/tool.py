@@ -107,7 +107,7 @@ class FunctionTool:
         self.parameters: Mapping[str, Any] = schema["parameters"] | {"additionalProperties": False}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        passed = {name: self._whole(name, value) for name, value in arguments.items()}
+        passed = {name: self._to_whole(name, value) for name, value in arguments.items()}
         timer = asyncio.timeout(self.time_limit_s)
         try:
             async with timer:
@@ -139,7 +139,7 @@ class FunctionTool:
             # A future cannot hold StopIteration, and SystemExit would end the event loop.
             raise ToolError(f"Error: {type(error).__name__}: {error}") from error
 
-    def _whole(self, name: str, value: Any) -> Any:
+    def _to_whole(self, name: str, value: Any) -> Any:
         """Convert 2.0, which JSON schema accepts as an integer, to the int that a function
         expects.
         """
@@ -200,7 +200,7 @@ def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
     return tuple(calls)
 
 
-def called_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
+def find_tool(call: ToolCall, tools: Sequence[Tool]) -> Tool:
     """Return the tool of a call; raise ToolError if there is none, or if the arguments do not fit
     its schema.
     """

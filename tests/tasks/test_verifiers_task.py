@@ -141,11 +141,11 @@ def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct
     ],
 )
 def test_response_tells_thoughts_from_text_and_calls(text, content, thoughts, called):
-    from rl.tasks.verifiers_bridge import as_response  # importing verifiers takes seconds
+    from rl.tasks.verifiers_bridge import to_response  # importing verifiers takes seconds
 
     call = render_call(ToolCall(name="write", arguments={"text": "<think>x</think>"}))
     text, thoughts = (None if t is None else t.replace("{call}", call) for t in (text, thoughts))
-    message = as_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
+    message = to_response(Reply(text=text, completion=completion(text)), call_prefix="c").message
     assert (message.content, message.reasoning_content) == (content, thoughts)
     assert [json.loads(c.arguments)["text"] for c in message.tool_calls or []] == called
 
