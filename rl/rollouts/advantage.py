@@ -79,9 +79,12 @@ class Advantage:
         """
         _check_sizes(rewards_PG)
         by_token = self.credit == "token"
-        sums_P = [_sum_samples(group) for group in rewards_PG]
-        values_P = [self._compute_returns(group) for group in rewards_PG] if by_token else sums_P
-        lengths_PG = [[*map(len, group)] for group in rewards_PG]
+        sums_P, values_P, lengths_PG = [], [], []
+        for rewards_G in rewards_PG:
+            sums = _sum_samples(rewards_G)
+            sums_P.append(sums)
+            values_P.append(self._compute_returns(rewards_G) if by_token else sums)
+            lengths_PG.append([*map(len, rewards_G)])
 
         centered_P = list(self._subtract_baseline(values_P, lengths_PG))
         if self.baseline in ("group_mean", "leave_one_out"):

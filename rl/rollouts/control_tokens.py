@@ -255,28 +255,18 @@ def split_rendering(
     Raises:
         RefusedMessageError: the template changes such a message, so that it cannot be found again.
     """
-    unsafe: set[int] = set()
-    others = ""
-    for number, m in enumerate(messages):
-        if control.find_first(m.content) is None:
-            others += m.content
-        else:
-            unsafe.add(number)
-    if not unsafe or control.find_first(others) is not None:
-        # Messages in a row may make a token together.
-        unsafe = {number for number, m in enumerate(messages) if m.content}
-
     # A conversation with a mark in place of each unsafe message shows what the template writes
     # around them. The nonce keeps a message from containing a mark.
     nonce = secrets.token_hex(8)
     marked = list(messages)
-    for number in unsafe:
+    for number in _find_unsafe(messages, control):
         marked[number] = replace(marked[number], content=f"{nonce}-{number}-")
     text = render(messages)
     before, *rest = re.split(rf"{nonce}-(\d+)-", render(marked))
     fragments, position = [Fragment(before, False)], len(before)
-    for number, after in zip(rest[::2], rest[1::2], strict=True):
-        content = _find_content(text, messages[int(number)].content, after=after, position=position)
+    for place, after in zip(rest[::2], rest[1::2], strict=True):
+        number = int(place)
+        content = _find_content(text, messages[number].content, after=after, position=position)
         fragments += [Fragment(content, True), Fragment(after, False)]
         position += len(content) + len(after)
     if _join(fragments) == text:
@@ -286,8 +276,12 @@ def split_rendering(
     # The template changes a message, such as quotes for JSON. The text of the token itself may be
     # found again.
     fragments = _split_at_tokens(messages, render=render, control=control)
-    own = [fragment.text for fragment in fragments if not fragment.is_content]
-    if _join(fragments) == text and _list_tokens(own, control) == _list_tokens(framing, control):
+    template_texts = []
+    for fragment in fragments:
+        if not fragment.is_content:
+            template_texts.append(fragment.text)
+    has_same_tokens = _list_tokens(template_texts, control) == _list_tokens(framing, control)
+    if has_same_tokens and _join(fragments) == text:
         return fragments
     # The template may also take out the text of the token, such as that of thoughts in earlier
     # replies.
@@ -300,6 +294,22 @@ def split_rendering(
         "that the message cannot be read apart from it: remove the text, or choose another "
         "renderer.kind"
     )
+
+
+def _find_unsafe(messages: Sequence[Message], control: ControlTokens) -> set[int]:
+    """Return the numbers of the messages that could bring in a token, alone or together."""
+    unsafe: set[int] = set()
+    others = ""
+    for number, m in enumerate(messages):
+        if control.find_first(m.content) is None:
+            others += m.content
+        else:
+            unsafe.add(number)
+
+    if unsafe and control.find_first(others) is None:
+        return unsafe
+    # Messages in a row may make a token together.
+    return {number for number, m in enumerate(messages) if m.content}
 
 
 def _join(fragments: Sequence[Fragment]) -> str:

@@ -25,6 +25,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast, get_args
 
 from rl.protocols import Environment
@@ -95,6 +96,7 @@ class EnvironmentThread:
 
     def start(self, function: Callable[[], Awaitable[ResultT]]) -> Awaitable[ResultT]:
         """Start `function()` in the thread and return a future of its result."""
+        # Not in __init__: a run whose environments all answer inline starts no thread.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(
@@ -111,6 +113,8 @@ async def _guard(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
     """
     try:
         return await function()
+    # Raised in a task of the environments' loop, a SystemExit would end the loop for all of them,
+    # and a CancelledError would look like a cancellation of the episode.
     except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -124,6 +128,7 @@ async def _run_with_timer(
     """Await a coroutine within a time limit, without the cost of a timer if it has nothing to wait
     for.
     """
+    # The first step by hand: a coroutine that returns at once never reaches the event loop.
     try:
         waits_for = coroutine.send(None)
     except StopIteration as result:
@@ -251,21 +256,28 @@ class Environments:
         groups: list[list[EnvironmentCalls]] = []
         try:
             for problem in problems:
-                groups.append([])
-                groups[-1] += (self._make(problem) for _ in range(num))
-                _check_distinct(groups[-1])
+                # Appended before it is filled, so that an error closes what has been made.
+                group: list[EnvironmentCalls] = []
+                groups.append(group)
+                while len(group) < num:
+                    group.append(self._make(problem))
+                _check_distinct(group)
+
             for group in groups:
-                openings = [calls.open() for calls in group]
-                if any(opening != openings[0] for opening in openings):
-                    raise ValueError(
-                        f"environments of problem {shown(group[0].problem.id)} open differently, "
-                        "but a group has one prompt: let `opening` depend on the problem alone"
-                    )
+                for calls in group:
+                    if calls.open() != group[0].messages:
+                        raise ValueError(
+                            f"environments of problem {shown(group[0].problem.id)} open "
+                            "differently, but a group has one prompt: let `opening` depend on the "
+                            "problem alone"
+                        )
             yield groups
         finally:
-            closing = [
-                calls.close() for group in groups for calls in group if not calls.ends_at_once
-            ]
+            closing = []
+            for calls in chain.from_iterable(groups):
+                # The environment of a single turn has nothing to close.
+                if not calls.ends_at_once:
+                    closing.append(calls.close())
             for error in await asyncio.gather(*closing, return_exceptions=True):
                 if isinstance(error, Exception):
                     logger.warning("an environment could not be closed: %r", error, exc_info=error)
@@ -289,8 +301,8 @@ def _check_distinct(group: Sequence[EnvironmentCalls]) -> None:
     """Raise ValueError if episodes share an environment that keeps a state; one of a single turn
     has none.
     """
-    num_environments = len({id(calls.environment) for calls in group})
-    if num_environments == len(group) or all(calls.ends_at_once for calls in group):
+    environments = {id(calls.environment) for calls in group}
+    if len(environments) == len(group) or all(calls.ends_at_once for calls in group):
         return
     raise ValueError(
         f"two episodes of problem {shown(group[0].problem.id)} got the same environment, a "
@@ -311,7 +323,8 @@ def _check_observation(observation: Any) -> Observation:
             f"reward={reward:g}: must be within {MAX_REWARD:g} of 0; divide it by a constant"
         )
     metrics = {name: _read_number(name, value) for name, value in observation.metrics.items()}
-    if {type(value) for value in (observation.reward, *observation.metrics.values())} == {float}:
+    # Nearly every environment gives floats, and this runs at each turn: no copy then.
+    if set(map(type, (observation.reward, *observation.metrics.values()))) == {float}:
         return observation
     return replace(observation, reward=reward, metrics=metrics)
 

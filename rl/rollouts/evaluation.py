@@ -144,7 +144,7 @@ class Evaluator:
         """Evaluate the weights that the generator has now; raise RunError if too many rollouts have
         no score.
         """
-        # Greedy replies need no seed; the sampled ones get the same at every evaluation, so that two
+        # Greedy replies need no seed; sampled ones get the same at every evaluation, so that two
         # evaluations differ by their weights alone.
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
@@ -221,18 +221,18 @@ def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[st
     of them if any has it.
     """
     good = [score for score in scores if score.failure is None]
-    num_unparsed = sum(bool(score.unparsed) for score in good)
+    # Tasks of a mixture have different functions, so not every score has every part.
+    values_by_name: dict[str, list[float]] = defaultdict(list)
+    num_unparsed = 0
+    for score in good:
+        num_unparsed += bool(score.unparsed)
+        for name, value in score.parts.items():
+            values_by_name[name].append(value)
+
     metrics: dict[str, Metric] = {
         f"{prefix}/num_failed": Sum(len(scores) - len(good)),
         f"{prefix}/num_unparsed": Sum(num_unparsed),
     }
-
-    # Tasks of a mixture have different functions, so not every score has every part.
-    values_by_name: dict[str, list[float]] = defaultdict(list)
-    for score in good:
-        for name, value in score.parts.items():
-            values_by_name[name].append(value)
-
     for name, values in values_by_name.items():
         # A missing part of the environment is a 0, a missing part of a function is no value.
         count = len(good) if name == ENVIRONMENT else len(values)

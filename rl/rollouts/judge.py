@@ -92,10 +92,12 @@ class NumberGrade:
         _check_has_group(self.pattern)
 
     def read(self, text: str) -> float | None:
-        found = list(re.finditer(self.pattern, with_ascii_digits(text)))
-        if not found or found[-1][1] is None:
+        # A judge that thinks aloud names several grades; the last one is its own.
+        matches = list(re.finditer(self.pattern, with_ascii_digits(text)))
+        if not matches or matches[-1][1] is None:
             return None
-        written, out_of = found[-1][1], found[-1][2] if found[-1].re.groups > 1 else None
+        last = matches[-1]
+        written, out_of = last[1], last[2] if last.re.groups > 1 else None
         try:
             number = _parse_number(written)
             is_other_scale = out_of is not None and _parse_number(out_of) != self.highest
@@ -136,7 +138,7 @@ class LabelGrade:
     """Regular expression whose first group is the label; `{labels}` stands for all of them."""
 
     def __post_init__(self) -> None:
-        if len({label.lower() for label in self.labels}) < 2 or "" in self.labels:
+        if len(set(map(str.lower, self.labels))) < 2 or "" in self.labels:
             raise ValueError(f"labels={dict(self.labels)}: must be at least two different words")
         if not all(map(math.isfinite, self.labels.values())):
             raise ValueError(f"labels={dict(self.labels)}: every value must be a finite number")
@@ -144,13 +146,17 @@ class LabelGrade:
 
     def _fill_pattern(self) -> str:
         # Longest first, because one label may be the beginning of another.
-        labels = "|".join(re.escape(label) for label in sorted(self.labels, key=len, reverse=True))
-        return self.pattern.replace("{labels}", labels)
+        longest_first = sorted(self.labels, key=len, reverse=True)
+        return self.pattern.replace("{labels}", "|".join(map(re.escape, longest_first)))
 
     def read(self, text: str) -> float | None:
-        found = [match[1] for match in re.finditer(self._fill_pattern(), text)]
-        values = {label.lower(): float(value) for label, value in self.labels.items()}
-        return values.get(found[-1].lower()) if found and found[-1] is not None else None
+        label = None
+        for match in re.finditer(self._fill_pattern(), text):
+            label = match[1]  # the last one counts
+        if label is None:
+            return None
+        values = {name.lower(): float(value) for name, value in self.labels.items()}
+        return values.get(label.lower())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,13 +207,15 @@ class Judge:
             )
         if not self.model:
             raise ValueError("model='': must be the name of the model on the server")
-        if not {"{reply}", "{conversation}"} & {m[0] for m in PLACEHOLDER.finditer(self.template)}:
+        # A prompt without the reply would give all replies to a question the same grade.
+        if "{reply}" not in self.template and "{conversation}" not in self.template:
             raise ValueError(
                 f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}"
             )
         check_bounds(self, "max_tokens", "max_concurrency", at_least=1)
         check_bounds(self, "max_retries", "temperature", at_least=0)
         check_bounds(self, "timeout_s", above=0, below=math.inf)
+        # Now rather than at the first reward, which is computed after the models have been loaded.
         _read_key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:
@@ -225,6 +233,7 @@ class Judge:
     def prompt(self, rollout: Rollout) -> str:
         """Fill the rollout into the template; braces in the rollout are not expanded."""
         problem, reply = rollout.prompt.problem, rollout.text
+        # `answer_part` strips; a reply without thoughts is shown as it was written.
         has_thoughts = any(part.kind == "thought" for part in split_reply(reply))
         texts = {
             "question": problem.question,
@@ -232,6 +241,7 @@ class Judge:
             "reply": answer_part(reply) if has_thoughts else reply,
             "conversation": "\n\n".join(f"{m.role}: {m.content}" for m in rollout.messages),
         }
+        # One pass over the template, so that a placeholder within the rollout stays as it is.
         return PLACEHOLDER.sub(lambda match: texts[match[1]], self.template)
 
     async def _ask(self, prompt: str) -> str:
@@ -320,6 +330,7 @@ def _get_client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.Asyn
 def _read_key(api_key_env: str | None) -> str | None:
     if api_key_env is None:
         return None
+    # Read at each use: a pickled judge, a config and a log of it never hold the key.
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(

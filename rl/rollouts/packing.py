@@ -18,7 +18,6 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -157,10 +156,7 @@ def pack(
     _check(samples, max_tokens=max_tokens, max_length=max_length)
     lengths = _list_lengths(samples)
     if num_allowed is not None:
-        # The schedule of a pipeline needs a number of micro-batches, so each gets at most its share
-        # of the tokens; a sample is never cut.
-        share = -(-sum(lengths) // (num_ranks * num_allowed(1)))
-        max_tokens = min(max_tokens, max(share, *lengths))
+        max_tokens = _lower_limit(lengths, max_tokens, num=num_ranks * num_allowed(1))
     plan = plan_micro_batches(
         lengths,
         families=group_families(samples) if share_prompts else None,
@@ -187,6 +183,13 @@ def pack(
     for indices, pieces in zip(micro_batches, layouts, strict=True):
         batches.append(_pack_one(samples, indices, pieces, pad_multiple=pad_multiple, most=most))
     return batches
+
+
+def _lower_limit(lengths: Sequence[int], max_tokens: int, *, num: int) -> int:
+    """Return the limit of tokens under which the samples fill `num` micro-batches."""
+    share = -(-sum(lengths) // num)
+    # A sample is never cut.
+    return min(max_tokens, max(share, *lengths))
 
 
 def _list_lengths(samples: Sequence[TrainingSample]) -> list[int]:
@@ -224,7 +227,10 @@ def plan_micro_batches(
     if num_ranks > 1:
         # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
         limit = sum(lengths) // (4 * num_ranks)
-        units = list(chain.from_iterable(_divide(unit, lengths, limit) for unit in units))
+        parts: list[list[int]] = []
+        for unit in units:
+            parts += _divide(unit, lengths, limit)
+        units = parts
 
     sizes = []
     for unit in units:
@@ -335,27 +341,24 @@ def _pack_one(
 ) -> PackedBatch:
     """Pack the samples at `indices` in these pieces; padding in pieces of at most `most` tokens."""
     chosen = [samples[i] for i in indices]
-    # The last piece of a sample, which knows where the sample's other rows are.
+    # The padding is a sequence with the number after those of the samples.
+    padding = _add_padding(pieces, len(chosen), pad_multiple=pad_multiple, most=most)
+    num_rows = _count_rows(pieces)
+
+    # The last piece of a sample says where the sample's other rows are.
     last_pieces: dict[int, Piece] = {}
+    lengths: list[int] = []
+    ids_of_pieces, positions_of_pieces = [], []
     for piece in pieces:
         last_pieces[piece.sample] = piece
-
-    num_tokens = _count_rows(pieces)
-    # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
-    num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
-    padding = _cut(num_padding, most=most)
-    begin = num_tokens
-    for length in padding:
-        pieces.append(Piece(len(chosen), 0, length, slice(begin, begin + length), NO_ROWS))
-        begin += length
-
-    lengths = [piece.end - piece.begin for piece in pieces]
-    sequence_ids = np.repeat([piece.sample for piece in pieces], lengths)
-    positions = np.concatenate([np.arange(piece.begin, piece.end) for piece in pieces])
+        lengths.append(piece.end - piece.begin)
+        ids_of_pieces.append(piece.sample)
+        positions_of_pieces.append(np.arange(piece.begin, piece.end))
+    sequence_ids = np.repeat(ids_of_pieces, lengths)
 
     def join(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
         """Return the values of all pieces, with padding; `shift` 1 takes those of the targets."""
-        shape = (num_tokens + num_padding, *getattr(samples[0], name).shape[1:])
+        shape = (num_rows, *getattr(samples[0], name).shape[1:])
         values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
         for piece in pieces:
             if piece.sample < len(chosen):
@@ -367,12 +370,11 @@ def _pack_one(
         return None if getattr(samples[0], name) is None else join(name, dtype, 0)
 
     mask, ratio_mask = join("mask", np.bool_, False), join_optional("ratio_mask", np.bool_)
-    # The first sequence id after those of the samples is that of the padding.
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
         input_ids=join("token_ids", np.int64, 0, shift=0),
         targets=join("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
-        positions=torch.from_numpy(positions),
+        positions=torch.from_numpy(np.concatenate(positions_of_pieces)),
         sequences=_make_layout(pieces, lengths),
         mask=mask,
         advantages=join("advantages", np.float32, 0.0),
@@ -389,6 +391,20 @@ def _pack_one(
         rows=tuple(_list_rows(last_pieces[i]) for i in range(len(chosen))),
         padding=tuple(padding),
     )
+
+
+def _add_padding(
+    pieces: list[Piece], sample: int, *, pad_multiple: int, most: int | None
+) -> list[int]:
+    """Append padding up to a multiple of `pad_multiple` rows; return the lengths of its pieces."""
+    num_rows = _count_rows(pieces)
+    # A micro-batch of padding alone still has tokens, because every rank runs the model on it.
+    num_padding = -num_rows % pad_multiple if num_rows else pad_multiple
+    padding = _cut(num_padding, most=most)
+    for length in padding:
+        pieces.append(Piece(sample, 0, length, slice(num_rows, num_rows + length), NO_ROWS))
+        num_rows += length
+    return padding
 
 
 def _find_loss_rows(mask: Tensor, ratio_mask: Tensor | None) -> Tensor:
@@ -413,8 +429,11 @@ def _make_layout(pieces: Sequence[Piece], lengths: Sequence[int]) -> SequenceLay
 
 def _cut(length: int, *, most: int | None) -> list[int]:
     """Cut a length into pieces of at most `most`."""
-    most = most or max(1, length)
-    return [min(most, length - done) for done in range(0, length, most)]
+    pieces = []
+    while length > 0:
+        pieces.append(length if most is None else min(most, length))
+        length -= pieces[-1]
+    return pieces
 
 
 def _list_rows(piece: Piece) -> tuple[slice, ...]:

@@ -41,16 +41,20 @@ class NumberedProblems:
         """Problems drawn from the task so far, outstanding ones included."""
         self._again = set() if position is None else set(position.outstanding)
         """Outstanding problems of the position that were not given again yet."""
-        num_before, again = self.num_drawn, tuple(sorted(self._again))
-        self._numbered: Iterator[tuple[int, Problem]]
-        if (problem_at := getattr(problems, "problem", None)) is not None:
-            self._numbered = (
-                (n, problem_at(n)) for n in itertools.chain(again, itertools.count(num_before))
-            )
+        self._numbered = self._continue(problems)
+
+    def _continue(self, problems: Iterator[Problem]) -> Iterator[tuple[int, Problem]]:
+        """Yield the outstanding problems of the position, then those from `num_drawn` on."""
+        # Copies, because both change as problems are given.
+        num_before, again = self.num_drawn, sorted(self._again)
+        problem_at = getattr(problems, "problem", None)
+        if problem_at is not None:
+            for number in itertools.chain(again, itertools.count(num_before)):
+                yield number, problem_at(number)
         else:
-            self._numbered = (
-                (n, p) for n, p in enumerate(problems) if n >= num_before or n in again
-            )
+            for number, problem in enumerate(problems):
+                if number >= num_before or number in again:
+                    yield number, problem
 
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self
@@ -63,8 +67,8 @@ class NumberedProblems:
 
     def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
         """Return the position after `step`, given the numbers that were drawn and not used."""
-        left = tuple(sorted(self._again.union(outstanding)))
-        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
+        outstanding = tuple(sorted(self._again.union(outstanding)))
+        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=outstanding)
 
 
 def find_reason_to_drop(
@@ -156,14 +160,16 @@ class RolloutProducer:
             numbers = self.bound.take()
             if numbers is not None:
                 break
+            # Waits for a worker that finishes, for `fail`, or for the end of the problems; each of
+            # them sets the event after what it changed.
             self._check_used_up()
             self._changed.clear()
             await self._changed.wait()
-        batch = Batch(
-            groups=[self._finished.pop(n) for n in numbers], dropped=_sort_by_number(self._dropped)
-        )
+        groups = [self._finished.pop(number) for number in numbers]
+        batch = Batch(groups=groups, dropped=_sort_by_number(self._dropped))
         self._dropped = []
         self._num_scored, self._failures = 0, []
+        # The batch's places are free, so that new groups are drawn while the step trains.
         self._start_groups()
         return batch
 
@@ -183,6 +189,7 @@ class RolloutProducer:
 
     async def close(self) -> None:
         """Cancel the groups under way. Idempotent."""
+        # Before the tasks end: `_run` then takes their cancellation for the wanted one.
         self._error = self._error or asyncio.CancelledError()
         tasks = list(self._tasks)
         for task in tasks:
@@ -199,6 +206,7 @@ class RolloutProducer:
             number, problem = numbered
             self.bound.start(number)
             task = asyncio.create_task(self._run(number, problem), name=f"rollouts of {problem.id}")
+            # The event loop itself keeps only weak references to tasks.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -224,7 +232,9 @@ class RolloutProducer:
         """
         self._finished[group.number] = group
         self._num_scored += len(group.scores)
-        self._failures += [s.failure for s in group.scores if s.failure is not None]
+        for score in group.scores:
+            if score.failure is not None:
+                self._failures.append(score.failure)
         check_failures(
             self._failures,
             num_scored=self._num_scored,
@@ -239,6 +249,7 @@ class RolloutProducer:
             self.bound.finish(group.number)
             self._dropped_in_row.clear()
         else:
+            # Kept until the next batch: for its metrics, and because a resumed run draws it again.
             self._dropped.append((reason, self._finished.pop(group.number)))
             self._dropped_in_row[reason] += 1
             self.bound.release(group.number)

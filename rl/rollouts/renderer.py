@@ -92,6 +92,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.system = system
         self.first_token_ids = np.array(first_token_ids, dtype=np.int32)
+
         end = template.end_of_turn
         end_ids = (
             [tokenizer.eos_token_id]
@@ -102,6 +103,8 @@ class Renderer:
             raise ValueError(
                 f"the template ends a reply with {end!r}, not a single token of the tokenizer"
             )
+
+        # The end of a turn stops the generator too, whatever the model's own list says.
         self.end_token_id = int(end_ids[0])
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
         ends = end_tokens(
@@ -137,6 +140,7 @@ class Renderer:
             first = replace(messages[0], content=messages[0].content.removeprefix(written))
             messages = [first, *messages[1:]]
         token_ids = self._encode_messages(messages, self.template.render_opening)
+        # A template of a user's own may write the first token itself.
         if np.array_equal(token_ids[: len(first_ids)], first_ids):
             return token_ids
         return np.concatenate([first_ids, token_ids])
@@ -173,6 +177,7 @@ class Renderer:
         an opened thought, the text begins with that thought, so that readers can tell it from the
         answer.
         """
+        # The last token ends the turn, unless the reply was cut off.
         of_turns, ids = self._turns.token_ids, token_ids.tolist()
         if ids and ids[-1] in of_turns:
             ids.pop()
@@ -238,7 +243,8 @@ def make_renderer(
     elif config.kind == "raw":
         template = RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
     else:
-        if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
+        missing = {IM_START, IM_END} - set(tokenizer.get_added_vocab())
+        if missing:
             raise ValueError(
                 f"renderer.kind={config.kind}: the tokenizer of {tokenizer.name_or_path} has no "
                 f"token {' or '.join(sorted(missing))}; choose kind template or raw"

@@ -59,6 +59,7 @@ def split_reply(text: str) -> tuple[ReplyPart, ...]:
     an opening one closes a thought that began before the reply. Calls inside a thought belong to
     the thought.
     """
+    # Most replies have no marks, and replies are read several times for each reward.
     if _MARKS.search(text) is None:
         return (ReplyPart(kind="text", text=text),) if text else ()
     scan = _Scan(text=text)
@@ -78,11 +79,11 @@ def join_answer(parts: Sequence[ReplyPart]) -> str:
     """Return the text of the parts after the last thought, stripped; empty if a thought is never
     closed.
     """
-    start = 0
-    for number, part in enumerate(parts):
-        if part.kind == "thought":
-            start = number + 1  # nothing follows a thought that is open
-    return "".join(part.text for part in parts[start:]).strip()
+    answer = ""
+    for part in parts:
+        # Nothing follows a thought that is open.
+        answer = "" if part.kind == "thought" else answer + part.text
+    return answer.strip()
 
 
 def is_thought_open(text: str) -> bool:
@@ -102,12 +103,14 @@ def find_open_thought(text: str) -> str:
     """Return the end of a text from the mark of its open thought on; empty if no thought is
     open.
     """
-    for part in split_reply(text)[-1:]:
-        if not part.is_closed:
-            start = len(text) - len(part.text)
-            mark = next(mark for mark in THOUGHT_MARKS if text.endswith(mark, 0, start))
+    parts = split_reply(text)
+    if not parts or parts[-1].is_closed:
+        return ""
+    start = len(text) - len(parts[-1].text)
+    for mark in THOUGHT_MARKS:
+        if text.endswith(mark, 0, start):
             return text[start - len(mark) :]
-    return ""
+    raise AssertionError("a thought is open only after its mark")
 
 
 def continue_thought(reply: str, opened: str) -> str:
@@ -120,6 +123,7 @@ def continue_thought(reply: str, opened: str) -> str:
     if not opened:
         return reply
     mark = next(mark for mark in THOUGHT_MARKS if opened.startswith(mark))
+    # Demonstrations were often written with the mark in them, which stands in the prompt already.
     repeated = reply.lstrip()
     if repeated.startswith(mark):
         return repeated.removeprefix(opened).removeprefix(mark)
@@ -171,6 +175,7 @@ class _Scan:
 
     def _take_call(self, start: int) -> None:
         """Read the call at `start`, or go past its mark if the text only mentions it."""
+        # Beyond the limit a call stays a part of the text.
         if self.num_read == MAX_CALLS:
             return
         self.num_read += 1
@@ -228,10 +233,11 @@ def _decode(text: str, start: int) -> tuple[Any, int, str]:
     where it begins.
     """
     value, end = None, start
+    # Written once more: a lone half of a surrogate pair is valid JSON, but no text of any file.
     try:
         value, end = _DECODER.raw_decode(text, start)
         json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair is an error too
+    except (ValueError, RecursionError) as error:
         return value, end, f"is not valid JSON: {getattr(error, 'msg', error)}"
     return value, end, ""
 

@@ -45,12 +45,12 @@ def to_numbers(values: Any, *, most: int) -> list[float]:
     Mappings would be read by their keys, sets in any order, texts and bytes by their characters:
     all are refused.
     """
-    is_table = hasattr(values, "keys") and not hasattr(
-        values, "tolist"
-    )  # a data frame gives its columns
+    # A data frame would give the names of its columns; a Series has `keys` too, and is a sequence.
+    is_table = hasattr(values, "keys") and not hasattr(values, "tolist")
     if is_table or isinstance(values, Mapping | Set | str | bytes | bytearray | memoryview):
         raise TypeError(f"a {type(values).__name__} is not a sequence of numbers")
-    return [to_number(value) for value in islice(iter(values), most)]  # a generator may never end
+    # A generator may never end.
+    return [to_number(value) for value in islice(iter(values), most)]
 
 
 def to_truth(value: Any) -> bool:

@@ -248,7 +248,7 @@ class RewardProcess:
             except ProcessEndedError as error:
                 if self._closed:
                     raise RunError("the reward process was closed") from None
-                # The call that ran when the process ended is the one to blame; it is not tried again.
+                # The call that ran when the process ended is to blame; it is not tried again.
                 call, code = calls[len(results)], error.exit_code
                 ended = f"{call.title} ended the reward process (exit code {code})"
                 late = call.make_timeout(self.time_limit_s)

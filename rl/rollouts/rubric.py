@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,15 +197,23 @@ class Rubric:
     @property
     def key_variables(self) -> set[str]:
         """Environment variables that criteria name by an attribute `api_key_env`."""
-        names = {getattr(c.function, "api_key_env", None) for c in self.criteria}
-        return names - {None}
+        names = set()
+        for c in self.criteria:
+            name = getattr(c.function, "api_key_env", None)
+            if name is not None:
+                names.add(name)
+        return names
 
     def list_calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
         """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 
         `alone` skips functions that need a group.
         """
-        places = tuple(i for i, rollout in enumerate(group) if rollout.failure is None)
+        places, rollouts = list[int](), list[Rollout]()
+        for i, rollout in enumerate(group):
+            if rollout.failure is None:
+                places.append(i)
+                rollouts.append(rollout)
         if not places:
             return []
 
@@ -222,19 +231,22 @@ class Rubric:
         # The sync functions of a rollout share one call and its time limit; async ones overlap, so
         # each has a call of its own.
         units = [(tuple(sync_names), False)] if sync_names else []
-        units += [((name,), True) for name in async_names]
+        for name in async_names:
+            units.append(((name,), True))
         calls = []
         for i in places:
             for names, overlaps in units:
                 calls.append(
                     RubricCall(names=names, is_async=overlaps, places=(i,), rollouts=(group[i],))
                 )
-
-        rollouts = tuple(group[i] for i in places)
         for c in group_criteria:
-            overlaps = is_async(c.function)
             calls.append(
-                RubricCall(names=(c.name,), is_async=overlaps, places=places, rollouts=rollouts)
+                RubricCall(
+                    names=(c.name,),
+                    is_async=is_async(c.function),
+                    places=tuple(places),
+                    rollouts=tuple(rollouts),
+                )
             )
         return calls
 
@@ -348,15 +360,11 @@ class Rubric:
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
     ) -> list[Score]:
         """Return the scores of a problem's rollouts from the results of their calls."""
-        results_G: list[list[tuple[CallResult, int]]] = [[] for _ in group]
+        by_place: dict[int, list[tuple[CallResult, int]]] = defaultdict(list)
         for call, result in zip(calls, results, strict=True):
             for index, place in enumerate(call.places):
-                results_G[place].append((result, index))
-
-        scores = []
-        for rollout, of_rollout in zip(group, results_G, strict=True):
-            scores.append(self._score(rollout, of_rollout))
-        return scores
+                by_place[place].append((result, index))
+        return [self._score(rollout, by_place[place]) for place, rollout in enumerate(group)]
 
     def _score(self, rollout: Rollout, results: Sequence[tuple[CallResult, int]]) -> Score:
         """Return one score; `results` are pairs of a call's result and the rollout's index in that

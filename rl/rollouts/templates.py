@@ -83,12 +83,13 @@ class ChatML:
         text = ""
         for of_tools, run in groupby(messages, key=lambda m: m.role == "tool"):
             if of_tools:
-                responses = "".join(
-                    f"\n<tool_response>\n{m.content}\n</tool_response>" for m in run
-                )
-                text += f"{IM_START}user{responses}{IM_END}\n"
+                text += f"{IM_START}user"
+                for m in run:
+                    text += f"\n<tool_response>\n{m.content}\n</tool_response>"
+                text += f"{IM_END}\n"
             else:
-                text += "".join(f"{IM_START}{m.role}\n{m.content}{IM_END}\n" for m in run)
+                for m in run:
+                    text += f"{IM_START}{m.role}\n{m.content}{IM_END}\n"
         return f"{text}{IM_START}assistant\n{self.reply_begins}"
 
     def render_continuation(self, messages: Sequence[Message]) -> str:
@@ -127,6 +128,7 @@ class TokenizerTemplate:
             raise ValueError(
                 f"{self.name} is missing; add one, or choose renderer.kind=chatml, qwen3 or raw"
             )
+        # An option that a template does not read is ignored without a word.
         reads_thinking = "enable_thinking" in str(template)
         if not thinking and not reads_thinking:
             raise ValueError(
@@ -142,9 +144,12 @@ class TokenizerTemplate:
             )
         self.opens_thought = find_open_thought(opening.rpartition(ASKED.content)[2])
         probes = ([SYSTEM, ASKED, REPLIED, ASKED_AGAIN], [ASKED, REPLIED, ASKED_AGAIN], [ASKED])
-        # The first that the template accepts and frames.
+        # The first that the template accepts and frames: some refuse a system message, some a
+        # second question.
         self.framing = next(filter(None, map(self._find_framing, probes)), "")
         self.tool_framing = self._find_framing([ASKED, REPLIED, TOLD])
+        # A template that cannot continue a conversation still serves tasks of a single turn, so
+        # the reason is kept until somebody asks for more.
         self.end_of_turn: str | None = None
         self._refusal = ""
         """Reason why the template cannot do several turns; empty if it can."""
@@ -200,6 +205,7 @@ class TokenizerTemplate:
             text = self._render(messages)
         except ValueError:
             return ""
+        # A space in place of each message, so that the texts on its sides do not form a token.
         for m in messages:
             text = text.replace(m.content, " ")
         return text
@@ -215,6 +221,7 @@ class TokenizerTemplate:
             raise ValueError(
                 f"puts {follows[:20]!r} after a reply, which does not begin with a special token"
             )
+        # Tokenizers merge letters, dots and white space with what follows in different ways.
         for reply in ("reply", "reply.", "reply ", "reply\n"):
             if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
                 raise ValueError(
